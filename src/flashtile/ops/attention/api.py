@@ -1,0 +1,190 @@
+"""The public attention functions: what a user calls. They check, build the spec, and hand on to the operator."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention import checks
+from flashtile.ops.attention.operator import run_attention
+from flashtile.ops.attention.philox import draw_dropout_seed
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+_DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
+_PACKED_LAYOUT = ("total", "heads", "head_dim")
+
+Align = Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
+
+    Differentiable in q, k and v, also through `lse`. What is visible with `causal=True`, for two queries and four
+    keys (`x` = visible)::
+
+        bottom_right   x x x .        top_left   x . . .
+                       x x x x                   x x . .
+
+    Args:
+        q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        k: `[batch, seq_k, heads_kv, head_dim]`; `heads_q % heads_kv == 0`, query head `h` reads key/value head
+            `h // (heads_q // heads_kv)`.
+        v: `[batch, seq_k, heads_kv, head_dim_v]`; head_dim and head_dim_v each from 1 to 512. Strides are free, an
+            expanded (stride 0) input is not copied; a last dimension that is not contiguous is made so.
+        causal: no key right of the diagonal is visible.
+        align: where the diagonal lies when `seq_q != seq_k`: "bottom_right" ends it at the last key, "top_left"
+            starts it at the first.
+        window: `(left, right)` number of keys visible on each side of the diagonal, None = unlimited.
+        scale: factor on the scores; default `1/sqrt(head_dim)`.
+        dropout_p: probability, in [0, 1), that an attention weight is dropped; the others are scaled by 1/(1 - p).
+        dropout_seed: `[2]` int64 tensor from `draw_dropout_seed`, on q's device; drawn from torch's generator when
+            left out, so that `torch.manual_seed` reproduces a run.
+        key_lengths: `[batch]` int32 or int64: keys at or past the length are not visible. Alignment still uses the
+            full seq_k.
+        return_lse: also return the log-sum-exp of each row's scores.
+        deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse
+        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm. A row with no visible key has `out = 0`,
+        `lse = -inf` and zero gradients.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+
+    Reference:
+        Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3.
+    """
+    q, k, v = _autocast(q, k, v)
+    checks.check_qkv(q, k, v, _DENSE_LAYOUT)
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
+    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic)
+    seed = _resolve_seed(q, dropout_p, dropout_seed) if dropout_p or dropout_seed is not None else None
+    side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, seed)
+    out, lse = run_attention(q, k, v, side, spec, backend)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over sequences of different lengths, packed one after another without padding.
+
+    Sequence `b` has queries `q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]` and keys
+    `k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]]`; sequences do not see each other. Lengths of 0 are fine. Rows past
+    `cu_seqlens_q[-1]` belong to no sequence: their out is 0 and their gradients are 0. Nothing here waits for the
+    GPU. Arguments not listed are those of `attention`; diagonal, window and dropout count from each sequence's start.
+
+    Args:
+        q: `[total_q, heads_q, head_dim]`.
+        k: `[total_k, heads_kv, head_dim]`.
+        v: `[total_k, heads_kv, head_dim_v]`.
+        cu_seqlens_q: `[batch + 1]` int32 or int64 on q's device, cumulative lengths starting at 0.
+        cu_seqlens_k: likewise for keys; default `cu_seqlens_q`.
+        max_seqlen_q: upper bound of the query lengths. Optional: it only helps to choose tiles.
+        max_seqlen_k: likewise for keys.
+        key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
+
+    Returns:
+        out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32.
+
+    Raises:
+        TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
+            the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
+    """
+    q, k, v = _autocast(q, k, v)
+    checks.check_qkv(q, k, v, _PACKED_LAYOUT)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
+    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
+    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic)
+    seed = _resolve_seed(q, dropout_p, dropout_seed) if dropout_p or dropout_seed is not None else None
+    side = SideInputs(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q.shape[0] if max_seqlen_q is None else max_seqlen_q,
+        k.shape[0] if max_seqlen_k is None else max_seqlen_k,
+        key_lengths,
+        seed,
+    )
+    out, lse = run_attention(q, k, v, side, spec, backend)
+    return (out, lse) if return_lse else out
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
+
+
+def _build_spec(
+    q: Tensor,
+    causal: bool,
+    align: str,
+    window: Window | None,
+    scale: float | None,
+    dropout_p: float,
+    deterministic: bool,
+) -> AttentionSpec:
+    checks.check_choice("align", align, ("bottom_right", "top_left"))
+    left, right = checks.resolve_window(causal, window)
+    return AttentionSpec(
+        checks.resolve_scale(scale, q.shape[-1]),
+        left,
+        right,
+        align == "top_left",
+        float(dropout_p),
+        bool(deterministic),
+    )
+
+
+def _resolve_seed(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
+    checks.check_dropout(dropout_p, dropout_seed, q.device)
+    if not dropout_p:
+        return None
+    return draw_dropout_seed(q.device) if dropout_seed is None else dropout_seed

@@ -1,0 +1,216 @@
+"""Checks of user input at the public edge: each error names argument, expectation, what came and the remedy."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.spec import BACKENDS, MAX_HEAD_DIM, SideInputs
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Opt-in check of the values in `cu_seqlens` and `key_lengths` on a GPU, which costs a synchronisation.
+CHECK_VALUES_ON_GPU = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
+    """Checks ranks, shapes, dtypes, devices and head counts of q, k, v.
+
+    Args:
+        layout: names of the dimensions, `("batch", "seq", "heads", "head_dim")` or without batch when packed.
+    """
+    rank = len(layout)
+    if not (
+        q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
+    ):
+        _raise_rank_dtype_device(q, k, v, layout)
+    if q.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            f"q, k, v: expected dtype float16, bfloat16, float32 or float64, got {q.dtype}; cast them first"
+        )
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    if k_shape[:-1] != v_shape[:-1]:
+        raise ValueError(
+            f"v: expected the {', '.join(layout[:-1])} of k, {tuple(k_shape[:-1])}, got {tuple(v_shape[:-1])}"
+        )
+    if rank == 4 and q_shape[0] != k_shape[0]:
+        raise ValueError(
+            f"k: expected the batch size of q, {q_shape[0]}, got {k_shape[0]}; expand k and v, or repeat them"
+        )
+    if q_shape[-1] != k_shape[-1]:
+        raise ValueError(f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}")
+    for name, head_dim in (("q", q_shape[-1]), ("v", v_shape[-1])):
+        if not 1 <= head_dim <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {head_dim}; split the head into several"
+            )
+    heads_q, heads_kv = q_shape[-2], k_shape[-2]
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(
+            f"k, v: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; "
+            "query head h reads key/value head h // (heads_q // heads_kv)"
+        )
+
+
+def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != len(layout):
+            hint = (
+                "for packed sequences use flashtile.attention_varlen"
+                if len(layout) == 4
+                else "for a dense batch use flashtile.attention"
+            )
+            raise ValueError(
+                f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(tensor.shape)}; {hint}"
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype is not q.dtype:
+            raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}; cast one of them")
+        if tensor.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_backend(backend: str) -> None:
+    check_choice("backend", backend, BACKENDS)
+
+
+def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """The canonical (left, right) of `causal` and `window` together."""
+    if window is None:
+        left = right = None
+    else:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window: expected a pair (left, right), got {window!r}; use None for an unlimited side")
+        left, right = window
+        for side, keys in (("left", left), ("right", right)):
+            if keys is None:
+                continue
+            if isinstance(keys, bool) or not isinstance(keys, int):
+                raise TypeError(f"window: expected int or None on the {side}, got {keys!r}")
+            if not 0 <= keys < 2**31:
+                raise ValueError(
+                    f"window: expected {side} from 0 to 2**31 - 1, got {keys}; use None for an unlimited side"
+                )
+    return left, 0 if causal else right
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, Tensor):
+        raise TypeError("scale: expected a float, got a Tensor; reading it would synchronise, multiply q by it instead")
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1/sqrt(head_dim)")
+    return scale
+
+
+def check_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
+    if dropout_seed is None:
+        return
+    if dropout_seed.shape != (2,) or dropout_seed.dtype is not torch.int64:
+        raise ValueError(
+            f"dropout_seed: expected an int64 tensor of shape (2,), got {dropout_seed.dtype} {tuple(dropout_seed.shape)}; "
+            "make one with flashtile.draw_dropout_seed(device)"
+        )
+    _check_device("dropout_seed", dropout_seed, device)
+
+
+def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str) -> None:
+    """Checks shape, dtype and device of a length vector (`cu_seqlens` or `key_lengths`), not its values."""
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
+        )
+    if lengths.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
+    if lengths.dim() != 1 or lengths.shape[0] != size:
+        raise ValueError(f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}")
+    _check_device(name, lengths, device)
+
+
+def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
+    """Checks the two cumulative length vectors against each other; returns the number of sequences."""
+    entries = cu_seqlens_q.shape[0] if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.dim() == 1 else 2
+    if entries < 1:
+        raise ValueError(
+            "cu_seqlens_q: expected shape (batch + 1,), got (0,); an empty batch is torch.zeros(1, dtype=int32)"
+        )
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_lengths(
+            name, cu_seqlens, entries, device, "batch + 1 cumulative lengths, as many for keys as for queries"
+        )
+    return entries - 1
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected the device of q, {device}, got {tensor.device}; move it")
+
+
+def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
+    if max_seqlen is None:
+        return
+    if isinstance(max_seqlen, Tensor):
+        raise TypeError(f"{name}: expected an int, got a Tensor; reading it would synchronise, leave it out instead")
+    if max_seqlen < 0:
+        raise ValueError(f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}")
+
+
+def check_no_vmap(*tensors: Tensor) -> None:
+    """`torch.func.vmap` would need a batching rule for the random bits and the packed layouts."""
+    is_batched = torch._C._functorch.is_batchedtensor
+    for tensor in tensors:
+        if is_batched(tensor):
+            raise NotImplementedError(
+                "torch.func.vmap over flashtile.attention is not supported; put the mapped dimension into the batch "
+                "dimension of q, k and v instead"
+            )
+
+
+def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
+    """Checks the values inside `cu_seqlens` and `key_lengths`: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
+    for name, cu_seqlens, total, max_seqlen in (
+        ("cu_seqlens_q", side.cu_seqlens_q, total_q, side.max_seqlen_q),
+        ("cu_seqlens_k", side.cu_seqlens_k, total_k, side.max_seqlen_k),
+    ):
+        if cu_seqlens is not None and _readable(cu_seqlens):
+            _check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
+    if side.key_lengths is not None and _readable(side.key_lengths) and (side.key_lengths < 0).any():
+        raise ValueError(f"key_lengths: expected lengths of at least 0, got {side.key_lengths.min().item()}")
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" or (CHECK_VALUES_ON_GPU and not torch.cuda.is_current_stream_capturing())
+
+
+def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
+    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+    if first != 0:
+        raise ValueError(f"{name}: expected to start at 0, got {first}; prepend 0 to the cumulative lengths")
+    lengths = cu_seqlens.diff()
+    if (lengths < 0).any():
+        where = int((lengths < 0).nonzero()[0])
+        raise ValueError(
+            f"{name}: expected cumulative lengths that never decrease, got {int(cu_seqlens[where])} then "
+            f"{int(cu_seqlens[where + 1])} at index {where + 1}"
+        )
+    if last > total:
+        raise ValueError(f"{name}: expected its last value to be at most the packed total, {total}, got {last}")
+    if lengths.numel() and int(lengths.max()) > max_seqlen:
+        raise ValueError(
+            f"max_seqlen{name[-2:]}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence of "
+            f"{int(lengths.max())}; leave it out if it is not known"
+        )

@@ -1,0 +1,106 @@
+"""The eager reference: the definition of the semantics, written to be read, not to be fast.
+
+It builds the whole score matrix, works in any float dtype on any device, is differentiable to any order by PyTorch's
+autograd, and imports no kernel. In fp16 and bf16 it computes as an eager model would, rounding where PyTorch rounds,
+except that the softmax runs in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.philox import keep_tile
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Attention of a dense or packed call. Shapes as in `flashtile.attention` and `attention_varlen`.
+
+    Returns:
+        (out, lse).
+    """
+    if side.packed:
+        return _forward_packed(q, k, v, side, spec)
+    return _forward_dense(q, k, v, side, spec, first_sequence=0)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+) -> tuple[Tensor, ...]:
+    """Gradients of (q, k, v) by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        outputs = forward(*inputs, side, spec)
+        grads = torch.autograd.grad(outputs, inputs, (dout, torch.zeros_like(lse) if dlse is None else dlse))
+    return tuple(grad.contiguous() for grad in grads)
+
+
+def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
+    """Which keys each query sees by the band alone: bool `[seq_q, seq_k]`, True = visible."""
+    diagonal = torch.arange(seq_q, device=device)[:, None] + (0 if spec.top_left else seq_k - seq_q)
+    key = torch.arange(seq_k, device=device)[None, :]
+    visible = torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
+    if spec.window_left is not None:
+        visible &= key >= diagonal - spec.window_left
+    if spec.window_right is not None:
+        visible &= key <= diagonal + spec.window_right
+    return visible
+
+
+def _forward_dense(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, first_sequence: int
+) -> tuple[Tensor, Tensor]:
+    batch, seq_q, heads, _ = q.shape
+    seq_k, group = k.shape[1], heads // k.shape[2]
+    # [B, H, S, D]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    visible = visible_keys(seq_q, seq_k, spec, q.device)
+    if side.key_lengths is not None:
+        valid = torch.arange(seq_k, device=q.device) < side.key_lengths[:, None]
+        visible = visible & valid[:, None, None, :]
+        # What lies past a length is padding and may be anything; 0 · NaN would let it through.
+        v = v.masked_fill(~valid[:, None, :, None], 0)
+
+    scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
+    scores = scores.masked_fill(~visible, float("-inf"))  # [B, H, Sq, Sk]
+    blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
+    lse = torch.logsumexp(scores.masked_fill(blind, 0), dim=-1, keepdim=True)
+    probs = torch.exp(scores - lse).masked_fill(blind, 0)
+    if side.dropout_seed is not None:
+        sequence_head = torch.arange(batch * heads, device=q.device) + first_sequence * heads
+        kept = keep_tile(side.dropout_seed, spec.dropout_p, sequence_head, range(seq_q), range(seq_k))
+        probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
+    out = (probs.to(q.dtype) @ v).transpose(1, 2).contiguous()
+    return out, lse.masked_fill(blind, float("-inf")).squeeze(-1)
+
+
+def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Each sequence as a batch of one, its rows put back in place; this reads `cu_seqlens` on the host."""
+    starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
+    outs, lses = [], []
+    for sequence in range(len(starts_q) - 1):
+        rows = slice(starts_q[sequence], starts_q[sequence + 1])
+        columns = slice(starts_k[sequence], starts_k[sequence + 1])
+        lengths = None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1]
+        one = SideInputs(key_lengths=lengths, dropout_seed=side.dropout_seed)
+        out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
+        outs.append(out[0])
+        lses.append(lse[0])
+    unowned = q.shape[0] - starts_q[-1]
+    outs.append(q.new_zeros(unowned, q.shape[1], v.shape[-1]))
+    lses.append(q.new_full((q.shape[1], unowned), float("-inf"), dtype=_statistics_dtype(q.dtype)))
+    return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,0 +1,75 @@
+"""What an attention call means, apart from the numbers in its tensors.
+
+`AttentionSpec` is the one description that every backend receives. It is a plain tuple, because one is built on every
+call, and canonical: calls that mean the same
+compare equal (`causal=True` is a window whose right side is 0), so that selection and launch caches key on it.
+
+Visibility, for query row `i` and key column `j` of one sequence::
+
+    diagonal = i + (0 if top_left else seq_k - seq_q)
+    visible  = diagonal - window_left <= j <= diagonal + window_right  and  j < key_length
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+#: Largest head dimension (of q/k, and separately of v) that any backend takes.
+MAX_HEAD_DIM = 512
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+
+
+class AttentionSpec(NamedTuple):
+    """The meaning of a call: scalars only, hashable, canonical.
+
+    Attributes:
+        scale: factor on `q kᵀ`.
+        window_left: keys visible left of the diagonal; `None` = all.
+        window_right: keys visible right of the diagonal; `None` = all, 0 = causal.
+        top_left: the diagonal starts at the first key (else it ends at the last key).
+        dropout_p: probability that an attention weight is dropped, in [0, 1).
+        deterministic: the gradients must be the same, bit for bit, in every run.
+    """
+
+    scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    dropout_p: float = 0.0
+    deterministic: bool = False
+
+    @property
+    def banded(self) -> bool:
+        """Whether visibility depends on the distance from the diagonal."""
+        return self.window_left is not None or self.window_right is not None
+
+
+class SideInputs(NamedTuple):
+    """The tensors beside q, k and v. Everything is `None` in a plain dense call.
+
+    With `cu_seqlens_q` set the layout is packed: q, k, v are `[total, heads, head_dim]`, `lse` is
+    `[heads, total_q]`, and sequence `b` owns rows `cu_seqlens[b]` to `cu_seqlens[b + 1]`. Rows past
+    `cu_seqlens[-1]` belong to no sequence: their `out` is 0, their `lse` is -inf, their gradients are 0.
+
+    Attributes:
+        cu_seqlens_q: `[batch + 1]` int32 or int64, or None.
+        cu_seqlens_k: `[batch + 1]` int32 or int64, None exactly when `cu_seqlens_q` is.
+        max_seqlen_q: upper bound of the query lengths (packed layout; `total_q` where the caller gave none).
+        max_seqlen_k: upper bound of the key lengths, likewise.
+        key_lengths: `[batch]` int32 or int64, number of valid keys of each batch entry, or None.
+        dropout_seed: `[2]` int64 (seed, offset), each in [0, 2³²), or None where `dropout_p` is 0.
+    """
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    key_lengths: Tensor | None = None
+    dropout_seed: Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens_q is not None

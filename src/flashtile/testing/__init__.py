@@ -1,0 +1,16 @@
+"""Input makers, the oracle check and the one tolerance policy: what flashtile's tests, and yours, compare with."""
+
+from flashtile.testing.cases import AttentionCase, Inputs, check, make_inputs, run, with_arguments
+from flashtile.testing.tolerance import allowed_error, assert_close, error
+
+__all__ = [
+    "AttentionCase",
+    "Inputs",
+    "allowed_error",
+    "assert_close",
+    "check",
+    "error",
+    "make_inputs",
+    "run",
+    "with_arguments",
+]
