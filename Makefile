@@ -1,0 +1,59 @@
+# make help says what each target does.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEVICE_MARKS := gpu or hopper or multi_gpu
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-gpu lint format clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/make \1|\2/' | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
+
+setup: $(STAMP) ## install everything into .venv (the targets below do it by themselves, once)
+
+run: $(STAMP) ## train a small model on flashtile and on plain attention, compare them, and write a table and a PNG
+	@echo "==> flashtile demo"
+	@$(BIN)/flashtile demo
+
+test: $(STAMP) ## all tests that need no GPU: the ordinary ones, then Triton's kernels in its interpreter
+	@status=0; \
+	echo "==> tests on the CPU"; \
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not ($(DEVICE_MARKS) or interpreter)" || status=1; \
+	echo "==> Triton kernels in the interpreter"; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m interpreter || status=1; \
+	exit $$status
+
+test-gpu: $(STAMP) ## the tests that need a GPU
+	@$(BIN)/python -m pytest -m "$(DEVICE_MARKS)"
+
+lint: $(STAMP) ## ruff (rules and format) and mypy
+	@echo "==> ruff check"; $(BIN)/ruff check .
+	@echo "==> ruff format --check"; $(BIN)/ruff format --check .
+	@echo "==> mypy"; $(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources as ruff wants them
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# The stamp is written last, so an interrupted installation starts again, and a finished one is not repeated until
+# what it was made from changes. A GPU build of torch brings its own Triton; only where there is none is ours installed.
+$(STAMP): pyproject.toml requirements-dev.txt
+	@echo "==> setting up $(VENV) (once; torch is a large download)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "flashtile needs Python 3.10 or newer; set PYTHON=")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "Python has no working venv module; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt "$(TORCH)"
+	@case "$$(uname -s)" in Linux) $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' \
+	  || $(BIN)/pip install --quiet --disable-pip-version-check "$(TRITON)";; esac
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+	@echo "==> installed"

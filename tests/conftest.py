@@ -1,0 +1,68 @@
+"""What every test shares: which tests this machine can run, threads per worker, and poisoned memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+import torch.utils.deterministic
+
+_POISONED_TESTS = Path(__file__).parent / "ops"
+
+hypothesis.settings.register_profile("flashtile", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "flashtile"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist share the cores instead of each starting a thread on every one."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips, with the reason, the tests whose hardware or environment is not there."""
+    reasons = {mark: reason for mark, reason in _unavailable().items() if reason}
+    for item in items:
+        for mark, reason in reasons.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _unavailable() -> dict[str, str]:
+    """For each mark, why its tests cannot run here; empty where they can."""
+    gpus = torch.cuda.device_count()
+    hopper = gpus > 0 and torch.version.hip is None and torch.cuda.get_device_capability()[0] == 9
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    return {
+        "gpu": "" if gpus and not interpreting else "needs a GPU, and TRITON_INTERPRET unset",
+        "hopper": "" if hopper and not interpreting else "needs an sm_90 GPU, and TRITON_INTERPRET unset",
+        "multi_gpu": "" if gpus > 1 and not interpreting else "needs two GPUs, and TRITON_INTERPRET unset",
+        "interpreter": "" if interpreting else "needs TRITON_INTERPRET=1",
+    }
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under tests/ops, uninitialised memory is NaN (integers: their largest value), so an element that a kernel
+    never wrote is seen.
+
+    PyTorch's own fill is used: it reaches `torch.empty`, `empty_like`, `new_empty` and `empty_strided` on every
+    device and in every thread, and `torch.compile` knows it. It is active only in deterministic mode, whose warnings
+    about other operations are of no interest here.
+    """
+    wanted = _POISONED_TESTS in request.node.path.parents and not request.node.get_closest_marker("unpoisoned")
+    if not wanted:
+        yield
+        return
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
