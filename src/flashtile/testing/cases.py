@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -41,7 +42,8 @@ class AttentionCase:
         )
         flags = "".join(f"-{key}{value}" for key, value in self.arguments.items())
         lengths = f"-keys{list(self.key_lengths)}" if self.key_lengths is not None else ""
-        return f"{sizes}-h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}-{str(self.dtype)[6:]}{flags}{lengths}"
+        heads = f"h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}"
+        return f"{sizes}-{heads}-{str(self.dtype)[6:]}{flags}{lengths}"
 
     @property
     def packed(self) -> bool:
@@ -68,7 +70,10 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     tensors: dict[str, Tensor] = {}
-    if case.packed:
+    rows_q: tuple[int, ...]
+    rows_k: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    if case.lengths_q is not None:
         lengths_k = case.lengths_k if case.lengths_k is not None else case.lengths_q
         rows_q, rows_k = (sum(case.lengths_q),), (sum(lengths_k),)
         tensors["cu_seqlens_q"] = _cumulative(case.lengths_q, device)
@@ -95,7 +100,7 @@ def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | 
     """Runs forward and backward of a case. Returns out, lse, dq, dk, dv; `dtype` casts the inputs first."""
     dtype = dtype or case.dtype
     q, k, v = (t.to(dtype).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-    function = flashtile.attention_varlen if case.packed else flashtile.attention
+    function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
     out, lse = function(q, k, v, **inputs.tensors, **case.arguments, return_lse=True, backend=backend)
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
     dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype)))

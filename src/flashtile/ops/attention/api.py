@@ -65,8 +65,8 @@ def attention(
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse
-        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm. A row with no visible key has `out = 0`,
-        `lse = -inf` and zero gradients.
+        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm. A row with no visible key
+        has `out = 0`, `lse = -inf` and zero gradients.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
@@ -159,7 +159,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
+    q, k, v = (t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
+    return q, k, v
 
 
 def _build_spec(

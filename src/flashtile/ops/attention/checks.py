@@ -66,7 +66,8 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
                 else "for a dense batch use flashtile.attention"
             )
             raise ValueError(
-                f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(tensor.shape)}; {hint}"
+                f"{name}: expected {len(layout)} dimensions [{', '.join(layout)}], got shape {tuple(tensor.shape)}; "
+                f"{hint}"
             )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype is not q.dtype:
@@ -122,8 +123,8 @@ def check_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.d
         return
     if dropout_seed.shape != (2,) or dropout_seed.dtype is not torch.int64:
         raise ValueError(
-            f"dropout_seed: expected an int64 tensor of shape (2,), got {dropout_seed.dtype} {tuple(dropout_seed.shape)}; "
-            "make one with flashtile.draw_dropout_seed(device)"
+            "dropout_seed: expected an int64 tensor of shape (2,), "
+            f"got {dropout_seed.dtype} {tuple(dropout_seed.shape)}; make one with flashtile.draw_dropout_seed(device)"
         )
     _check_device("dropout_seed", dropout_seed, device)
 
@@ -181,7 +182,7 @@ def check_no_vmap(*tensors: Tensor) -> None:
 
 
 def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
-    """Checks the values inside `cu_seqlens` and `key_lengths`: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
+    """Checks the values in `cu_seqlens` and `key_lengths`: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     for name, cu_seqlens, total, max_seqlen in (
         ("cu_seqlens_q", side.cu_seqlens_q, total_q, side.max_seqlen_q),
         ("cu_seqlens_k", side.cu_seqlens_k, total_k, side.max_seqlen_k),
@@ -211,6 +212,6 @@ def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seql
         raise ValueError(f"{name}: expected its last value to be at most the packed total, {total}, got {last}")
     if lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(
-            f"max_seqlen{name[-2:]}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence of "
-            f"{int(lengths.max())}; leave it out if it is not known"
+            f"max_seqlen{name[-2:]}: expected an upper bound of the sequence lengths, got {max_seqlen} for a sequence "
+            f"of {int(lengths.max())}; leave it out if it is not known"
         )

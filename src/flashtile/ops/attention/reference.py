@@ -38,9 +38,9 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of (q, k, v) by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
     with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
-        outputs = forward(*inputs, side, spec)
-        grads = torch.autograd.grad(outputs, inputs, (dout, torch.zeros_like(lse) if dlse is None else dlse))
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        outputs = forward(q, k, v, side, spec)
+        grads = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
     return tuple(grad.contiguous() for grad in grads)
 
 
@@ -86,6 +86,7 @@ def _forward_dense(
 
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Each sequence as a batch of one, its rows put back in place; this reads `cu_seqlens` on the host."""
+    assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
     starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
     outs, lses = [], []
     for sequence in range(len(starts_q) - 1):

@@ -1,8 +1,8 @@
 """What an attention call means, apart from the numbers in its tensors.
 
 `AttentionSpec` is the one description that every backend receives. It is a plain tuple, because one is built on every
-call, and canonical: calls that mean the same
-compare equal (`causal=True` is a window whose right side is 0), so that selection and launch caches key on it.
+call, and canonical: calls that mean the same compare equal (`causal=True` is a window whose right side is 0), so that
+selection and launch caches key on it.
 
 Visibility, for query row `i` and key column `j` of one sequence::
 
