@@ -121,6 +121,7 @@ def check(
 
 
 def with_arguments(case: AttentionCase, **arguments: Any) -> AttentionCase:
+    """The same case with more keyword arguments of the call."""
     return replace(case, arguments={**case.arguments, **arguments})
 
 

@@ -1,0 +1,198 @@
+"""The rules of docs/design.md about who may import whom, read from the sources, and what importing flashtile costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import flashtile
+
+SOURCE = Path(flashtile.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+MAX_LINES = 500
+
+#: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
+#: `select`, and `reference` for the backward of the backward.
+WITHIN_OPERATION = {
+    "__init__": set(),
+    "api": {"checks", "operator", "philox", "select", "spec"},
+    "checks": {"spec"},
+    "operator": {"checks", "cpu", "hopper", "philox", "reference", "select", "spec", "triton"},
+    "select": {"spec"},
+    "philox": {"checks"},
+    "spec": set(),
+    "reference": {"philox", "spec"},
+    "cpu": {"philox", "spec"},
+    "triton": {"philox", "spec"},
+    "hopper": {"philox", "spec"},
+}
+#: Packages that stand on the public names, as a user does.
+ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "models", "modules", "testing"}
+#: Third-party packages that only these parts may need.
+OPTIONAL = {"typer": {"cli"}, "rich": {"cli", "bench"}, "matplotlib": {"cli", "bench"}, "numpy": set()}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Full names of what a module imports, wherever in it, and of what it reaches as `flashtile.<package>`."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "flashtile":
+            yield f"flashtile.{node.attr}"
+
+
+def violations(tree: ast.AST, module: str, is_package: bool) -> list[str]:
+    return [
+        f"{module} imports {name}: {why}"
+        for name in imports_of(tree, module, is_package)
+        if (why := _forbidden(module.split("."), name.split(".")))
+    ]
+
+
+def _forbidden(module: list[str], name: list[str]) -> str:
+    """Why `module` may not import `name`; empty where it may."""
+    package = module[1] if len(module) > 1 else ""
+    if name[0] in OPTIONAL:
+        allowed = OPTIONAL[name[0]]
+        return "" if package in allowed else f"only {sorted(allowed)} may, the core needs torch and Triton alone"
+    if name[0] != "flashtile":
+        return ""
+    target = name[1] if len(name) > 1 else ""
+    if package == "_backends":
+        return "" if target == "_backends" else "_backends knows no operation"
+    if package in ON_PUBLIC_NAMES:
+        private = target == "ops" or (target.startswith("_") and target != "__version__")
+        return "use the public names of flashtile" if private else ""
+    if package == "ops":
+        if target == "_backends":
+            part = module[3] if len(module) > 3 else ""
+            return "" if part in ("select", "triton", "hopper") else "only kernels and select need device facts"
+        if target != "ops":
+            return "operations import operations only"
+        return _forbidden_within_operation(module, name)
+    return ""
+
+
+def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
+    operation, part = module[2], module[3] if len(module) > 3 else "__init__"
+    if len(name) < 4 or name[2] != operation:
+        return "" if len(name) > 3 and name[3] == "api" else "another operation is used through its api"
+    if part not in WITHIN_OPERATION:
+        return f"say in WITHIN_OPERATION what {part!r} may import"
+    if name[3] == part or name[3] in WITHIN_OPERATION[part]:
+        return ""
+    return f"{part} may import {sorted(WITHIN_OPERATION[part])}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_follow_the_rule(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not violations(tree, module_name(path), path.name == "__init__.py")
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("flashtile.ops.attention.cpu", "from flashtile.ops.attention import reference"),
+        ("flashtile.ops.attention.cpu.tiles", "from flashtile.ops.attention.reference import forward"),
+        ("flashtile.ops.attention.triton.forward", "from ..cpu import forward"),
+        ("flashtile.ops.attention.select", "from flashtile.ops.attention.triton import launch"),
+        ("flashtile.ops.attention.spec", "def f():\n    from flashtile.ops.attention import api"),
+        ("flashtile.ops.attention.reference", "from flashtile._backends import devices"),
+        ("flashtile.ops.rotary.triton", "from flashtile.ops.attention.triton import tiles"),
+        ("flashtile._backends.launch", "from flashtile.ops.attention.spec import AttentionSpec"),
+        ("flashtile.models.gpt", "from flashtile.ops.attention.api import attention"),
+        ("flashtile.bench.cases", "import flashtile\nflashtile._backends.devices"),
+        ("flashtile.ops.attention.api", "import numpy as np"),
+        ("flashtile.models.gpt", "from rich.console import Console"),
+    ],
+)
+def test_the_rule_sees_a_breach(module, source):
+    assert violations(ast.parse(source), module, is_package=False)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_file_is_short_and_says_what_it_is(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_LINES, "split it"
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), "the first line of a module says what it holds"
+
+
+@pytest.mark.parametrize("module", ["flashtile", "flashtile.testing"])
+def test_public_names_have_docstrings(module):
+    namespace = importlib.import_module(module)
+    public = {name: getattr(namespace, name) for name in namespace.__all__ if name != "__version__"}
+    assert public
+    missing = [name for name, value in public.items() if not (inspect.ismodule(value) or inspect.getdoc(value))]
+    assert not missing
+
+
+def _run_python(source: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(SOURCE.parent), "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_quick_and_loads_no_kernel_and_no_optional_package():
+    loaded, seconds = _run_python(
+        "import torch, sys, time\n"
+        "before, start = set(sys.modules), time.perf_counter()\n"
+        "import flashtile\n"
+        "seconds = time.perf_counter() - start\n"
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}), seconds, sep=';')\n"
+    ).split(";")
+    assert not {"triton", "numpy", *OPTIONAL} & set(ast.literal_eval(loaded))
+    assert float(seconds) < 1.0
+
+
+def test_import_compiles_nothing():
+    loaded = _run_python(
+        "import torch, sys; before = set(sys.modules); import flashtile; print(sorted(set(sys.modules) - before))"
+    )
+    assert not [name for name in ast.literal_eval(loaded) if name.startswith(("torch._dynamo", "torch._inductor"))]
+
+
+def test_works_without_triton():
+    output = _run_python(
+        "import sys\n"
+        "class Absent:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'triton':\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Absent())\n"
+        "import torch, flashtile\n"
+        "q = torch.randn(1, 5, 2, 8, requires_grad=True)\n"
+        "flashtile.attention(q, q, q, causal=True).sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+        "try:\n"
+        "    flashtile.attention(q, q, q, backend='triton')\n"
+        "except (ValueError, RuntimeError, ImportError) as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    assert "riton" in output, "backend='triton' runs or raises; it never falls back"
