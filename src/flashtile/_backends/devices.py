@@ -1,0 +1,90 @@
+"""Facts about devices: architecture, shared memory, and how to name them. No formulas of any operation."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class DeviceFacts(NamedTuple):
+    """What kernel selection needs to know of a GPU.
+
+    Attributes:
+        arch: "sm_90" or "gfx942".
+        shared_memory: bytes of on-chip memory that one program may use.
+    """
+
+    arch: str
+    shared_memory: int
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.arch.startswith("sm_")
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; 0 for AMD."""
+        return int(self.arch[3:]) if self.is_cuda else 0
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.arch.startswith("gfx9") else 32
+
+
+_KIB = 1024
+
+#: Architectures that the kernels are compiled and checked for, with the shared memory of one program.
+#: CUDA: "Maximum amount of shared memory per thread block", CUDA programming guide, compute capabilities.
+#: AMD: LDS per workgroup, CDNA3/CDNA4 and RDNA3 instruction set guides.
+KNOWN_DEVICES = {
+    facts.arch: facts
+    for facts in (
+        DeviceFacts("sm_75", 64 * _KIB),
+        DeviceFacts("sm_80", 163 * _KIB),
+        DeviceFacts("sm_86", 99 * _KIB),
+        DeviceFacts("sm_89", 99 * _KIB),
+        DeviceFacts("sm_90", 227 * _KIB),
+        DeviceFacts("sm_100", 227 * _KIB),
+        DeviceFacts("sm_120", 99 * _KIB),
+        DeviceFacts("gfx942", 64 * _KIB),
+        DeviceFacts("gfx950", 160 * _KIB),
+        DeviceFacts("gfx1100", 64 * _KIB),
+    )
+}
+
+#: Stands for the CPU when Triton's interpreter runs the kernels there.
+INTERPRETER = DeviceFacts("interpreter", 227 * _KIB)
+
+
+def triton_missing() -> str | None:
+    """Why Triton cannot be used in this process; None when it can."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error}); install it with: pip install triton"
+    return None
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether TRITON_INTERPRET=1 runs the kernels on the CPU."""
+    if triton_missing():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Facts of a device that is present; reads its properties once."""
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+        return KNOWN_DEVICES.get(arch, DeviceFacts(arch, 64 * _KIB))
+    arch = f"sm_{properties.major}{properties.minor}"
+    return DeviceFacts(arch, properties.shared_memory_per_block_optin)

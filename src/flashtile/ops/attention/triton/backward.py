@@ -1,0 +1,278 @@
+"""Backward kernels, recomputing the probabilities from `lse`: dq over query tiles, then dk and dv over key tiles.
+
+With `p = exp(scale·s - lse)`, keep mask `z = kept / (1 - dropout_p)` (1 without dropout)::
+
+    delta = rowsum(dout · out) - dlse        [M]
+    dv    = (p·z)ᵀ dout                      [N, E]
+    dp    = z · (dout vᵀ)                    [M, N]
+    ds    = p · (dp - delta)                 [M, N]
+    dq    = scale · ds k                     [M, D]
+    dk    = scale · dsᵀ q                    [N, D]
+
+The dq kernel also writes delta, which the dk/dv kernel reads. Each output tile has one owner that sums in a fixed
+order: no atomics, so the gradients are the same in every run. Letters as in `tiles`.
+
+Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), section 3.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.ops.attention.triton.tiles import (
+    LOG2_E,
+    head_pointer,
+    kept_weights,
+    key_tile_ranges,
+    load_rows,
+    locate_tile,
+    query_tile_ranges,
+    row_statistics_offset,
+    store_rows,
+    valid_keys,
+    visible_pairs,
+)
+
+
+@triton.jit
+def attention_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, delta_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    stride_q_batch, stride_q_row, stride_q_head,
+    stride_k_batch, stride_k_row, stride_k_head,
+    stride_v_batch, stride_v_row, stride_v_head,
+    stride_out_batch, stride_out_row, stride_out_head,
+    stride_dout_batch, stride_dout_row, stride_dout_head,
+    stride_dq_batch, stride_dq_row, stride_dq_head,
+    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, dq_scale, keep_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Arguments as in the forward kernel; `dq_scale` is the scale with its sign."""
+    sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
+        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
+    )  # fmt: skip
+    if first >= seq_q:
+        return
+    head_kv = head // group
+    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
+    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED)
+    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED)
+    out_base = head_pointer(
+        out_ptr, sequence, begin_q + first, head, stride_out_batch, stride_out_row, stride_out_head, PACKED
+    )
+    dout_base = head_pointer(
+        dout_ptr, sequence, begin_q + first, head, stride_dout_batch, stride_dout_row, stride_dout_head, PACKED
+    )
+
+    rows_left = seq_q - first
+    row = tl.arange(0, BLOCK_M)
+    statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
+    dout_tile = load_rows(dout_base, stride_dout_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    out_tile = load_rows(out_base, stride_out_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    lse = _load_lse_log2(lse_ptr + statistics, row < rows_left)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if HAS_DLSE:
+        dlse = tl.load(dlse_ptr + statistics, mask=row < rows_left, other=0.0)
+        # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
+        delta -= tl.where(lse == float("inf"), 0.0, dlse)
+    tl.store(delta_ptr + statistics, delta, mask=row < rows_left)
+
+    keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
+    shift = 0 if TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = key_tile_ranges(
+        first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    q_tile = load_rows(q_base, stride_q_row, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    sequence_head = sequence * heads + head
+    if HAS_LEFT:
+        dq = _sum_dq(
+            dq, q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin,
+            first, keys, shift, window_left, window_right, scale, keep_scale,
+            dropout_seed_ptr, sequence_head, keep_threshold,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+    dq = _sum_dq(
+        dq, q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, full_begin, full_end,
+        first, keys, shift, window_left, window_right, scale, keep_scale,
+        dropout_seed_ptr, sequence_head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, False, DROPOUT, PRECISION,
+    )  # fmt: skip
+    dq = _sum_dq(
+        dq, q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, full_end, end,
+        first, keys, shift, window_left, window_right, scale, keep_scale,
+        dropout_seed_ptr, sequence_head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+    )  # fmt: skip
+    dq_base = head_pointer(
+        dq_ptr, sequence, begin_q + first, head, stride_dq_batch, stride_dq_row, stride_dq_head, PACKED
+    )
+    store_rows(dq_base, stride_dq_row, 0, rows_left, dq * dq_scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _sum_dq(
+    dq, q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, begin, end,
+    first, keys, shift, window_left, window_right, scale, keep_scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds `ds k` (without the scale) of the key tiles from `begin` to `end` to dq."""
+    row = first + tl.arange(0, BLOCK_M)
+    for start in tl.range(begin, end, BLOCK_N):
+        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
+        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
+        if MASKED:
+            column = start + tl.arange(0, BLOCK_N)
+            visible = visible_pairs(
+                row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
+            probs = tl.where(visible, probs, 0.0)
+        dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
+        if DROPOUT:
+            kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
+            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+        dscores = probs * (dprobs - delta[:, None])
+        dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def attention_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    stride_q_batch, stride_q_row, stride_q_head,
+    stride_k_batch, stride_k_row, stride_k_head,
+    stride_v_batch, stride_v_row, stride_v_head,
+    stride_dout_batch, stride_dout_row, stride_dout_head,
+    stride_dk_batch, stride_dk_row, stride_dk_head,
+    stride_dv_batch, stride_dv_row, stride_dv_head,
+    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
+    heads that read it."""
+    heads_kv = heads // group
+    sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
+        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q,
+        BLOCK_N, PACKED, LAST_FIRST=False,
+    )  # fmt: skip
+    if first >= seq_k:
+        return
+    keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
+    shift = 0 if TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = query_tile_ranges(
+        first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+    k_base = head_pointer(
+        k_ptr, sequence, begin_k + first, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED
+    )
+    v_base = head_pointer(
+        v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED
+    )
+    k_tile = load_rows(k_base, stride_k_row, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+    v_tile = load_rows(v_base, stride_v_row, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E, True)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
+
+    for head in range(head_kv * group, head_kv * group + group):
+        q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
+        dout_base = head_pointer(
+            dout_ptr, sequence, begin_q, head, stride_dout_batch, stride_dout_row, stride_dout_head, PACKED
+        )
+        statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
+        sequence_head = sequence * heads + head
+        if HAS_RIGHT:
+            dk, dv = _sum_dkdv(
+                dk, dv, k_tile, v_tile, q_base, dout_base, lse_ptr + statistics, delta_ptr + statistics,
+                stride_q_row, stride_dout_row, begin, full_begin,
+                first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+                dropout_seed_ptr, sequence_head, keep_threshold,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+            )  # fmt: skip
+        dk, dv = _sum_dkdv(
+            dk, dv, k_tile, v_tile, q_base, dout_base, lse_ptr + statistics, delta_ptr + statistics,
+            stride_q_row, stride_dout_row, full_begin, full_end,
+            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+            dropout_seed_ptr, sequence_head, keep_threshold,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, False, DROPOUT, PRECISION,
+        )  # fmt: skip
+        dk, dv = _sum_dkdv(
+            dk, dv, k_tile, v_tile, q_base, dout_base, lse_ptr + statistics, delta_ptr + statistics,
+            stride_q_row, stride_dout_row, full_end, end,
+            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+            dropout_seed_ptr, sequence_head, keep_threshold,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+
+    # Keys past their length read as zeros above; what they gathered is not theirs.
+    valid = (first + tl.arange(0, BLOCK_N) < keys)[:, None]
+    dk = tl.where(valid, dk * scale, 0.0)
+    dv = tl.where(valid, dv, 0.0)
+    dk_base = head_pointer(
+        dk_ptr, sequence, begin_k + first, head_kv, stride_dk_batch, stride_dk_row, stride_dk_head, PACKED
+    )
+    dv_base = head_pointer(
+        dv_ptr, sequence, begin_k + first, head_kv, stride_dv_batch, stride_dv_row, stride_dv_head, PACKED
+    )
+    store_rows(dk_base, stride_dk_row, 0, seq_k - first, dk, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_rows(dv_base, stride_dv_row, 0, seq_k - first, dv, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+
+
+@triton.jit
+def _sum_dkdv(
+    dk, dv, k_tile, v_tile, q_base, dout_base, lse_base, delta_base, stride_q_row, stride_dout_row, begin, end,
+    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+    dropout_seed_ptr, sequence_head, keep_threshold,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
+
+    Everything is computed transposed, keys by queries, so that the products need no transposed operand in registers.
+    """
+    column = first + tl.arange(0, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, MASKED)
+        lse = _load_lse_log2(lse_base + row, row < seq_q)
+        delta = tl.load(delta_base + row, mask=row < seq_q, other=0.0)
+        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
+        probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
+        if MASKED:
+            visible = visible_pairs(
+                row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
+            probs = tl.where(visible, probs, 0.0)
+        dout_tile = load_rows(dout_base, stride_dout_row, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, MASKED)
+        dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
+        weights = probs
+        if DROPOUT:
+            kept = tl.trans(
+                kept_weights(dropout_seed_ptr, sequence_head, start, first, keep_threshold, BLOCK_M, BLOCK_N)
+            )
+            weights = tl.where(kept, probs * keep_scale, 0.0)
+            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+        dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
+        dscores = probs * (dprobs - delta[None, :])
+        dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _load_lse_log2(pointers, mask):
+    """lse in units of log2; +inf for rows that saw no key (-inf) and rows past the end, so that their p is 0."""
+    lse = tl.load(pointers, mask=mask, other=float("-inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)

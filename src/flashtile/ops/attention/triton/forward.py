@@ -1,0 +1,144 @@
+"""Forward kernel: one query tile per program, online softmax over the key tiles that it sees.
+
+For each key tile, with `c = scale · log2(e)`::
+
+    s     = q kᵀ                      [M, N]
+    m'    = max(m, rowmax(c·s))       [M]
+    p     = exp2(c·s - m')            [M, N]
+    alpha = exp2(m - m')              [M]
+    l     = alpha·l + rowsum(p)       [M]
+    acc   = alpha·acc + p v           [M, E]
+
+and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
+masked, wholly visible, masked; only the masked ones pay for masks.
+
+Reference: Dao, "FlashAttention-2" (2023), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.ops.attention.triton.tiles import (
+    LN_2,
+    LOG2_E,
+    head_pointer,
+    kept_weights,
+    key_tile_ranges,
+    load_rows,
+    locate_tile,
+    row_statistics_offset,
+    store_rows,
+    valid_keys,
+    visible_pairs,
+)
+
+
+@triton.jit
+def attention_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    stride_q_batch, stride_q_row, stride_q_head,
+    stride_k_batch, stride_k_row, stride_k_head,
+    stride_v_batch, stride_v_row, stride_v_head,
+    stride_out_batch, stride_out_row, stride_out_head,
+    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
+    `keep_scale`: 1 / (1 - dropout_p)."""
+    sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
+        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
+        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
+    )  # fmt: skip
+    if first >= seq_q:
+        return
+    head_kv = head // group
+    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
+    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED)
+    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED)
+
+    keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
+    shift = 0 if TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = key_tile_ranges(
+        first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+    )
+
+    q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    sequence_head = sequence * heads + head
+    if HAS_LEFT:
+        acc, row_max, row_sum = _visit_key_tiles(
+            acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin,
+            first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+        )  # fmt: skip
+    acc, row_max, row_sum = _visit_key_tiles(
+        acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, full_begin, full_end,
+        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, False, DROPOUT, PRECISION,
+    )  # fmt: skip
+    acc, row_max, row_sum = _visit_key_tiles(
+        acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, full_end, end,
+        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+    )  # fmt: skip
+
+    # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
+    inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
+    if DROPOUT:
+        inverse *= keep_scale
+    lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
+    row = tl.arange(0, BLOCK_M)
+    lse_base = lse_ptr + row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first
+    tl.store(lse_base + row, lse, mask=first + row < seq_q)
+    out_base = head_pointer(
+        out_ptr, sequence, begin_q + first, head, stride_out_batch, stride_out_row, stride_out_head, PACKED
+    )
+    store_rows(out_base, stride_out_row, 0, seq_q - first, acc * inverse[:, None], HEAD_DIM_V, BLOCK_M, BLOCK_E)
+
+
+@triton.jit
+def _visit_key_tiles(
+    acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, end,
+    first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over the key tiles from `begin` to `end`, which `MASKED` says are wholly visible or not."""
+    scale_log2 = scale * LOG2_E
+    row = first + tl.arange(0, BLOCK_M)
+    for start in tl.range(begin, end, BLOCK_N):
+        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if MASKED:
+            column = start + tl.arange(0, BLOCK_N)
+            visible = visible_pairs(
+                row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
+            scores = tl.where(visible, scores * scale_log2, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
+            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            probs = tl.exp2(scores - finite_max[:, None])
+            alpha = tl.exp2(row_max - finite_max)
+        else:
+            # The scale is not negative (launch sees to it), so it can wait until after the maximum.
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+            probs = tl.exp2(scores * scale_log2 - new_max[:, None])
+            alpha = tl.exp2(row_max - new_max)
+        row_sum = row_sum * alpha + tl.sum(probs, 1)
+        row_max = new_max
+        if DROPOUT:
+            kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
+            probs = tl.where(kept, probs, 0.0)
+        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, MASKED)
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum

@@ -1,0 +1,233 @@
+"""The vocabulary that the attention kernels share: where a tile lies, what it sees, its loads and its random bits.
+
+Shapes::
+
+    M  query rows of a tile        N  key columns of a tile
+    D  head_dim of q and k         E  head_dim of v and out
+    BLOCK_D, BLOCK_E: D and E rounded up to what a tensor core takes; the rest of a tile is zero
+
+A *sequence* is a batch entry of a dense call, or what lies between two entries of `cu_seqlens` of a packed one.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, slot, batch, BLOCK: tl.constexpr):
+    """The sequence that a slot of a packed call belongs to, found on the device without the host's help.
+
+    Sequence `b` owns the slots from `cu_seqlens[b] // BLOCK + b` on: always as many as it has tiles, or one more.
+    So `total // BLOCK + batch + 1` slots hold every tile of any lengths. Rows past `cu_seqlens[batch]` are
+    sequence number `batch`, which has no keys.
+    """
+    CHUNK: tl.constexpr = 256
+    count = 0
+    for start in range(0, batch + 1, CHUNK):
+        sequence = start + tl.arange(0, CHUNK)
+        exists = sequence <= batch
+        row = tl.load(cu_seqlens_ptr + sequence, mask=exists, other=0).to(tl.int32)
+        count += tl.sum(((row // BLOCK + sequence <= slot) & exists).to(tl.int32), 0)
+    return count - 1
+
+
+@triton.jit
+def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
+    """First row and number of rows of a sequence of a packed call; sequence `batch` is the rest of the rows."""
+    begin = tl.load(cu_seqlens_ptr + sequence).to(tl.int32)
+    end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=total).to(tl.int32)
+    return begin, end - begin
+
+
+@triton.jit
+def locate_tile(
+    program, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Which tile of which head of which sequence a program computes.
+
+    `rows` are those that the tiles divide (queries, or keys in the dk/dv kernel), `other_rows` the opposite ones; in
+    a packed call both are totals.
+
+    Returns:
+        sequence, head, first row of the tile within its sequence (at or past its length: nothing to do), first row
+        of the sequence in memory, its length, and both of the opposite side.
+    """
+    if PACKED:
+        slots = rows // BLOCK + batch + 1
+        slot = program % slots
+        head = program // slots
+        sequence = find_sequence(cu_seqlens_ptr, slot, batch, BLOCK)
+        begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
+        first = (slot - begin // BLOCK - sequence) * BLOCK
+        other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
+        other_length = tl.where(sequence < batch, other_length, 0)
+    else:
+        tiles = tl.cdiv(rows, BLOCK)
+        tile = program % tiles
+        if LAST_FIRST:
+            tile = tiles - 1 - tile
+        head = program // tiles % heads
+        sequence = program // tiles // heads
+        first = tile * BLOCK
+        begin = 0
+        length = rows
+        other_begin = 0
+        other_length = other_rows
+    return sequence, head, first, begin, length, other_begin, other_length
+
+
+@triton.jit
+def head_pointer(
+    pointer, sequence, first_row, head, stride_batch, stride_row, stride_head, PACKED: tl.constexpr
+):  # fmt: skip
+    """Pointer to row `first_row` of one head of one sequence, computed in 64 bits."""
+    offset = tl.cast(first_row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
+    if not PACKED:
+        offset += tl.cast(sequence, tl.int64) * stride_batch
+    return pointer + offset
+
+
+@triton.jit
+def row_statistics_offset(sequence, head, heads, begin, rows, PACKED: tl.constexpr):
+    """Offset of a head's first row in lse and delta: `[batch, heads, seq_q]`, packed `[heads, total_q]`."""
+    if PACKED:
+        offset = tl.cast(head, tl.int64) * rows + begin
+    else:
+        offset = (tl.cast(sequence, tl.int64) * heads + head) * rows
+    return offset
+
+
+@triton.jit
+def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.constexpr):
+    """How many keys of a sequence may be visible."""
+    valid = seq_k
+    if HAS_KEY_LENGTHS:
+        # The sequence of the rows past the end (number `batch`) has no keys, and no length either.
+        valid = tl.minimum(seq_k, tl.load(key_lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32))
+    return valid
+
+
+@triton.jit
+def load_rows(
+    pointer, stride_row, first, rows, HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros."""
+    row = tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    # 64-bit arithmetic once per tile for its first row, narrow arithmetic inside the tile.
+    pointers = pointer + tl.cast(first, tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    if MASK_ROWS and HEAD_DIM < BLOCK_COLUMNS:
+        tile = tl.load(pointers, mask=(first + row < rows)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    elif MASK_ROWS:
+        tile = tl.load(pointers, mask=(first + row < rows)[:, None], other=0.0)
+    elif HEAD_DIM < BLOCK_COLUMNS:
+        tile = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    pointer, stride_row, first, rows, tile, HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Stores a `[BLOCK_ROWS, BLOCK_COLUMNS]` tile, but for what lies past the last row or past HEAD_DIM."""
+    row = tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    pointers = pointer + tl.cast(first, tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    mask = (first + row < rows)[:, None] & (column < HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def key_tile_ranges(
+    first, rows, shift, keys, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The key tiles that a query tile visits: `[begin, full_begin)` masked, `[full_begin, full_end)` wholly visible
+    to every row, `[full_end, end)` masked. `shift` is the key of row 0's diagonal."""
+    last = tl.minimum(first + BLOCK_M, rows) - 1
+    begin = 0
+    full_begin = 0
+    end = keys
+    full_end = keys
+    if HAS_RIGHT:
+        end = tl.minimum(keys, last + shift + window_right + 1)
+        full_end = tl.minimum(keys, first + shift + window_right + 1)
+    if HAS_LEFT:
+        begin = tl.maximum(first + shift - window_left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + shift - window_left, 0), BLOCK_N) * BLOCK_N
+    end = tl.maximum(end, begin)
+    full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
+    full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def query_tile_ranges(
+    first, keys, shift, rows, window_left, window_right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """The query tiles that a key tile is visible to, split as in `key_tile_ranges`; the last, partial tile of the
+    queries counts as masked."""
+    last = tl.minimum(first + BLOCK_N, keys) - 1
+    begin = 0
+    full_begin = 0
+    end = rows
+    full_end = rows
+    if HAS_RIGHT:
+        begin = tl.maximum(first - shift - window_right, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(last - shift - window_right, 0), BLOCK_M) * BLOCK_M
+    if HAS_LEFT:
+        end = tl.minimum(rows, last - shift + window_left + 1)
+        full_end = tl.minimum(rows, first - shift + window_left + 1)
+    end = tl.where(first < keys, tl.maximum(end, begin), begin)
+    full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M)
+    full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK_M * BLOCK_M, full_begin)
+    return begin, full_begin, tl.minimum(full_end, tl.maximum(end, full_begin)), end
+
+
+@triton.jit
+def visible_pairs(
+    row, column, shift, keys, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
+):  # fmt: skip
+    """Which (query row, key column) pairs are visible; `row` and `column` broadcast against each other."""
+    visible = (column < keys) & (row == row)
+    if HAS_RIGHT:
+        visible &= column <= row + (shift + window_right)
+    if HAS_LEFT:
+        visible &= column >= row + (shift - window_left)
+    return visible
+
+
+@triton.jit
+def kept_weights(
+    seed_ptr, sequence_head, first_row, first_column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Which attention weights dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`."""
+    seed = tl.load(seed_ptr)
+    offset = tl.load(seed_ptr + 1).to(tl.int32)
+    row_group = (first_row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
+    column_group = (first_column // 2 + tl.arange(0, BLOCK_N // 2))[None, :]
+    zeros = row_group * 0 + column_group * 0  # [M / 2, N / 2]
+    top_left, top_right, bottom_left, bottom_right = tl.philox(
+        seed, zeros + column_group, zeros + row_group, zeros + sequence_head, zeros + offset
+    )
+    top = tl.join(_kept_words(top_left, threshold), _kept_words(top_right, threshold))
+    bottom = tl.join(_kept_words(bottom_left, threshold), _kept_words(bottom_right, threshold))
+    kept = tl.reshape(tl.join(top, bottom), (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
+    # (row / 16, row % 8, column / 16, column % 8, column + 8?, row + 8?) -> (rows, columns)
+    return tl.reshape(tl.permute(kept, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N)) != 0
+
+
+@triton.jit
+def _kept_words(words, threshold):
+    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int8)

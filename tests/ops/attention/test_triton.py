@@ -1,0 +1,208 @@
+"""The portable kernels against the fp64 oracle: in Triton's interpreter (small), and on a GPU (the same and larger).
+
+Every feature alone and every pair of features, forward and backward, with odd sizes that no tile divides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+
+_BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
+
+
+def _grouped(case: AttentionCase) -> AttentionCase:
+    return replace(case, heads=4)
+
+
+def _uneven_heads(case: AttentionCase) -> AttentionCase:
+    return replace(case, head_dim=24, head_dim_v=40)
+
+
+def _packed(case: AttentionCase) -> AttentionCase:
+    return replace(case, batch=3, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20))
+
+
+def _key_lengths(case: AttentionCase) -> AttentionCase:
+    return replace(case, key_lengths=(53, 17, 0)[: case.batch])
+
+
+#: What can be asked of one call. Each changes a case; those that exclude each other share the first word.
+_FEATURES = {
+    "packed": _packed,
+    "grouped": _grouped,
+    "head_dims": _uneven_heads,
+    "key_lengths": _key_lengths,
+    "band causal": lambda case: with_arguments(case, causal=True),
+    "band top_left": lambda case: with_arguments(case, causal=True, align="top_left"),
+    "band window": lambda case: with_arguments(case, window=(9, 4)),
+    "band left": lambda case: with_arguments(case, window=(3, None), align="top_left"),
+    "dropout": lambda case: with_arguments(case, dropout_p=0.3),
+    "scale": lambda case: with_arguments(case, scale=-0.4),
+}
+
+
+def _pairs() -> dict[str, AttentionCase]:
+    cases = {"plain": _BASE}
+    cases.update({name: change(_BASE) for name, change in _FEATURES.items()})
+    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
+        if first.split()[0] != second.split()[0]:
+            cases[f"{first}+{second}"] = other(change(_BASE))
+    cases["everything"] = _BASE
+    for name in ("packed", "grouped", "head_dims", "key_lengths", "band window", "dropout", "scale"):
+        cases["everything"] = _FEATURES[name](cases["everything"])
+    return cases
+
+
+_CASES = _pairs()
+
+#: Shapes at the edges of what tiles hold.
+_EDGES = {
+    "one_query": replace(_BASE, seq_q=1, seq_k=40),
+    "one_key": replace(_BASE, seq_q=40, seq_k=1),
+    "head_dim_1": replace(_BASE, head_dim=1, head_dim_v=3, seq_q=20, seq_k=18),
+    "head_dim_80": replace(_BASE, batch=1, head_dim=80, head_dim_v=80, seq_q=20, seq_k=18),
+    "no_queries": replace(_BASE, seq_q=0),
+    "no_keys": replace(_BASE, seq_k=0),
+    "no_batch": replace(_BASE, batch=0),
+    "empty_sequences": replace(_BASE, lengths_q=(0, 0), lengths_k=(0, 3)),
+    "more_queries_than_keys": with_arguments(replace(_BASE, seq_q=53, seq_k=20), causal=True),
+    "bf16": with_arguments(replace(_BASE, dtype=torch.bfloat16), causal=True),
+    "fp16": with_arguments(replace(_BASE, dtype=torch.float16), causal=True, dropout_p=0.1),
+}
+
+
+def _parameters(cases: dict[str, AttentionCase]) -> list:
+    return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", _parameters(_CASES | _EDGES))
+def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", _parameters(_CASES))
+def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", _parameters(_EDGES))
+def test_kernels_at_the_edges(case: AttentionCase) -> None:
+    check(case, "triton", "cuda")
+
+
+_LARGE = replace(_BASE, seq_q=517, seq_k=643, heads=4, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (200, 30)}, {"dropout_p": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"),
+    [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (64, 512), (512, 512)],
+    ids=str,
+)
+def test_kernels_over_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_float32_kernels_over_many_tiles(head_dim: int) -> None:
+    case = replace(_LARGE, dtype=torch.float32, head_dim=head_dim, head_dim_v=head_dim, seq_q=200, seq_k=300, batch=1)
+    check(with_arguments(case, causal=True), "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_thirty_runs_give_the_same_bits() -> None:
+    case = with_arguments(replace(_LARGE, heads_kv=2), causal=True, dropout_p=0.1, deterministic=True)
+    inputs = make_inputs(case, "cuda")
+    first = run(case, inputs, "triton")
+    for _ in range(29):
+        again = run(case, inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_strided_and_expanded_inputs(device: str) -> None:
+    storage = torch.randn(2, 3, 70, 3, 8, 96, device=device, dtype=torch.bfloat16)
+    q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
+    k = k[..., 16:80].transpose(1, 2).contiguous().transpose(1, 2)
+    q, v = q[..., 3:67], v[:, :, :1].expand(-1, -1, 8, -1)
+    expected = flashtile.attention(q.double(), k.double(), v.double(), causal=True, backend="reference")
+    actual = flashtile.attention(q, k, v, causal=True, backend="triton")
+    torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.gpu
+def test_tensors_past_two_to_the_31_elements() -> None:
+    """The last batch entry lies past 2**31 elements; a row stride past 2**23 needs 64-bit rows too."""
+    batch, seq, heads, head_dim = 3, 128, 2, 64
+    stride = 2**31 // 2 + 4096
+    for strides in ((stride, heads * head_dim, head_dim, 1), (heads * head_dim, 2**31 // 100, head_dim, 1)):
+        size = 1 + sum((n - 1) * s for n, s in zip((batch, seq, heads, head_dim), strides, strict=True))
+        storage = torch.zeros(size, device="cuda", dtype=torch.bfloat16)
+        q = storage.as_strided((batch, seq, heads, head_dim), strides)
+        q.normal_()
+        small = q.contiguous()
+        upstream = torch.randn_like(small)
+        q.requires_grad_()
+        small.requires_grad_()
+        results = [flashtile.attention(t, t, t, causal=True, backend="triton") for t in (q, small)]
+        grads = [
+            torch.autograd.grad(result, tensor, upstream)[0] for result, tensor in zip(results, (q, small), strict=True)
+        ]
+        assert torch.equal(*results)
+        assert torch.equal(*grads)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_forward_and_backward_draws_new_dropout_each_replay() -> None:
+    q, k, v = (torch.randn(2, 128, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = flashtile.attention(q, k, v, causal=True, dropout_p=0.2)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    graph.replay()
+    first = [result.clone() for result in results]
+    graph.replay()
+    assert not torch.equal(first[0], results[0])
+    assert all(result.isfinite().all() for result in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton"])
+def test_dropout_mask_is_the_cpus(backend: str) -> None:
+    """With v = identity the output shows which weights were kept."""
+    seed = torch.tensor([77, 3])
+    q, k = (torch.randn(2, 48, 3, 64) for _ in range(2))
+    v = torch.eye(48).reshape(1, 48, 1, 48).expand(2, 48, 3, 48)
+    tensors = [t.cuda() for t in (q, k, v, seed)]
+    out = flashtile.attention(*tensors[:3], dropout_p=0.4, dropout_seed=tensors[3], backend=backend)
+    kept = flashtile.dropout_mask(seed, 0.4, batch=2, heads=3, seq_q=48, seq_k=48)
+    assert torch.equal((out != 0).transpose(1, 2).cpu(), kept)
+
+
+@pytest.mark.multi_gpu
+def test_inputs_on_a_device_that_is_not_current() -> None:
+    inputs = make_inputs(with_arguments(_LARGE, causal=True), "cuda:1")
+    with torch.cuda.device(0):
+        check(with_arguments(_LARGE, causal=True), "triton", "cuda:1", inputs=inputs)
