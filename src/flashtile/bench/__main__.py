@@ -1,0 +1,78 @@
+"""`python -m flashtile.bench`: the benchmarks with the standard library alone, for bare GPU machines."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from flashtile.bench.cases import Case, default_cases
+from flashtile.bench.commands import bench_attention, bench_host_time, default_device
+from flashtile.bench.implementations import IMPLEMENTATIONS
+from flashtile.bench.report import host_table, mean_table, plain_text, reasons, speed_tables
+from flashtile.bench.runner import Row
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        _run(options)
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m flashtile.bench", description="Benchmarks of flashtile.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    attention = commands.add_parser("attention", help="forward and backward, ours beside the peers")
+    attention.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as 'd128-causal-*'")
+    attention.add_argument("--quick", action="store_true", help="a few cases instead of the table")
+    attention.add_argument("--list", action="store_true", help="print the cases and implementations, and stop")
+    host_time = commands.add_parser("host-time", help="the host's time for one small call")
+    for command in (attention, host_time):
+        command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
+        command.add_argument("--output", type=Path, help="JSON file for the record")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.command == "host-time":
+        record = bench_host_time(options.impl, options.output)
+        tables = [host_table(record["rows"])]
+    elif options.list:
+        _print_choices()
+        return
+    else:
+        record = bench_attention(options.cases, options.impl, options.quick, options.output, _progress())
+        tables = [*speed_tables(record["rows"]), mean_table(record["rows"])]
+    for table in tables:
+        if table is not None:
+            print(plain_text(table), end="\n\n")
+    for line in reasons(record["rows"]):
+        print("no speed:", line)
+    if options.output is not None:
+        print("record:", options.output)
+
+
+def _print_choices() -> None:
+    device = default_device()
+    print("cases:", *(case.name for case in default_cases(device)), sep="\n  ")
+    print("implementations:", *(i.name for i in IMPLEMENTATIONS if device.type in i.devices), sep="\n  ")
+
+
+def _progress():
+    begin = time.perf_counter()
+
+    def on_case(index: int, total: int, case: Case, rows: list[Row]) -> None:
+        speeds = ", ".join(f"{r['impl']} {r['phase']} {r['tflops']:.4g}" for r in rows if r["ms"] is not None)
+        seconds = time.perf_counter() - begin
+        print(f"[{index + 1}/{total}, {seconds:.0f} s] {case.name}: {speeds}", file=sys.stderr, flush=True)
+
+    return on_case
+
+
+if __name__ == "__main__":
+    sys.exit(main())

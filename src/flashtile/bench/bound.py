@@ -1,0 +1,44 @@
+"""An implementation bound to its own copy of a case's tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.cases import Case, Inputs
+from flashtile.bench.implementations import Implementation
+
+
+class Bound:
+    """Calls of one implementation in one case, without arguments.
+
+    Making one runs the forward that `backward` goes through.
+    """
+
+    def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
+        self._heads_first = implementation.heads_first
+        self._function = implementation.build(case, inputs)
+        own = [self.change_layout(t) for t in (inputs.q, inputs.k, inputs.v)]
+        self._leaves = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in own]
+        self._out = self.forward()
+        # In the strides of the output, so that no implementation has to rearrange it first.
+        self._dout = torch.empty_like(self._out, requires_grad=False).copy_(self.change_layout(inputs.dout))
+
+    def change_layout(self, tensor: Tensor) -> Tensor:
+        """From flashtile's layout to the implementation's, and back."""
+        return tensor.transpose(1, 2) if self._heads_first else tensor
+
+    def forward(self) -> Tensor:
+        """A forward as in training: what the backward needs is kept."""
+        return self._function(*self._leaves)
+
+    def forward_without_grad(self) -> Tensor:
+        with torch.no_grad():
+            return self.forward()
+
+    def backward(self) -> tuple[Tensor, ...]:
+        """The backward alone."""
+        return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
+
+    def forward_backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.forward(), self._leaves, self._dout)

@@ -1,0 +1,193 @@
+"""Implementations of attention that are measured beside one another: ours and the peers.
+
+Each gets inputs in the layout it calls its own, contiguous, so that none pays for another's layout.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashtile
+from flashtile.bench.cases import Case, Inputs
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: torch.compile makes new FlexAttention kernels for every shape; these lengths are enough to compare with.
+_FLEX_LENGTHS = (2048, 8192)
+#: Share of a device's memory that the N×N matrices of the plain computation may take.
+_PLAIN_MEMORY_SHARE = 0.4
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention.
+
+    Attributes:
+        name: as it stands in records.
+        devices: device types it is measured on.
+        build: makes the function `(q, k, v) -> out` for a case.
+        unsupported: why it cannot run a case on a device, or None.
+        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`.
+        context: what must be entered around its calls.
+        default: measured when no `--impl` is given.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    build: Callable[[Case, Inputs], Attention]
+    unsupported: Callable[[Case, torch.device], str | None] = lambda case, device: None
+    heads_first: bool = False
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    default: bool = True
+
+    @property
+    def ours(self) -> bool:
+        return self.name.startswith("flashtile")
+
+
+def _build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
+    def build(case: Case, inputs: Inputs) -> Attention:
+        arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
+        return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
+
+    return build
+
+
+def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
+    grouped = case.H != case.Hkv
+    if case.window is None:
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
+    row = torch.arange(case.S, device=inputs.q.device)
+    mask = _visibility(case)(row[:, None], row[None, :])
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _build_flex(case: Case, inputs: Inputs) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
+    compiled = torch.compile(flex_attention, dynamic=False)
+    block_mask = None
+    if case.causal or case.window is not None:
+        visible = _visibility(case)
+
+        def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            return visible(row, column)
+
+        block_mask = create_block_mask(mask_mod, None, None, case.S, case.S, inputs.q.device)
+    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=case.H != case.Hkv)
+
+
+def _build_fa4(case: Case, inputs: Inputs) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    window = case.window or (None, None)
+    return lambda q, k, v: flash_attn_func(q, k, v, causal=case.causal, window_size=window)[0]
+
+
+def _visibility(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, for a case with a mask; made of no more comparisons than the case needs."""
+    left, right = case.window or (None, None)
+    if case.causal:
+        right = 0
+    if left is None:
+        return lambda row, column: column <= row + right
+    if right is None:
+        return lambda row, column: column >= row - left
+    return lambda row, column: (column >= row - left) & (column <= row + right)
+
+
+def _no_dropout(case: Case, device: torch.device) -> str | None:
+    return "its dropout bits are its own, so its result cannot be checked" if case.dropout_p else None
+
+
+def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
+    if case.window is not None and device.type == "cuda":
+        return "takes no window"
+    return _no_dropout(case, device)
+
+
+def _flex_limits(case: Case, device: torch.device) -> str | None:
+    if case.S not in _FLEX_LENGTHS:
+        return f"compiles for each shape, so measured at S = {' and '.join(map(str, _FLEX_LENGTHS))} only"
+    return _no_dropout(case, device)
+
+
+def _fa4_missing(case: Case, device: torch.device) -> str | None:
+    if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
+        return "flash_attn.cute is not installed"
+    return _no_dropout(case, device)
+
+
+def _plain_limits(case: Case, device: torch.device) -> str | None:
+    """The forward's scores and weights, and their gradients, live at once in the backward."""
+    needed = 4 * case.B * case.H * case.S**2 * 4
+    if needed > _PLAIN_MEMORY_SHARE * device_memory(device):
+        return f"its S×S matrices would take about {needed / 2**30:.0f} GiB"
+    return _no_dropout(case, device)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of a device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+IMPLEMENTATIONS = (
+    Implementation("flashtile-triton", ("cuda",), _build_flashtile("triton")),
+    Implementation("flashtile-cpu", ("cpu",), _build_flashtile("cpu")),
+    Implementation(
+        "sdpa-flash",
+        ("cuda", "cpu"),
+        _build_sdpa,
+        _no_mask_kernel,
+        heads_first=True,
+        context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+    ),
+    Implementation(
+        "sdpa-cudnn",
+        ("cuda",),
+        _build_sdpa,
+        _no_mask_kernel,
+        heads_first=True,
+        context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+    ),
+    Implementation(
+        "sdpa-math",
+        ("cuda", "cpu"),
+        _build_sdpa,
+        _plain_limits,
+        heads_first=True,
+        context=lambda: sdpa_kernel(SDPBackend.MATH),
+        default=False,
+    ),
+    Implementation("flex", ("cuda",), _build_flex, _flex_limits, heads_first=True),
+    Implementation("fa4", ("cuda",), _build_fa4, _fa4_missing),
+)
+
+
+def select_implementations(names: list[str], device: torch.device) -> list[Implementation]:
+    """The named implementations, or all defaults of a device.
+
+    Raises:
+        ValueError: a name is unknown, or not for this device.
+    """
+    here = [implementation for implementation in IMPLEMENTATIONS if device.type in implementation.devices]
+    if not names:
+        return [implementation for implementation in here if implementation.default]
+    by_name = {implementation.name: implementation for implementation in here}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise ValueError(f"--impl: no {', '.join(unknown)} on {device.type}; there are: {', '.join(by_name)}")
+    return [by_name[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,151 @@
+"""Runs cases: every implementation of a case is verified, then timed in turns with the others."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.bound import Bound
+from flashtile.bench.cases import Case, Inputs, make_inputs
+from flashtile.bench.implementations import Implementation
+from flashtile.bench.timing import Timer, make_timer
+from flashtile.bench.verify import Oracle
+
+PHASES = ("fwd", "bwd")
+
+#: Implementations take turns this often, so that a GPU that warms up slows all of them alike.
+_ROUNDS = 3
+#: Time for the samples of one phase of one implementation, over all rounds.
+_SECONDS = {"cuda": 0.075, "cpu": 0.3}
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Prepared:
+    """An implementation with its own copy of a case's tensors, called once and judged."""
+
+    implementation: Implementation
+    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    timers: dict[str, Timer] = field(default_factory=dict)
+    samples: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+
+
+def run_cases(
+    cases: Sequence[Case],
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    on_case: Callable[[int, Case, list[Row]], None] = lambda index, case, rows: None,
+) -> list[Row]:
+    """Measures all cases; `on_case` is called with the index, the case and its rows after each."""
+    rows: list[Row] = []
+    with side_stream(device):
+        for index, case in enumerate(cases):
+            case_rows = run_case(case, implementations, device)
+            rows += case_rows
+            on_case(index, case, case_rows)
+    return rows
+
+
+def run_case(case: Case, implementations: Iterable[Implementation], device: torch.device) -> list[Row]:
+    """The rows of one case: for each implementation and phase a speed, or the reason why there is none."""
+    inputs = make_inputs(case, device)
+    oracle = Oracle(case, inputs)
+    entries = [_prepare(implementation, case, inputs, oracle) for implementation in implementations]
+    for entry in entries:
+        _make_timers(entry, device)
+    for _ in range(_ROUNDS):
+        for entry in entries:
+            for phase, timer in entry.timers.items():
+                with entry.implementation.context():
+                    entry.samples[phase] += timer.sample(_SECONDS[device.type] / _ROUNDS)
+    rows = [_row(entry, case, phase) for entry in entries for phase in PHASES]
+    del entries, oracle, inputs
+    _free(device)
+    return rows
+
+
+def side_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A stream of its own for everything that may be captured into a CUDA graph."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+
+
+def _prepare(implementation: Implementation, case: Case, inputs: Inputs, oracle: Oracle) -> Prepared:
+    entry = Prepared(implementation)
+    reason = implementation.unsupported(case, inputs.q.device)
+    if reason is not None:
+        entry.why = dict.fromkeys(PHASES, reason)
+        return entry
+    results: dict[str, Tensor] = {}
+    for phase in PHASES:
+        try:
+            with implementation.context():
+                if phase == "fwd":
+                    bound = Bound(implementation, case, inputs)
+                    entry.calls = {"fwd": bound.forward, "bwd": bound.backward}
+                    results["out"] = bound.change_layout(bound.forward())
+                else:
+                    gradients = map(bound.change_layout, bound.backward())
+                    results.update(zip(("dq", "dk", "dv"), gradients, strict=True))
+        except Exception as error:  # whatever a peer raises is a fact for the record, not the end of the run
+            entry.why.update(dict.fromkeys(PHASES[PHASES.index(phase) :], describe(error)))
+            break
+        verdict = oracle.judge(phase, results)
+        entry.errors[phase] = verdict.error
+        if verdict.why is not None:
+            entry.why[phase] = verdict.why
+    return entry
+
+
+def _make_timers(entry: Prepared, device: torch.device) -> None:
+    for phase in PHASES:
+        if phase not in entry.why:
+            with entry.implementation.context():
+                entry.timers[phase] = make_timer(entry.calls[phase], device)
+
+
+def _row(entry: Prepared, case: Case, phase: str) -> Row:
+    row: Row = {
+        "op": "attention",
+        "phase": phase,
+        "impl": entry.implementation.name,
+        "case": case.record(),
+        "ms": None,
+        "tflops": None,
+        "gbps": None,
+        "error": _finite(entry.errors.get(phase)),
+    }
+    if phase in entry.why:
+        return {**row, "why": entry.why[phase]}
+    ms = statistics.median(entry.samples[phase])
+    speed = {"ms": ms, "tflops": case.flops(phase) / ms / 1e9, "gbps": case.bytes(phase) / ms / 1e6}
+    return {**row, **speed, "timer": entry.timers[phase].kind}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _free(device: torch.device) -> None:
+    """Graphs and tensors of a case are gone before the next one allocates."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

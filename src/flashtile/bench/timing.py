@@ -1,0 +1,107 @@
+"""Timers: how long one call takes, on a GPU or on a CPU.
+
+A GPU call that is short beside what the host needs to launch it is captured into a CUDA graph and replayed, so that
+the GPU is what is measured; longer ones are timed between CUDA events. On a CPU the clock is `time.perf_counter`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+#: Calls shorter than this, in ms, are replayed from a graph that holds as many as fill this time.
+_GRAPH_BELOW_MS = 1.0
+_WARM_UP_CALLS = 3
+_ESTIMATE_CALLS = 5
+
+
+class Timer(Protocol):
+    """Takes samples of one function's time. `kind` says how, for the record."""
+
+    kind: str
+
+    def sample(self, seconds: float) -> list[float]:
+        """Milliseconds of single calls, as many as fit into `seconds`, but at least one."""
+
+
+def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
+    """Warms the function up and returns its timer."""
+    if device.type != "cuda":
+        return PerfCounterTimer(function)
+    for _ in range(_WARM_UP_CALLS):
+        function()
+    events = EventTimer(function)
+    estimate_ms = events.estimate_ms
+    if estimate_ms >= _GRAPH_BELOW_MS:
+        return events
+    calls = math.ceil(_GRAPH_BELOW_MS / max(estimate_ms, 1e-3))
+    try:
+        return GraphTimer(function, calls)
+    except Exception:  # what cannot be captured is timed with its launches; the record's `timer` tells
+        torch.cuda.synchronize()
+        return events
+
+
+class PerfCounterTimer:
+    """Times calls that are over when they return."""
+
+    kind = "perf-counter"
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def sample(self, seconds: float) -> list[float]:
+        samples: list[float] = []
+        end = time.perf_counter() + seconds
+        while not samples or time.perf_counter() < end:
+            start = time.perf_counter()
+            self._function()
+            samples.append((time.perf_counter() - start) * 1e3)
+        return samples
+
+
+class EventTimer:
+    """Times calls between CUDA events on the current stream; the host runs ahead of the GPU."""
+
+    kind = "cuda-events"
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        samples = self._time(_ESTIMATE_CALLS)
+        self.estimate_ms = sorted(samples)[len(samples) // 2]
+
+    def sample(self, seconds: float) -> list[float]:
+        return self._time(max(1, min(200, int(seconds * 1e3 / self.estimate_ms))))
+
+    def _time(self, repeats: int) -> list[float]:
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        torch.cuda.synchronize()
+        for start, end in marks:
+            start.record()
+            self._function()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in marks]
+
+
+class GraphTimer:
+    """Times replays of a CUDA graph that holds several calls."""
+
+    kind = "cuda-graph"
+
+    def __init__(self, function: Callable[[], Any], calls: int) -> None:
+        self._calls = calls
+        graph = torch.cuda.CUDAGraph()
+        # Autograd runs a backward on the stream of its forward, so the capture must be on that stream too.
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(calls):
+                function()
+        graph.replay()
+        self._events = EventTimer(graph.replay)
+
+    def sample(self, seconds: float) -> list[float]:
+        return [ms / self._calls for ms in self._events.sample(seconds)]

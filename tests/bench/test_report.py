@@ -1,0 +1,104 @@
+"""Ratios, means and tables, from rows written by hand."""
+
+import math
+
+import pytest
+
+from flashtile.bench.__main__ import main
+from flashtile.bench.cases import Case
+from flashtile.bench.report import case_name, host_table, mean_table, plain_text, reasons, speed_tables
+from flashtile.bench.summary import geometric_mean, peers, ratios_to_best, ratios_to_peer
+
+CASES = [Case(2, 512, 4, 4, 64, 64).record(), Case(1, 1024, 4, 2, 64, 64, window=(8, 0)).record()]
+
+
+def row(impl, case, ms, phase="fwd", **more):
+    speed = None if ms is None else 100 / ms
+    return {"op": "attention", "phase": phase, "impl": impl, "case": CASES[case], "ms": ms, "tflops": speed, **more}
+
+
+ROWS = [
+    row("flashtile-triton", 0, 2.0),
+    row("fast", 0, 1.0),
+    row("slow", 0, 8.0),
+    row("flashtile-triton", 1, 1.0),
+    row("fast", 1, None, why="it broke"),
+    row("slow", 1, 2.0),
+]
+
+
+def test_ratios_compare_with_the_fastest_peer_of_each_case():
+    found = ratios_to_best(ROWS)
+    assert [(ratio.peer, ratio.value) for ratio in found] == [("fast", 0.5), ("slow", 2.0)]
+    assert geometric_mean(ratio.value for ratio in found) == pytest.approx(1.0)
+
+
+def test_ratios_to_one_peer_leave_out_what_it_did_not_run():
+    assert [ratio.value for ratio in ratios_to_peer(ROWS, "fast")] == [0.5]
+    assert [ratio.value for ratio in ratios_to_peer(ROWS, "slow")] == [4.0, 2.0]
+
+
+def test_phases_are_not_mixed():
+    assert ratios_to_best([row("flashtile-cpu", 0, 1.0), row("fast", 0, 1.0, phase="bwd")]) == []
+
+
+def test_no_ratio_for_us_without_a_speed():
+    assert ratios_to_best([row("flashtile-cpu", 0, None, why="wrong"), row("fast", 0, 1.0)]) == []
+
+
+def test_geometric_mean_of_nothing_is_nan():
+    assert math.isnan(geometric_mean([]))
+
+
+def test_peers_have_a_speed_somewhere():
+    assert peers([*ROWS, row("never", 0, None, why="x")]) == ["fast", "slow"]
+
+
+def test_speed_table_shows_speeds_gaps_and_ratios():
+    (table,) = speed_tables(ROWS)
+    assert table.headings == ["case", "flashtile-triton", "fast", "slow", "flashtile-triton / best"]
+    assert table.lines[0] == ["b2-h4-d64-full-s512-bf16", "50", "100", "12.5", "0.50"]
+    assert table.lines[1][1:] == ["100", "–", "50", "2.00"]
+
+
+def test_mean_table_holds_best_and_each_peer():
+    lines = {line[0]: line[2:] for line in mean_table(ROWS).lines}
+    assert lines["flashtile-triton / best peer"] == ["1.00", "0.50", "2.00", "2"]
+    assert lines["flashtile-triton / fast"] == ["0.50", "0.50", "0.50", "1"]
+    assert mean_table([ROWS[0]]) is None
+
+
+def test_reasons_are_counted_once():
+    assert reasons(ROWS) == ["fast: it broke (b1-h4:2-d64-full-w8:0-s1024-bf16 fwd)"]
+    assert case_name(ROWS[0]) == "b2-h4-d64-full-s512-bf16"
+
+
+def test_plain_text_aligns_columns():
+    lines = plain_text(speed_tables(ROWS)[0]).splitlines()
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+def test_host_table_is_in_microseconds():
+    rows = [row("a", 0, 0.0123, phase="fwd"), row("a", 0, None, phase="fwd+bwd", why="x")]
+    assert host_table(rows).lines == [["a", "12.3", "–"]]
+
+
+def test_module_lists_cases(capsys):
+    assert main(["attention", "--list"]) == 0
+    assert "d64-causal-s1024-fp32" in capsys.readouterr().out
+
+
+def test_module_measures_and_writes(capsys, tmp_path):
+    output = tmp_path / "record.json"
+    options = ["--quick", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash", "--output", str(output)]
+    assert main(["attention", *options]) == 0
+    printed = capsys.readouterr()
+    assert "Attention bwd: TFLOP/s" in printed.out and "[1/1" in printed.err and output.exists()
+
+
+@pytest.mark.parametrize("options", [["--cases", "nothing"], ["--impl", "nobody"]], ids=lambda o: o[0])
+def test_module_reports_user_mistakes_without_traceback(options, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["attention", *options])
+    assert stop.value.code == 2
+    assert "there are:" in capsys.readouterr().err

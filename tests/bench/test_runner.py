@@ -1,0 +1,187 @@
+"""Measuring: what is verified gets a speed, what is wrong or fails gets a reason."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.bench.cases import Case, make_inputs
+from flashtile.bench.commands import bench_attention, bench_host_time, command_line
+from flashtile.bench.host_time import run_host_time
+from flashtile.bench.implementations import IMPLEMENTATIONS, Implementation, select_implementations
+from flashtile.bench.record import commit, make_record, write_record
+from flashtile.bench.runner import run_case, run_cases
+from flashtile.bench.timing import PerfCounterTimer
+from flashtile.bench.verify import Oracle
+
+CPU = torch.device("cpu")
+SMALL = Case(2, 48, 4, 2, 16, 8, causal=True, dtype="fp32")
+VARIANTS = [
+    SMALL,
+    Case(2, 48, 2, 2, 16, 16, dtype="bf16"),
+    Case(1, 48, 2, 2, 16, 16, causal=True, window=(5, 0), dtype="fp32"),
+    Case(1, 48, 2, 2, 16, 16, window=(5, 3), dtype="fp32"),
+    Case(2, 48, 4, 2, 16, 16, causal=True, dropout_p=0.3, dtype="fp32"),
+]
+
+
+def reference(name="flashtile-reference", change=lambda out: out, **options):
+    """The eager reference as an implementation under test, its output changed."""
+
+    def build(case, inputs):
+        arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": "reference"}
+        return lambda q, k, v: change(flashtile.attention(q, k, v, **arguments))
+
+    return Implementation(name, ("cpu",), build, **options)
+
+
+def peer(name):
+    return next(implementation for implementation in IMPLEMENTATIONS if implementation.name == name)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout * 1.01
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
+def test_right_results_get_a_speed(case):
+    rows = run_case(case, [reference()], CPU)
+    assert [row["phase"] for row in rows] == ["fwd", "bwd"]
+    for row in rows:
+        assert row["ms"] > 0 and "why" not in row and row["error"] < 0.1
+        assert row["tflops"] == pytest.approx(case.flops(row["phase"]) / row["ms"] / 1e9)
+        assert row["gbps"] == pytest.approx(case.bytes(row["phase"]) / row["ms"] / 1e6)
+
+
+def test_wrong_output_gets_no_speed():
+    rows = run_case(SMALL, [reference(change=lambda out: out * 1.01)], CPU)
+    assert all(row["ms"] is None and row["tflops"] is None for row in rows)
+    assert all(row["why"].startswith("wrong result: out is off by") for row in rows)
+
+
+def test_wrong_gradient_costs_the_backward_only():
+    forward, backward = run_case(SMALL, [reference(change=WrongGradient.apply)], CPU)
+    assert forward["ms"] > 0
+    assert backward["ms"] is None and "dq is off" in backward["why"] and "out" not in backward["why"].split(":")[1]
+
+
+def test_nan_gets_no_speed_and_a_valid_record(tmp_path):
+    rows = run_case(SMALL, [reference(change=lambda out: out * math.nan)], CPU)
+    assert all(row["ms"] is None and row["error"] is None for row in rows)
+    write_record(make_record(CPU, "", rows), tmp_path / "record.json")
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == rows
+
+
+def test_one_wrong_head_is_found_when_all_are_checked():
+    def spoil(out):
+        factor = torch.ones(out.shape[2]).index_fill_(0, torch.tensor([1]), 1.1)
+        return out * factor[:, None]
+
+    assert all(row["ms"] is None for row in run_case(SMALL, [reference(change=spoil)], CPU))
+
+
+def test_exceptions_and_unsupported_cases_are_reasons():
+    def fail(out):
+        raise RuntimeError("first line\nsecond line")
+
+    failing = reference("failing", change=fail)
+    unable = reference("unable", unsupported=lambda case, device: "not today")
+    rows = run_case(SMALL, [failing, unable], CPU)
+    assert [row["why"] for row in rows] == ["RuntimeError: first line"] * 2 + ["not today"] * 2
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
+def test_peers_on_a_cpu_agree_with_the_oracle_or_say_why(case):
+    for row in run_case(case, [peer("sdpa-flash"), peer("sdpa-math")], CPU):
+        assert row["ms"] is not None or not row["why"].startswith("wrong result"), row
+
+
+def test_flashtile_on_a_cpu_is_right():
+    for row in run_cases([SMALL, VARIANTS[-1]], select_implementations(["flashtile-cpu"], CPU), CPU):
+        assert row["ms"] is not None, row
+
+
+def test_case_is_the_same_for_every_implementation():
+    rows = run_case(SMALL, [reference(), peer("sdpa-flash")], CPU)
+    assert all(row["case"] == rows[0]["case"] for row in rows)
+
+
+def test_oracle_is_the_same_in_blocks_of_queries(monkeypatch):
+    for case in VARIANTS:
+        inputs = make_inputs(case, CPU)
+        whole = Oracle(case, inputs)
+        monkeypatch.setitem(Oracle.__init__.__globals__["_SCORES"], "cpu", 48 * 20)
+        parts = Oracle(case, inputs)
+        monkeypatch.undo()
+        for name, exact in parts._exact.items():
+            at_front = whole._exact[name][tuple(slice(n) for n in exact.shape)]
+            if exact.shape[0] == whole._exact[name].shape[0] and exact.shape[2] == whole._exact[name].shape[2]:
+                torch.testing.assert_close(exact, at_front, rtol=1e-10, atol=1e-12)
+
+
+def test_a_large_plain_computation_is_refused_before_it_starts():
+    case = Case(64, 65536, 64, 64, 64, 64, dtype="fp32")
+    assert "S×S matrices would take" in peer("sdpa-math").unsupported(case, CPU)
+
+
+def test_selecting_implementations():
+    assert select_implementations([], torch.device("cuda"))[0].name == "flashtile-triton"
+    with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: flashtile-cpu"):
+        select_implementations(["fa4"], CPU)
+
+
+def test_perf_counter_timer_takes_at_least_one_sample():
+    calls = []
+    samples = PerfCounterTimer(lambda: calls.append(1)).sample(0.0)
+    assert len(samples) == len(calls) == 1 and samples[0] >= 0
+
+
+def test_record_has_the_documented_form(tmp_path):
+    output = tmp_path / "results" / "record.json"
+    seen = []
+    record = bench_attention(
+        ["d64-causal-s1024-fp32"],
+        ["sdpa-flash"],
+        quick=True,
+        output=output,
+        on_case=lambda index, total, case, rows: seen.append((index, total, case.name, len(rows))),
+    )
+    assert seen == [(0, 1, "d64-causal-s1024-fp32", 2)]
+    assert json.loads(output.read_text()) == record
+    assert set(record) == {"machine", "versions", "commit", "command", "rows"}
+    assert record["machine"]["device"] == "cpu" and record["versions"]["torch"] == torch.__version__
+    for row in record["rows"]:
+        assert set(row) == {"op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer"}
+        assert row["op"] == "attention"
+
+
+def test_host_time_has_three_phases_and_reports_failures():
+    def fail(out):
+        raise RuntimeError("no")
+
+    rows = run_host_time([reference(), reference("failing", change=fail)], CPU)
+    assert [row["phase"] for row in rows] == ["fwd-nograd", "fwd", "fwd+bwd"] * 2
+    assert all(row["ms"] > 0 for row in rows[:3])
+    assert all(row["ms"] is None and row["why"] == "RuntimeError: no" for row in rows[3:])
+    assert bench_host_time(["sdpa-flash"])["rows"][0]["op"] == "attention-host"
+
+
+def test_command_line_leaves_the_output_out(monkeypatch):
+    arguments = ["bench", "attention", "--output", "x/y.json", "--quick", "--output=z.json"]
+    monkeypatch.setattr("sys.argv", ["somewhere/bin/flashtile", *arguments])
+    assert command_line() == "flashtile bench attention --quick"
+    monkeypatch.setattr("sys.argv", ["somewhere/flashtile/bench/__main__.py", "attention"])
+    assert command_line() == "python -m flashtile.bench attention"
+
+
+def test_commit_can_be_given(monkeypatch):
+    monkeypatch.setenv("FLASHTILE_COMMIT", "abc")
+    assert commit() == "abc"
