@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import BACKENDS, AttentionSpec, SideInputs
 
 _DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 _PACKED_LAYOUT = ("total", "heads", "head_dim")
@@ -75,13 +75,13 @@ def attention(
     Reference:
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3.
     """
-    q, k, v = _autocast(q, k, v)
-    checks.check_qkv(q, k, v, _DENSE_LAYOUT)
+    q, k, v = _checked_qkv(q, k, v, _DENSE_LAYOUT)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
-    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic)
-    seed = _resolve_seed(q, dropout_p, dropout_seed) if dropout_p or dropout_seed is not None else None
-    side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, seed)
+    if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
+        dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
+    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
@@ -130,8 +130,7 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
             the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
     """
-    q, k, v = _autocast(q, k, v)
-    checks.check_qkv(q, k, v, _PACKED_LAYOUT)
+    q, k, v = _checked_qkv(q, k, v, _PACKED_LAYOUT)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
@@ -139,27 +138,39 @@ def attention_varlen(
     checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
-    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic)
-    seed = _resolve_seed(q, dropout_p, dropout_seed) if dropout_p or dropout_seed is not None else None
+    if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
+        dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
+    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
     side = SideInputs(
         cu_seqlens_q,
         cu_seqlens_k,
         q.shape[0] if max_seqlen_q is None else max_seqlen_q,
         k.shape[0] if max_seqlen_k is None else max_seqlen_k,
         key_lengths,
-        seed,
+        dropout_seed,
     )
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
 
+def _checked_qkv(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        q, k, v = _autocast(q, k, v)
+        checks.check_qkv(q, k, v, layout)
+    except AttributeError:
+        # Looked into only now, so that a call with tensors does not pay for it.
+        checks.check_tensors(q=q, k=k, v=v)
+        raise
+    return q, k, v
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
     device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
-    q, k, v = (t if t.dtype is torch.float64 else t.to(dtype) for t in (q, k, v))
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in (q, k, v))
     return q, k, v
 
 
@@ -171,21 +182,23 @@ def _build_spec(
     scale: float | None,
     dropout_p: float,
     deterministic: bool,
+    backend: str,
 ) -> AttentionSpec:
     checks.check_choice("align", align, ("bottom_right", "top_left"))
+    checks.check_choice("backend", backend, BACKENDS)
+    if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
+        checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)
     return AttentionSpec(
-        checks.resolve_scale(scale, q.shape[-1]),
-        left,
-        right,
-        align == "top_left",
-        float(dropout_p),
-        bool(deterministic),
+        checks.resolve_scale(scale, q.shape[-1]), left, right, align == "top_left", dropout_p, deterministic
     )
 
 
-def _resolve_seed(q: Tensor, dropout_p: float, dropout_seed: Tensor | None) -> Tensor | None:
-    checks.check_dropout(dropout_p, dropout_seed, q.device)
+def _resolve_dropout(
+    dropout_p: float, dropout_seed: Tensor | None, device: torch.device
+) -> tuple[float, Tensor | None]:
+    """The probability as a float, and the seed that goes with it: None where nothing is dropped."""
+    dropout_p = checks.resolve_dropout(dropout_p, dropout_seed, device)
     if not dropout_p:
-        return None
-    return draw_dropout_seed(q.device) if dropout_seed is None else dropout_seed
+        return 0.0, None
+    return dropout_p, draw_dropout_seed(device) if dropout_seed is None else dropout_seed

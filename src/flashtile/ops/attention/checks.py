@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.spec import BACKENDS, MAX_HEAD_DIM, SideInputs
+from flashtile.ops.attention.spec import MAX_HEAD_DIM, SideInputs
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -76,13 +77,21 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
 
 
+def check_tensors(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+
+
+def raise_not_bool(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected True or False, got {flag!r}; use bool(...)")
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def check_backend(backend: str) -> None:
-    check_choice("backend", backend, BACKENDS)
 
 
 def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
@@ -108,25 +117,41 @@ def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, Tensor):
-        raise TypeError("scale: expected a float, got a Tensor; reading it would synchronise, multiply q by it instead")
-    scale = float(scale)
-    if not math.isfinite(scale):
+    scale = _as_float("scale", scale, "reading it would synchronise, multiply q by it instead")
+    if not abs(scale) < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1/sqrt(head_dim)")
     return scale
 
 
-def check_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> None:
+def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> float:
+    """Checks the dropout arguments; returns the probability as a float."""
+    dropout_p = _as_float("dropout_p", dropout_p, "reading it would synchronise, pass a Python float")
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: expected a probability in [0, 1), got {dropout_p}")
-    if dropout_seed is None:
-        return
-    if dropout_seed.shape != (2,) or dropout_seed.dtype is not torch.int64:
         raise ValueError(
-            "dropout_seed: expected an int64 tensor of shape (2,), "
-            f"got {dropout_seed.dtype} {tuple(dropout_seed.shape)}; make one with flashtile.draw_dropout_seed(device)"
+            f"dropout_p: expected a probability in [0, 1), got {dropout_p}; 0.1 drops a tenth of the weights"
         )
-    _check_device("dropout_seed", dropout_seed, device)
+    if dropout_seed is not None:
+        check_dropout_seed(dropout_seed)
+        _check_device("dropout_seed", dropout_seed, device)
+    return dropout_p
+
+
+def check_dropout_seed(dropout_seed: Tensor) -> None:
+    remedy = "make one with flashtile.draw_dropout_seed(device)"
+    if not isinstance(dropout_seed, Tensor):
+        raise TypeError(f"dropout_seed: expected an int64 tensor, got {type(dropout_seed).__name__}; {remedy}")
+    if dropout_seed.dtype is not torch.int64:
+        raise TypeError(f"dropout_seed: expected dtype int64, got {dropout_seed.dtype}; {remedy}")
+    if dropout_seed.shape != (2,):
+        raise ValueError(f"dropout_seed: expected shape (2,), got {tuple(dropout_seed.shape)}; {remedy}")
+
+
+def _as_float(name: str, value: float, why_not_tensor: str) -> float:
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a float, got a Tensor; {why_not_tensor}")
+    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
+        raise TypeError(f"{name}: expected a float, got {value!r}; pass a number")
+    return float(value)
 
 
 def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str) -> None:
@@ -144,11 +169,13 @@ def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, m
 
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
     """Checks the two cumulative length vectors against each other; returns the number of sequences."""
-    entries = cu_seqlens_q.shape[0] if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.dim() == 1 else 2
-    if entries < 1:
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(
-            "cu_seqlens_q: expected shape (batch + 1,), got (0,); an empty batch is torch.zeros(1, dtype=int32)"
+            f"cu_seqlens_q: expected shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}; "
+            "an empty batch is torch.zeros(1, dtype=torch.int32)"
         )
+    entries = cu_seqlens_q.shape[0]
     for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_lengths(
             name, cu_seqlens, entries, device, "batch + 1 cumulative lengths, as many for keys as for queries"
@@ -166,19 +193,12 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
         return
     if isinstance(max_seqlen, Tensor):
         raise TypeError(f"{name}: expected an int, got a Tensor; reading it would synchronise, leave it out instead")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {max_seqlen!r}; leave it out if it is not known")
     if max_seqlen < 0:
-        raise ValueError(f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}")
-
-
-def check_no_vmap(*tensors: Tensor) -> None:
-    """`torch.func.vmap` would need a batching rule for the random bits and the packed layouts."""
-    is_batched = torch._C._functorch.is_batchedtensor
-    for tensor in tensors:
-        if is_batched(tensor):
-            raise NotImplementedError(
-                "torch.func.vmap over flashtile.attention is not supported; put the mapped dimension into the batch "
-                "dimension of q, k and v instead"
-            )
+        raise ValueError(
+            f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
+        )
 
 
 def check_values(side: SideInputs, total_q: int, total_k: int) -> None:

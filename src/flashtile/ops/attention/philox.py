@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.checks import check_dropout_seed, resolve_dropout
+
 _ROUNDS = 10
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
 _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
@@ -75,7 +77,12 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     column_groups = torch.arange(
         _group(columns.start - columns.start % 16), _group(columns.stop + 15), device=seed.device
     )
-    counters = (column_groups[None, None, :], row_groups[None, :, None], sequence_head[:, None, None], seed[1])
+    counters = (
+        column_groups[None, None, :],
+        row_groups[None, :, None],
+        sequence_head[:, None, None],
+        seed[1] & _MASK32,
+    )
     words = torch.stack(torch.broadcast_tensors(*philox_words(seed[0], counters)), dim=-1)
     signed = torch.where(words >= 2**31, words - 2**32, words)
     kept = (signed >= keep_threshold(dropout_p)).unflatten(-1, (2, 2))  # [n, row_group, column_group, row+8?, col+8?]
@@ -107,6 +114,8 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: i
     Returns:
         bool `[batch, heads, seq_q, seq_k]` on the seed's device, True = kept.
     """
+    check_dropout_seed(dropout_seed)
+    dropout_p = resolve_dropout(dropout_p, dropout_seed, dropout_seed.device)
     sequence_head = torch.arange(batch * heads, device=dropout_seed.device)
     mask = keep_tile(dropout_seed, dropout_p, sequence_head, range(seq_q), range(seq_k))
     return mask.view(batch, heads, seq_q, seq_k)

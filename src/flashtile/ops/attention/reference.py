@@ -68,8 +68,9 @@ def _forward_dense(
     if side.key_lengths is not None:
         valid = torch.arange(seq_k, device=q.device) < side.key_lengths[:, None]
         visible = visible & valid[:, None, None, :]
-        # What lies past a length is padding and may be anything; 0 · NaN would let it through.
-        v = v.masked_fill(~valid[:, None, :, None], 0)
+        # What lies past a length is padding and may be anything; 0 · NaN would let it into out and into dq.
+        padding = ~valid[:, None, :, None]
+        k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
     scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
     scores = scores.masked_fill(~visible, float("-inf"))  # [B, H, Sq, Sk]
@@ -97,9 +98,10 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
         out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
         outs.append(out[0])
         lses.append(lse[0])
-    unowned = q.shape[0] - starts_q[-1]
-    outs.append(q.new_zeros(unowned, q.shape[1], v.shape[-1]))
-    lses.append(q.new_full((q.shape[1], unowned), float("-inf"), dtype=_statistics_dtype(q.dtype)))
+    # Rows past the last sequence are queries without keys.
+    out, lse = _forward_dense(q[None, starts_q[-1] :], k[None, :0], v[None, :0], SideInputs(), spec, 0)
+    outs.append(out[0])
+    lses.append(lse[0])
     return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
 
 
