@@ -80,7 +80,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "_backends":
         return "" if target == "_backends" else "_backends knows no operation"
     if package in ON_PUBLIC_NAMES:
-        private = target == "ops" or (target.startswith("_") and target != "__version__")
+        private = target == "ops" or (target.startswith("_") and not target.endswith("__"))
         return "use the public names of flashtile" if private else ""
     if package == "ops":
         if target == "_backends":
