@@ -10,7 +10,7 @@ from pathlib import Path
 from flashtile.bench.cases import Case, default_cases
 from flashtile.bench.commands import bench_attention, bench_host_time, default_device
 from flashtile.bench.implementations import IMPLEMENTATIONS
-from flashtile.bench.report import host_table, mean_table, plain_text, reasons, speed_tables
+from flashtile.bench.report import host_table, mean_tables, plain_text, reasons, speed_tables
 from flashtile.bench.runner import Row
 
 
@@ -47,10 +47,9 @@ def _run(options: argparse.Namespace) -> None:
         return
     else:
         record = bench_attention(options.cases, options.impl, options.quick, options.output, _progress())
-        tables = [*speed_tables(record["rows"]), mean_table(record["rows"])]
+        tables = [*speed_tables(record["rows"]), *mean_tables(record["rows"])]
     for table in tables:
-        if table is not None:
-            print(plain_text(table), end="\n\n")
+        print(plain_text(table), end="\n\n")
     for line in reasons(record["rows"]):
         print("no speed:", line)
     if options.output is not None:

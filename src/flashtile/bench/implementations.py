@@ -100,11 +100,14 @@ def _visibility(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
     left, right = case.window or (None, None)
     if case.causal:
         right = 0
-    if left is None:
-        return lambda row, column: column <= row + right
-    if right is None:
-        return lambda row, column: column >= row - left
-    return lambda row, column: (column >= row - left) & (column <= row + right)
+
+    def visible(row: Tensor, column: Tensor) -> Tensor:
+        if right is None:
+            return column >= row - left
+        below = column <= row + right
+        return below if left is None else below & (column >= row - left)
+
+    return visible
 
 
 def _no_dropout(case: Case, device: torch.device) -> str | None:

@@ -45,8 +45,8 @@ def host_table(rows: Sequence[Row]) -> Table:
     return Table("Host time per call (µs)", ["implementation", *phases], lines)
 
 
-def mean_table(rows: Sequence[Row]) -> Table | None:
-    """Geometric means of our speed over the best peer's and over each peer's, or None without a peer."""
+def mean_tables(rows: Sequence[Row]) -> list[Table]:
+    """One table of geometric means of our speed over the best peer's and over each peer's; none without a peer."""
     lines = []
     for against in ("best peer", *peers(rows)):
         found = ratios_to_best(rows) if against == "best peer" else ratios_to_peer(rows, against)
@@ -57,7 +57,7 @@ def mean_table(rows: Sequence[Row]) -> Table | None:
                     figures = (geometric_mean(values), min(values), max(values))
                     lines.append([f"{ours} / {against}", phase, *(f"{f:.2f}" for f in figures), str(len(values))])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases"]
-    return Table("Our speed over the peers'", headings, lines) if lines else None
+    return [Table("Our speed over the peers'", headings, lines)] if lines else []
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
