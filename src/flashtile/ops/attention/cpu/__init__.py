@@ -1,0 +1,35 @@
+"""The CPU backend: PyTorch's own flash attention for plain calls, tiles in PyTorch for all the others."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtile.ops.attention.cpu import tiled, torch_flash
+from flashtile.ops.attention.cpu.torch_flash import served_by_torch
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+__all__ = ["backward", "forward", "served_by_torch"]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call on the CPU; shapes as in `flashtile.attention` and `attention_varlen`."""
+    if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
+        return torch_flash.forward(q, k, v, spec)
+    return tiled.forward(q, k, v, side, spec)
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of a call on the CPU from its outputs and their gradients."""
+    if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
+        return torch_flash.backward(dout, q, k, v, out, lse, spec)
+    return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec)

@@ -1,0 +1,267 @@
+"""The vocabulary of the tiled CPU attention: which tiles there are, and how one tile of scores is made.
+
+Shapes::
+
+    B batch   S sequence   H query heads   Hkv key/value heads   G = H // Hkv query heads of one key/value head
+    N matrices of a block = its batch entries × its key/value heads
+    R query rows of a tile   C keys of a tile   D, Dv head dimensions
+
+The G query heads that read one key/value head are stacked into the rows of one matrix, `[N, G·R, D]`, so that keys
+and values are never repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.philox import keep_tile
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+#: Scores carry a factor log₂e, because PyTorch's `exp2` takes a third of the time of its `exp`.
+LOG2E = math.log2(math.e)
+LN2 = math.log(2)
+
+#: Score elements of a block's tile for each thread: with fewer the calls' own cost shows, with more they leave the L2.
+_TILE_ELEMENTS_PER_THREAD = 2**18
+#: Keys of a tile, and rows of a tile over all the heads that share its keys. Multiples of 16, as dropout's groups.
+_TILE_KEYS = 256
+_TILE_ROWS = 256
+
+
+class Band(NamedTuple):
+    """Key `j < keys` is visible to row `i` if `lowest <= j - i <= highest`; None = no limit."""
+
+    lowest: int | None
+    highest: int | None
+    keys: int
+
+
+class Segment(NamedTuple):
+    """Batch entries (dense) or one sequence (packed) that see alike, as indices into tensors `[B, S, ...]`.
+
+    Attributes:
+        batches: the batch entries; the only one of a packed call.
+        rows: their query rows.
+        keys: their keys, without those past a key length.
+        visible: what rows see, counted from the first of `rows` and of `keys`.
+        sequence: number of the first batch entry or sequence, for the dropout bits.
+    """
+
+    batches: slice
+    rows: slice
+    keys: slice
+    visible: Band
+    sequence: int
+
+
+class Block(NamedTuple):
+    """The matrices that are computed together: some batch entries and key/value heads of a segment.
+
+    Attributes:
+        batches, rows, keys, visible: as in `Segment`.
+        heads: the query heads.
+        heads_kv: the key/value heads that they read.
+        group: G.
+        tile_rows: R.
+        tile_keys: C.
+        sequence_head: `sequence · H + head` of each stacked query head, int64 `[N·G]`; None without dropout.
+    """
+
+    batches: slice
+    rows: slice
+    keys: slice
+    visible: Band
+    heads: slice
+    heads_kv: slice
+    group: int
+    tile_rows: int
+    tile_keys: int
+    sequence_head: Tensor | None
+
+
+class KeyTile(NamedTuple):
+    """Keys `start` to `stop`; every row of the tile sees those from `clear_start` to `clear_stop`."""
+
+    start: int
+    stop: int
+    clear_start: int
+    clear_stop: int
+
+
+def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
+    """The segments of a call that have queries and keys. q and k are `[B, S, H, D]`; B = 1 in a packed call."""
+    if side.packed:
+        yield from _packed_segments(side, spec)
+        return
+    batch, seq_q, seq_k = q.shape[0], q.shape[1], k.shape[1]
+    lengths = [seq_k] * batch if side.key_lengths is None else side.key_lengths.clamp(max=seq_k).tolist()
+    first = 0
+    for length, entries in groupby(lengths):
+        batches = slice(first, first + len(list(entries)))
+        if seq_q and length:
+            visible = _band(seq_q, seq_k, length, spec)
+            yield Segment(batches, slice(0, seq_q), slice(0, length), visible, first)
+        first = batches.stop
+
+
+def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
+    starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
+    lengths_k = [stop - start for start, stop in zip(starts_k, starts_k[1:])]
+    limits = lengths_k if side.key_lengths is None else map(min, lengths_k, side.key_lengths.tolist())
+    for sequence, (seq_k, length) in enumerate(zip(lengths_k, limits)):
+        rows = slice(starts_q[sequence], starts_q[sequence + 1])
+        keys = slice(starts_k[sequence], starts_k[sequence] + length)
+        seq_q = rows.stop - rows.start
+        if seq_q and length:
+            yield Segment(slice(0, 1), rows, keys, _band(seq_q, seq_k, length, spec), sequence)
+
+
+def _band(seq_q: int, seq_k: int, keys: int, spec: AttentionSpec) -> Band:
+    diagonal = 0 if spec.top_left else seq_k - seq_q
+    lowest = None if spec.window_left is None else diagonal - spec.window_left
+    highest = None if spec.window_right is None else diagonal + spec.window_right
+    return Band(lowest, highest, keys)
+
+
+def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Block]:
+    """The blocks of a call. q and k are `[B, S, H, D]`; B = 1 in a packed call."""
+    heads, heads_kv = q.shape[2], k.shape[2]
+    group = heads // heads_kv
+    for segment in segments(q, k, side, spec):
+        tile_rows = min(max(16, _TILE_ROWS // group // 16 * 16), segment.rows.stop - segment.rows.start)
+        tile_keys = min(_TILE_KEYS, segment.visible.keys)
+        matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * tile_keys)
+        entries, heads_each = max(1, matrices // heads_kv), max(1, matrices)
+        for first in range(segment.batches.start, segment.batches.stop, entries):
+            batches = slice(first, min(first + entries, segment.batches.stop))
+            for head in range(0, heads_kv, heads_each):
+                of_kv = slice(head, min(head + heads_each, heads_kv))
+                of_q = slice(of_kv.start * group, of_kv.stop * group)
+                first_sequence = segment.sequence + first - segment.batches.start
+                yield Block(
+                    batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group, tile_rows, tile_keys,
+                    _sequence_heads(first_sequence, batches, of_q, heads) if spec.dropout_p else None,
+                )  # fmt: skip
+
+
+def _sequence_heads(first_sequence: int, batches: slice, of_q: slice, heads: int) -> Tensor:
+    sequence = torch.arange(first_sequence, first_sequence + batches.stop - batches.start)
+    return (sequence[:, None] * heads + torch.arange(of_q.start, of_q.stop)).flatten()
+
+
+def query_tiles(block: Block) -> Iterator[range]:
+    seq_q = block.rows.stop - block.rows.start
+    for start in range(0, seq_q, block.tile_rows):
+        yield range(start, min(start + block.tile_rows, seq_q))
+
+
+def visible_key_tiles(rows: range, visible: Band, tile_keys: int) -> Iterator[KeyTile]:
+    """The key tiles in which any of `rows` sees a key, in ascending order. The only place that enumerates them."""
+    start, stop = 0, visible.keys
+    clear_start, clear_stop = start, stop
+    if visible.lowest is not None:
+        start, clear_start = max(0, rows[0] + visible.lowest), rows[-1] + visible.lowest
+    if visible.highest is not None:
+        stop, clear_stop = min(stop, rows[-1] + visible.highest + 1), rows[0] + visible.highest + 1
+    # From a multiple of 16, because the dropout bits come in groups of 16.
+    for first in range(start // 16 * 16, stop, tile_keys):
+        last = min(first + tile_keys, stop)
+        clear = max(first, clear_start), min(last, clear_stop)
+        yield KeyTile(first, last, *(clear if clear[0] < clear[1] else (last, last)))
+
+
+def score_tile(block: Block, rows: range, keys: KeyTile, q_tile: Tensor, k_matrices: Tensor, scratch: Tensor) -> Tensor:
+    """The masked scores of one tile, times log₂e. The only place that makes and masks scores.
+
+    Args:
+        q_tile: `[N, G·R, D]`, multiplied by scale · log₂e.
+        k_matrices: `[N, S, D]`.
+        scratch: flat memory for the scores.
+
+    Returns:
+        `[N, G·R, C]` in `scratch`, -inf where a row does not see a key.
+    """
+    k_tile = k_matrices[:, keys.start : keys.stop]
+    scores = product(q_tile, k_tile.transpose(1, 2), scratch)
+    # [N, G, R, C]; only the columns that some row does not see are masked.
+    by_head = scores.unflatten(1, (block.group, len(rows)))
+    for columns in (range(keys.start, keys.clear_start), range(keys.clear_stop, keys.stop)):
+        if columns:
+            part = by_head[..., columns.start - keys.start : columns.stop - keys.start]
+            part.masked_fill_(_hidden(rows, columns, block.visible), float("-inf"))
+    return scores
+
+
+def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
+    """Which keys of a tile a row does not see: bool `[R, C]`."""
+    distance = torch.arange(columns.start, columns.stop) - torch.arange(rows.start, rows.stop)[:, None]
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if visible.lowest is not None:
+        hidden |= distance < visible.lowest
+    if visible.highest is not None:
+        hidden |= distance > visible.highest
+    return hidden
+
+
+def keep_weights(block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Which weights of a tile dropout keeps: bool `[N, G·R, C]`."""
+    kept = keep_tile(side.dropout_seed, spec.dropout_p, block.sequence_head, rows, range(keys.start, keys.stop))
+    return kept.reshape(-1, block.group * len(rows), kept.shape[-1])
+
+
+def product(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
+    """`a @ b` in the front of a scratch buffer: a new tensor for each tile would fault its pages in each time."""
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    return torch.bmm(a, b, out=scratch[: math.prod(shape)].view(shape))
+
+
+def scratch_tile(block: Block, matrices: Tensor) -> Tensor:
+    """Flat scratch memory for one tile of scores; `matrices` are the block's keys `[N, S, D]`."""
+    return matrices.new_empty(matrices.shape[0] * block.group * block.tile_rows * block.tile_keys)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores, statistics and accumulators."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def key_view(block: Block, tensor: Tensor) -> Tensor:
+    """The block's part of keys or values, a view: `[B, S, Hkv, D]` to `[b, h, S, D]`."""
+    return tensor[block.batches, block.keys, block.heads_kv].transpose(1, 2)
+
+
+def row_view(block: Block, tensor: Tensor) -> Tensor:
+    """The block's part of a tensor of queries, a view: `[B, S, H, D]` to `[b, h, G, S, D]`."""
+    rows = tensor[block.batches, block.rows, block.heads].unflatten(2, (-1, block.group))
+    return rows.permute(0, 2, 3, 1, 4)
+
+
+def statistics_view(block: Block, tensor: Tensor) -> Tensor:
+    """The block's part of row statistics, a view: `[B, H, S]` to `[b, h, G, S, 1]`."""
+    return tensor[block.batches, block.heads, block.rows].unflatten(1, (-1, block.group)).unsqueeze(-1)
+
+
+def load_keys(view: Tensor) -> Tensor:
+    """Copies `[b, h, S, D]` to `[N, S, D]` in the compute dtype."""
+    return _copied(view).flatten(0, 1)
+
+
+def load_rows(view: Tensor, rows: range) -> Tensor:
+    """Copies some rows of `[b, h, G, S, D]` to `[N, G·R, D]` in the compute dtype."""
+    return _copied(view[:, :, :, rows.start : rows.stop]).flatten(0, 1).flatten(1, 2)
+
+
+def _copied(view: Tensor) -> Tensor:
+    return torch.empty(view.shape, dtype=compute_dtype(view.dtype)).copy_(view)
+
+
+def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:
+    """Writes `[N, G·R, D]` to some rows of `[b, h, G, S, D]`."""
+    target = view[:, :, :, rows.start : rows.stop]
+    target.copy_(tile.view(target.shape))
