@@ -6,8 +6,11 @@ the backend that `select` names.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -24,8 +27,8 @@ _library.define(
     " -> (Tensor out, Tensor lse)"
 )
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_SIDE_SCHEMA}, "
-    f"{_SPEC_SCHEMA}, str backend) -> (Tensor dq, Tensor dk, Tensor dv)"
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_SIDE_SCHEMA}, {_SPEC_SCHEMA}, str backend) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
@@ -39,21 +42,33 @@ def run_attention(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse)."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return _TransformedAttention.apply(q, k, v, *side, *spec, backend)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if (k is q or v is q or v is k or side.cu_seqlens_q is not None) and torch.compiler.is_compiling():
+            q, k, v, side = _distinct(q, k, v, side)
         return _Attention.apply(q, k, v, *side, *spec, backend)
     return _forward_op(q, k, v, *side, *spec, backend)
 
 
+def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
+    """The same arguments, none twice: torch.compile cannot trace an autograd.Function that gets a tensor twice."""
+    if k is q:
+        k = k.view_as(k)
+    if v is q or v is k:
+        v = v.view_as(v)
+    if side.cu_seqlens_k is not None and side.cu_seqlens_k is side.cu_seqlens_q:
+        side = side._replace(cu_seqlens_k=side.cu_seqlens_k.view_as(side.cu_seqlens_k))
+    return q, k, v, side
+
+
 class _Attention(torch.autograd.Function):
+    """Attention recorded for the backward pass."""
+
     @staticmethod
     def forward(ctx, q, k, v, *rest):
-        side, spec, backend = _unflatten(rest)
         out, lse = _forward_op(q, k, v, *rest)
-        ctx.save_for_backward(
-            q, k, v, out, lse, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed
-        )
-        ctx.max_seqlens, ctx.spec, ctx.backend = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
-        ctx.set_materialize_grads(False)
+        _save(ctx, q, k, v, rest, out, lse)
         return out, lse
 
     @staticmethod
@@ -62,27 +77,87 @@ class _Attention(torch.autograd.Function):
         side = SideInputs(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, key_lengths, dropout_seed)
         if dout is None:
             dout = torch.zeros_like(out)
+        arguments = (dout, dlse, q, k, v, out, lse, *side, *ctx.spec, ctx.backend)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _differentiable_backward(dout, dlse, q, k, v, side, ctx.spec)
+            grads = _DifferentiableBackward.apply(*arguments)
         else:
-            grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *ctx.spec, ctx.backend)
+            grads = _backward_op(*arguments)
         return *grads, *(None,) * (_SPEC + 1)
 
 
-def _differentiable_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> tuple[Tensor, ...]:
-    """The backward under `create_graph=True`: through the eager reference, so that it can be differentiated again."""
-    from flashtile.ops.attention import reference
+class _TransformedAttention(_Attention):
+    """The same in the form that `torch.func` transforms ask for, which costs more on each call.
 
-    with torch.enable_grad():
-        inputs = [t if t.requires_grad else t.detach().requires_grad_() for t in (q, k, v)]
-        out, lse = reference.forward(*inputs, side, spec)
-        outputs, grads = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-        return torch.autograd.grad(outputs, inputs, grads, create_graph=True)
+    Only through an autograd.Function do they see that a tensor inside a mapped one wants a gradient, or that an input
+    has a tangent; the bare operator would drop either in silence.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(q, k, v, *rest):
+        return _forward_op(q, k, v, *rest)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        q, k, v, *rest = inputs
+        _save(ctx, q, k, v, rest, *output)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flashtile.attention has no forward-mode derivative (torch.func.jvp, torch.func.jacfwd, "
+            "torch.autograd.forward_ad); use reverse mode: torch.func.vjp, torch.func.jacrev"
+        )
+
+
+def _save(ctx, q: Tensor, k: Tensor, v: Tensor, rest: Sequence, out: Tensor, lse: Tensor) -> None:
+    side, spec, backend = _unflatten(rest)
+    ctx.save_for_backward(q, k, v, out, lse, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed)
+    ctx.max_seqlens, ctx.spec, ctx.backend = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
+    ctx.set_materialize_grads(False)
+
+
+class _DifferentiableBackward(torch.autograd.Function):
+    """The backward pass under `create_graph=True`: the operator, itself differentiable through the eager reference."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments):
+        return _backward_op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        dout, dlse, q, k, v, _, _, *rest = inputs
+        side, ctx.spec, _ = _unflatten(rest)
+        ctx.save_for_backward(
+            dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed
+        )
+
+    @staticmethod
+    def backward(ctx, *grads):
+        from flashtile.ops.attention import reference
+
+        dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed = ctx.saved_tensors
+        side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, key_lengths, dropout_seed)
+
+        # out and lse are functions of q, k and v here, so the whole derivative goes to those.
+        def first_order(dout, dlse, q, k, v):
+            _, pullback = torch.func.vjp(lambda *qkv: reference.forward(*qkv, side, ctx.spec), q, k, v)
+            return pullback((dout, dlse))
+
+        if dlse is None:
+            dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
+        _, pullback = torch.func.vjp(first_order, dout, dlse, q, k, v)
+        ddout, ddlse, *dqkv = pullback(grads)
+        return ddout, ddlse if ctx.needs_input_grad[1] else None, *dqkv, *(None,) * (_SPEC + 3)
 
 
 def _forward_implementation(q, k, v, *rest):
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        with torch.no_grad():
+            return _forward_implementation(q, k, v, *rest)
     side, spec, backend = _unflatten(rest)
     checks.check_values(side, q.shape[0], k.shape[0])
     implementation = select.implementation(q, backend)
@@ -90,6 +165,9 @@ def _forward_implementation(q, k, v, *rest):
 
 
 def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _backward_implementation(dout, dlse, q, k, v, out, lse, *rest)
     side, spec, backend = _unflatten(rest)
     implementation = select.implementation(q, backend)
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
@@ -114,7 +192,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _unflatten(rest: tuple) -> tuple[SideInputs, AttentionSpec, str]:
+def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
     return SideInputs(*rest[:_SIDE]), AttentionSpec(*rest[_SIDE:_SPEC]), rest[_SPEC]
 
 
@@ -123,8 +201,38 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _vmap_rule(op: Callable) -> Callable:
+    """Batching rule of a dense call: the mapped dimension joins the batch, the first dimension of every tensor."""
+
+    def rule(info, in_dims, *arguments):
+        side, _, _ = _unflatten(arguments[-_SPEC - 1 :])
+        if side.packed or side.dropout_seed is not None:
+            raise NotImplementedError(
+                "flashtile.attention under torch.func.vmap: expected a dense call without dropout; for others put the "
+                "mapped dimension into the batch, or append the sequences to cu_seqlens"
+            )
+        folded = [
+            _fold(argument, dim, info.batch_size) if isinstance(argument, Tensor) else argument
+            for argument, dim in zip(arguments, in_dims, strict=True)
+        ]
+        outputs = op(*folded)
+        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0,) * len(outputs)
+
+    return rule
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_forward", _forward_implementation, _device)
     _library.impl("attention_backward", _backward_implementation, _device)
+for _name in ("attention_forward", "attention_backward"):
+    # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_library)
+torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op), lib=_library)
+torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op), lib=_library)

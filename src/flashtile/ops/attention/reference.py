@@ -7,6 +7,9 @@ except that the softmax runs in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -37,11 +40,21 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
     """Gradients of (q, k, v) by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
-    with torch.enable_grad():
+    with _autograd_in_operator():
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         outputs = forward(q, k, v, side, spec)
         grads = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
     return tuple(grad.contiguous() for grad in grads)
+
+
+@contextmanager
+def _autograd_in_operator() -> Iterator[None]:
+    """Records autograd in the midst of an operator, below which PyTorch may have switched it off (dispatch modes)."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
