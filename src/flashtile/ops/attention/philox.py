@@ -41,22 +41,18 @@ def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
 
 
 def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 in int64 arithmetic: four words in [0, 2³²) for each broadcast counter."""
+    """Philox4x32-10 in int64 arithmetic: four words for each broadcast counter, in the low 32 bits."""
     c0, c1, c2, c3 = counters
     key_a, key_b = seed & _MASK32, (seed >> 32) & _MASK32
     for _ in range(_ROUNDS):
-        high_a, low_a = _multiply_high_low(_MULTIPLIER_A, c0)
-        high_b, low_b = _multiply_high_low(_MULTIPLIER_B, c2)
-        c0, c1, c2, c3 = high_b ^ c1 ^ key_a, low_b, high_a ^ c3 ^ key_b, low_a
+        # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What
+        # c1 and c3 carry above 32 bits falls away with the next mask.
+        product_a, product_b = c0 * _MULTIPLIER_A, c2 * _MULTIPLIER_B
+        c0 = ((product_b >> 32) ^ c1 ^ key_a) & _MASK32
+        c2 = ((product_a >> 32) ^ c3 ^ key_b) & _MASK32
+        c1, c3 = product_b, product_a
         key_a, key_b = (key_a + _WEYL_A) & _MASK32, (key_b + _WEYL_B) & _MASK32
     return c0, c1, c2, c3
-
-
-def _multiply_high_low(multiplier: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32×32-bit product, in int64 without overflow (16-bit halves)."""
-    low = multiplier * (value & 0xFFFF)
-    high = multiplier * (value >> 16) + (low >> 16)
-    return high >> 16, ((high << 16) | (low & 0xFFFF)) & _MASK32
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
@@ -72,10 +68,8 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     Returns:
         bool `[n, len(rows), len(columns)]`, True = kept.
     """
-    row, column = (torch.arange(r.start, r.stop, device=seed.device) for r in (rows, columns))
-    row_groups = torch.arange(_group(rows.start - rows.start % 16), _group(rows.stop + 15), device=seed.device)
-    column_groups = torch.arange(
-        _group(columns.start - columns.start % 16), _group(columns.stop + 15), device=seed.device
+    row_groups, column_groups = (
+        torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=seed.device) for span in (rows, columns)
     )
     counters = (
         column_groups[None, None, :],
@@ -83,17 +77,13 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
         sequence_head[:, None, None],
         seed[1] & _MASK32,
     )
-    words = torch.stack(torch.broadcast_tensors(*philox_words(seed[0], counters)), dim=-1)
-    signed = torch.where(words >= 2**31, words - 2**32, words)
-    kept = (signed >= keep_threshold(dropout_p)).unflatten(-1, (2, 2))  # [n, row_group, column_group, row+8?, col+8?]
-    row_index = row // 16 * 8 + row % 8 - row_groups[:1]
-    column_index = column // 16 * 8 + column % 8 - column_groups[:1]
-    return kept[:, row_index[:, None], column_index[None, :], (row // 8 % 2)[:, None], (column // 8 % 2)[None, :]]
-
-
-def _group(position: int) -> int:
-    """Groups that end before `position`, a multiple of 16 after rounding down."""
-    return position // 16 * 8
+    threshold = keep_threshold(dropout_p)
+    # [word, n, row_group, column_group], a word and its two groups giving 2 × 8 rows and 2 × 8 columns of 16
+    kept = torch.stack([word.to(torch.int32) >= threshold for word in philox_words(seed[0], counters)])
+    kept = kept.unflatten(3, (-1, 8)).unflatten(2, (-1, 8)).unflatten(0, (2, 2))
+    kept = kept.permute(2, 3, 0, 4, 5, 1, 6).flatten(4, 6).flatten(1, 3)
+    first_row, first_column = rows.start % 16, columns.start % 16
+    return kept[:, first_row : first_row + len(rows), first_column : first_column + len(columns)]
 
 
 def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:

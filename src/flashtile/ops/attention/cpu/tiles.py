@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -112,7 +112,7 @@ def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Ite
 
 def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
     starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
-    lengths_k = [stop - start for start, stop in zip(starts_k, starts_k[1:])]
+    lengths_k = [stop - start for start, stop in pairwise(starts_k)]
     limits = lengths_k if side.key_lengths is None else map(min, lengths_k, side.key_lengths.tolist())
     for sequence, (seq_k, length) in enumerate(zip(lengths_k, limits)):
         rows = slice(starts_q[sequence], starts_q[sequence + 1])
