@@ -86,15 +86,15 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
     side = SideInputs(None, None, q.shape[1], k.shape[1])
     if kernel == "forward":
         return lambda: launch.forward(q, k, v, side, spec)
-    if ("forward", causal) not in tensors:
+    if ("saved", causal) not in tensors:
         out, lse = launch.forward(q, k, v, side, spec)
-        delta = torch.empty_like(lse)
-        launch.backward_queries(dout, None, q, k, v, out, lse, delta, side, spec)
-        tensors["forward", causal] = out, lse, delta
-    out, lse, delta = tensors["forward", causal]
+        statistics = torch.empty((*lse.shape, 4), device="cuda")
+        launch.backward_queries(dout, None, q, k, v, out, lse, statistics, side, spec)
+        tensors["saved", causal] = out, lse, statistics
+    out, lse, statistics = tensors["saved", causal]
     if kernel == "dq":
-        return lambda: (launch.backward_queries(dout, None, q, k, v, out, lse, delta, side, spec),)
-    return lambda: launch.backward_keys(dout, q, k, v, lse, delta, side, spec)
+        return lambda: (launch.backward_queries(dout, None, q, k, v, out, lse, statistics, side, spec),)
+    return lambda: launch.backward_keys(dout, q, k, v, statistics, side, spec)
 
 
 def main() -> None:

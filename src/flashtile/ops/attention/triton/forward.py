@@ -10,7 +10,7 @@ For each key tile, with `c = scale · log2(e)`::
     acc   = alpha·acc + p v           [M, E]
 
 and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
-masked, wholly visible, masked; only the masked ones pay for masks.
+masked, wholly visible, masked; only the masked ones pay for mask arithmetic.
 
 Reference: Dao, "FlashAttention-2" (2023), algorithm 1.
 """
@@ -68,26 +68,11 @@ def attention_forward_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
 
-    q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    sequence_head = sequence * heads + head
-    if HAS_LEFT:
-        acc, row_max, row_sum = _visit_key_tiles(
-            acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin,
-            first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
-        )  # fmt: skip
+    q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = _visit_key_tiles(
-        acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, full_begin, full_end,
-        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, False, DROPOUT, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = _visit_key_tiles(
-        acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, full_end, end,
-        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, True, DROPOUT, PRECISION,
+        q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -106,39 +91,42 @@ def attention_forward_kernel(
 
 @triton.jit
 def _visit_key_tiles(
-    acc, row_max, row_sum, q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, end,
+    q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
     first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the key tiles from `begin` to `end`, which `MASKED` says are wholly visible or not."""
+    """The online softmax over the key tiles from `begin` to `end`. Returns acc, row_max (in units of log2), row_sum.
+
+    One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
+    the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
+    """
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     scale_log2 = scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     for start in tl.range(begin, end, BLOCK_N):
-        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, MASKED)
+        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if MASKED:
+        if (start < full_begin) | (start >= full_end):
             column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
-            scores = tl.where(visible, scores * scale_log2, float("-inf"))
-            new_max = tl.maximum(row_max, tl.max(scores, 1))
-            # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
-            finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            probs = tl.exp2(scores - finite_max[:, None])
-            alpha = tl.exp2(row_max - finite_max)
-        else:
-            # The scale is not negative (launch sees to it), so it can wait until after the maximum.
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
-            probs = tl.exp2(scores * scale_log2 - new_max[:, None])
-            alpha = tl.exp2(row_max - new_max)
+            scores = tl.where(visible, scores, float("-inf"))
+        # The scale is positive (launch sees to it), so it can wait until after the maximum.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        probs = tl.exp2(scores * scale_log2 - finite_max[:, None])
+        alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
         if DROPOUT:
             kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
-        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, MASKED)
+        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -75,7 +75,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    q, scale = _without_sign(q, spec.scale)
+    q, scale = _positive_scale(q, spec.scale)
     kernel, tiles = _prepare("forward", (q, k, v, out), side, spec)
     kernel(
         call.programs(call.rows_q, call.heads, tiles.block_m),
@@ -100,9 +100,9 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the dq kernel (which also writes delta), then the dk/dv kernel. Deterministic. Returns (dq, dk, dv)."""
-    delta = torch.empty_like(lse)
-    dq = backward_queries(dout, dlse, q, k, v, out, lse, delta, side, spec)
-    dk, dv = backward_keys(dout, q, k, v, lse, delta, side, spec)
+    statistics = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
+    dq = backward_queries(dout, dlse, q, k, v, out, lse, statistics, side, spec)
+    dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     return dq, dk, dv
 
 
@@ -114,22 +114,22 @@ def backward_queries(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    statistics: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
 ) -> Tensor:
-    """Runs the dq kernel. Writes `delta`, shaped as lse, for the dk/dv kernel. Returns dq."""
+    """Runs the dq kernel, which fills `statistics` `[*lse.shape, 4]` for the dk/dv kernel. Returns dq."""
     call = _describe(q, k, side, spec)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return dq
-    q, scale = _without_sign(q, spec.scale)
+    q, scale = _positive_scale(q, spec.scale)
     dlse = None if dlse is None else dlse.contiguous()
     tensors = (q, k, v, out, dout, dq)
     kernel, tiles = _prepare("dq", tensors, side, spec, dlse is not None)
     kernel(
         call.programs(call.rows_q, call.heads, tiles.block_m),
-        *map(pointer, (q, k, v, out, dout, lse, dlse, delta, dq, *_side_tensors(side))),
+        *map(pointer, (q, k, v, out, dout, lse, dlse, statistics, dq, *_side_tensors(side))),
         *_strides(tensors, call.packed),
         *call.scalars,
         scale,
@@ -144,22 +144,21 @@ def backward_keys(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
+    statistics: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the dk/dv kernel, after the dq kernel has written `delta`. Returns (dk, dv)."""
+    """Runs the dk/dv kernel, after the dq kernel has filled `statistics`. Returns (dk, dv)."""
     call = _describe(q, k, side, spec)
     dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
     if dk.numel() == 0:
         return dk, dv
-    q, scale = _without_sign(q, spec.scale)
+    q, scale = _positive_scale(q, spec.scale)
     tensors = (q, k, v, dout, dk, dv)
     kernel, tiles = _prepare("dkdv", tensors, side, spec)
     kernel(
         call.programs(call.rows_k, call.heads_kv, tiles.block_n),
-        *map(pointer, (q, k, v, dout, lse, delta, dk, dv, *_side_tensors(side))),
+        *map(pointer, (q, k, v, dout, statistics, dk, dv, *_side_tensors(side))),
         *_strides(tensors, call.packed),
         *call.scalars,
         scale,
@@ -182,9 +181,11 @@ def _describe(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> _C
     return _Call(packed, batch, heads, heads_kv, rows_q, rows_k, scalars)
 
 
-def _without_sign(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum before they scale, so the scale must not be negative: its sign moves into q."""
-    return (q, scale) if scale >= 0 else (-q, -scale)
+def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q."""
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
 
 
 def _side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
@@ -282,7 +283,8 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
 
 def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     """Type of a run-time parameter, and a power of two that divides it."""
-    statistics = ("lse_ptr", "dlse_ptr", "delta_ptr")
+    if name == "statistics_ptr":
+        return "*fp32", 16
     index_dtypes = {
         "cu_seqlens_q_ptr": variant.index_dtype or torch.int32,
         "cu_seqlens_k_ptr": variant.index_dtype or torch.int32,
@@ -291,7 +293,7 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     }
     if name in index_dtypes:
         return "*" + ELEMENT_TYPES[index_dtypes[name]], 1
-    if name in statistics:
+    if name in ("lse_ptr", "dlse_ptr"):
         return "*fp32", 1
     if name.endswith("_ptr"):
         return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple

@@ -116,22 +116,17 @@ def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.cons
 @triton.jit
 def load_rows(
     pointer, stride_row, first, rows, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, MASK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     # 64-bit arithmetic once per tile for its first row, narrow arithmetic inside the tile.
     pointers = pointer + tl.cast(first, tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
-    if MASK_ROWS and HEAD_DIM < BLOCK_COLUMNS:
-        tile = tl.load(pointers, mask=(first + row < rows)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
-    elif MASK_ROWS:
-        tile = tl.load(pointers, mask=(first + row < rows)[:, None], other=0.0)
-    elif HEAD_DIM < BLOCK_COLUMNS:
-        tile = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    mask = (first + row < rows)[:, None]
+    if HEAD_DIM < BLOCK_COLUMNS:
+        mask = mask & (column < HEAD_DIM)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
