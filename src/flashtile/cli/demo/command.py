@@ -1,0 +1,155 @@
+"""The course of a demo run."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flashtile.cli.console import print_table
+from flashtile.cli.demo.isolation import run_piece
+from flashtile.cli.demo.plan import Plan
+from flashtile.cli.demo.results import (
+    OURS,
+    PLAIN,
+    Results,
+    scaling_table,
+    training_table,
+    verdict,
+    write_json,
+    write_markdown,
+)
+from flashtile.cli.demo.scaling import Point, measure_scaling
+from flashtile.cli.demo.text import load_text
+from flashtile.cli.demo.training import Training, compare, train
+from flashtile.cli.errors import UserError, require
+from flashtile.models import flashtile_attention, plain_attention
+from flashtile.models.gpt import CausalAttention
+
+#: Steps that tell how long a step takes.
+_PILOT_STEPS = 5
+_FEWEST_STEPS = 12
+#: Share of the time that the two trainings may take, and by which everything is measured.
+_TRAINING_SHARE, _MEASURED_SHARE = 0.55, 0.93
+
+ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plain_attention}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose.
+
+    Attributes:
+        text_file: None for Python's own help texts.
+        output: folder for the results.
+        steps: training steps; None to fit the time.
+        pictures: draw them.
+    """
+
+    text_file: Path | None
+    output: Path
+    steps: int | None = None
+    pictures: bool = True
+
+
+def run_demo(
+    options: Options, plan: Plan, console: Console, attentions: dict[str, CausalAttention] | None = None
+) -> bool:
+    """Trains twice, measures attention alone, writes the results.
+
+    Returns:
+        Whether the loss curves agree.
+
+    Raises:
+        UserError: the text, the output folder or the installation is at fault.
+        PieceFailedError: a training failed.
+    """
+    begin = time.perf_counter()
+    attentions = attentions or ATTENTIONS
+    if options.pictures:
+        require("matplotlib", "plots", "drawing (leave it out with --no-pictures)")
+    text, text_name = load_text(options.text_file, plan.model.context)
+    _make_folder(options.output)
+    _introduce(console, plan, text, text_name)
+
+    steps = options.steps or _steps_that_fit(plan, text, attentions, begin)
+    trainings = {name: _train(console, plan, text, name, attentions[name], steps) for name in (OURS, PLAIN)}
+    comparison = compare(plan, trainings[OURS].losses, trainings[PLAIN].losses)
+    points, stopped = _measure(console, plan, attentions, begin + _MEASURED_SHARE * plan.seconds)
+    results = Results(plan, text_name, trainings, comparison, points, stopped)
+    _write(results, options)
+
+    print_table(console, training_table(results))
+    print_table(console, scaling_table(results), emphasise=1)
+    console.print(verdict(results), style="green" if comparison.agree else "bold red")
+    console.print(f"{time.perf_counter() - begin:.0f} s in all. Tables, figures and pictures: {options.output}/")
+    return comparison.agree
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the output folder {folder}: {error.strerror}") from None
+
+
+def _introduce(console: Console, plan: Plan, text: bytes, text_name: str) -> None:
+    model = plan.model
+    console.print(
+        f"A GPT of {model.layers} layers, width {model.width}, learns {len(text):,} bytes of {text_name} on "
+        f"{plan.device.type}, from the same seed twice:\non flashtile's attention, and on plain attention with its "
+        "N×N matrices."
+    )
+
+
+def _steps_that_fit(plan: Plan, text: bytes, attentions: dict[str, CausalAttention], begin: float) -> int:
+    """As many steps as both trainings have time for, found by a short trial of each."""
+    seconds_per_step = 0.0
+    for name in (OURS, PLAIN):
+        trial: Training = run_piece(train, plan, text, attentions[name], _PILOT_STEPS, device=plan.device)
+        seconds_per_step += plan.batch * plan.model.context / trial.tokens_per_second
+    seconds = _TRAINING_SHARE * plan.seconds - (time.perf_counter() - begin)
+    return max(_FEWEST_STEPS, min(plan.max_steps, int(seconds / seconds_per_step)))
+
+
+def _train(console: Console, plan: Plan, text: bytes, name: str, attention: CausalAttention, steps: int) -> Training:
+    columns = (
+        TextColumn("{task.description:>22}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total} steps, loss {task.fields[loss]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(f"training on {name}", total=steps, loss="–")
+
+        def on_step(step: int, loss: float) -> None:
+            progress.update(task, completed=step + 1, loss=f"{loss:.3f}")
+
+        return run_piece(train, plan, text, attention, steps, device=plan.device, on_report=on_step)
+
+
+def _measure(
+    console: Console, plan: Plan, attentions: dict[str, CausalAttention], end: float
+) -> tuple[list[Point], dict[str, str]]:
+    with console.status("measuring attention alone") as status:
+
+        def on_point(point: Point) -> None:
+            status.update(f"measuring attention alone: {point.implementation} at length {point.length}")
+
+        return measure_scaling(plan, attentions, end - time.perf_counter(), on_point)
+
+
+def _write(results: Results, options: Options) -> None:
+    folder = options.output
+    pictures = []
+    if options.pictures:
+        from flashtile.cli.demo import plot
+
+        plot.draw_scaling(results, folder / "attention.png")
+        plot.draw_losses(results, folder / "losses.png")
+        pictures = ["attention.png", "losses.png"]
+    write_json(results, folder / "results.json")
+    write_markdown(results, folder / "report.md", pictures)

@@ -1,0 +1,109 @@
+"""Runs one measured piece of work by itself, so that its peak memory is its own.
+
+On a CPU each piece gets a fresh process, and its memory is the growth of that process's peak resident size: what the
+operating system had to provide, PyTorch's allocator and every library's scratch included. On a GPU it is the growth
+of the peak that PyTorch's allocator counts, and pieces run one after another in this process.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from flashtile.cli.errors import CommandError
+
+Report = Callable[..., None]
+
+
+class PieceFailedError(CommandError):
+    """A measured piece ended with an error, or its process was killed."""
+
+
+class PeakMemory:
+    """Growth of peak memory since construction, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats(device)
+        self._start = self._now()
+
+    def growth(self) -> int:
+        return self._now() - self._start
+
+    def _now(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        import resource  # POSIX only, as the measured processes are
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def run_piece(
+    function: Callable[..., Any], *arguments: Any, device: torch.device, on_report: Report = lambda *report: None
+) -> Any:
+    """Calls `function(*arguments, report)` by itself and returns its result.
+
+    Args:
+        function: importable by name; calls `report(...)` to say how far it is.
+        arguments: what can be pickled.
+        device: "cpu" starts a process.
+        on_report: receives the reports.
+
+    Raises:
+        PieceFailedError: the function raised, or its process was killed.
+    """
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            return function(*arguments, on_report)
+        except torch.OutOfMemoryError as error:
+            raise PieceFailedError("out of GPU memory") from error
+    return _in_process(function, arguments, on_report)
+
+
+def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Report) -> Any:
+    # Threads that spin while they wait for one another slow everything down tenfold where other programs run too. The
+    # server reads this when it starts; a user's own setting stays.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Forked from a server that has imported torch but computed nothing: quick to start, and its memory is still small.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["flashtile.cli.demo.isolation"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, torch.get_num_threads(), function, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        while True:
+            kind, value = receiver.recv()
+            if kind == "result":
+                return value
+            if kind == "error":
+                raise PieceFailedError(value)
+            on_report(*value)
+    except EOFError:
+        process.join()
+        raise PieceFailedError(f"its process ended with code {process.exitcode}, perhaps for lack of memory") from None
+    finally:
+        process.kill()
+        process.join()
+
+
+def _child(sender: Connection, threads: int, function: Callable[..., Any], arguments: tuple) -> None:
+    torch.set_num_threads(threads)
+    try:
+        result = function(*arguments, lambda *report: sender.send(("report", report)))
+        sender.send(("result", result))
+    except Exception:  # handed on whole: the parent shows it
+        sender.send(("error", traceback.format_exc(limit=-3)))

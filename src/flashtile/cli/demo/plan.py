@@ -1,0 +1,86 @@
+"""How large the demo is on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from flashtile.models import GPTConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a demo run.
+
+    Attributes:
+        device: where it runs.
+        model: the GPT.
+        batch: sequences in a step.
+        max_steps: training steps, unless the time is short.
+        learning_rate: of AdamW, after a short warm-up.
+        autocast: bf16 in matrix products and attention.
+        first_tolerance: largest difference of the first losses, in nats: the weights are still the same there.
+        tolerance: largest difference at any later step, in nats: rounding has had time to grow.
+        lengths: sequence lengths of the attention measurement, ascending.
+        heads: attention heads there, with head_dim 64, batch 1.
+        seconds: time that the whole run may take.
+    """
+
+    device: torch.device
+    model: GPTConfig
+    batch: int
+    max_steps: int
+    learning_rate: float
+    autocast: bool
+    first_tolerance: float
+    tolerance: float
+    lengths: tuple[int, ...]
+    heads: int
+    seconds: float
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast else torch.float32
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {**asdict(self), "device": self.device.type}
+
+
+def make_plan(device: torch.device, seconds: float) -> Plan:
+    """Sizes by device: a model that trains in seconds on two cores, or one that keeps a GPU busy."""
+    if device.type == "cuda":
+        return Plan(
+            device=device,
+            model=GPTConfig(context=1024, layers=12, heads=12, width=768),
+            batch=_cuda_batch(device),
+            max_steps=300,
+            learning_rate=6e-4,
+            autocast=True,
+            first_tolerance=0.02,
+            tolerance=0.1,
+            lengths=tuple(1024 * 2**n for n in range(8)),
+            heads=16,
+            seconds=seconds,
+        )
+    return Plan(
+        device=device,
+        model=GPTConfig(context=512, layers=4, heads=2, width=128),
+        batch=4,
+        max_steps=120,
+        learning_rate=2e-3,
+        autocast=False,
+        first_tolerance=1e-4,
+        tolerance=0.02,
+        lengths=tuple(512 * 2**n for n in range(7)),
+        heads=2,
+        seconds=seconds,
+    )
+
+
+def _cuda_batch(device: torch.device) -> int:
+    """As many sequences, 16 at most, as let plain attention fit: about 1.5 GiB of matrices and activations for each."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(16, int(free * 0.7 / (1.5 * 2**30))))

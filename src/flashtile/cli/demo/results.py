@@ -1,0 +1,134 @@
+"""What a demo run found: as JSON, as a table, as a page in Markdown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench.record import commit, machine, versions
+from flashtile.bench.report import Table
+from flashtile.cli.demo.plan import Plan
+from flashtile.cli.demo.scaling import Point
+from flashtile.cli.demo.training import Comparison, Training
+
+OURS, PLAIN = "flashtile", "plain"
+
+
+@dataclass(frozen=True)
+class Results:
+    """All of a run. Dictionaries go by implementation, "flashtile" and "plain"."""
+
+    plan: Plan
+    text: str
+    trainings: dict[str, Training]
+    comparison: Comparison
+    points: list[Point]
+    stopped: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "machine": machine(self.plan.device),
+            "versions": versions(),
+            "commit": commit(),
+            "plan": self.plan.describe(),
+            "text": self.text,
+            "training": {name: asdict(training) for name, training in self.trainings.items()},
+            "comparison": asdict(self.comparison),
+            "attention": [asdict(point) for point in self.points],
+            "stopped": self.stopped,
+        }
+
+
+def write_json(results: Results, path: Path) -> None:
+    path.write_text(json.dumps(results.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def write_markdown(results: Results, path: Path, pictures: list[str]) -> None:
+    facts = machine(results.plan.device)
+    sections = [
+        "# flashtile demo",
+        f"On {facts.get('gpu') or facts['cpu']}, {facts['cpu_cores']} cores, torch {versions()['torch']}. "
+        f"Text: {results.text}.",
+        verdict(results),
+        *(f"**{table.title}**\n\n{_markdown(table)}" for table in (training_table(results), scaling_table(results))),
+        how_memory_is_measured(results.plan),
+        *(f"- {name} stopped: {reason}." for name, reason in results.stopped.items()),
+        *(f"![{picture}]({picture})" for picture in pictures),
+    ]
+    path.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def verdict(results: Results) -> str:
+    """One sentence about the two loss curves."""
+    plan, found = results.plan, results.comparison
+    ours, plain = results.trainings[OURS].losses, results.trainings[PLAIN].losses
+    figures = (
+        f"first losses differ by {found.first_difference:.1e} (allowed {plan.first_tolerance:g}), "
+        f"the largest difference of {len(ours)} steps is {found.largest_difference:.1e} at step "
+        f"{found.largest_at_step + 1} (allowed {plan.tolerance:g})"
+    )
+    if not found.agree:
+        return f"The loss curves DISAGREE: {figures}."
+    return f"The loss curves agree, {ours[0]:.3f} to {ours[-1]:.3f} and {plain[0]:.3f} to {plain[-1]:.3f}: {figures}."
+
+
+def training_table(results: Results) -> Table:
+    model = results.plan.model
+    lines = [
+        [
+            name,
+            f"{training.losses[0]:.4f}",
+            f"{training.losses[-1]:.4f}",
+            f"{training.tokens_per_second:,.0f}",
+            mebibytes(training.peak_bytes),
+        ]
+        for name, training in results.trainings.items()
+    ]
+    title = (
+        f"Training a GPT, {model.layers} layers of width {model.width}, "
+        f"batch {results.plan.batch} × {model.context} bytes, {len(results.trainings[OURS].losses)} steps"
+    )
+    return Table(title, ["attention", "first loss", "last loss", "bytes/s", "peak memory (MiB)"], lines)
+
+
+def scaling_table(results: Results) -> Table:
+    by_key = {(point.implementation, point.length): point for point in results.points}
+    lines = []
+    for length in sorted({point.length for point in results.points}):
+        ours, plain = by_key.get((OURS, length)), by_key.get((PLAIN, length))
+        saved, faster = "–", "–"
+        if ours is not None and plain is not None:
+            saved = f"{plain.peak_bytes / max(ours.peak_bytes, 1):.1f}×"
+            faster = f"{plain.ms / ours.ms:.1f}×"
+        memory = [mebibytes(point.peak_bytes) if point else "–" for point in (ours, plain)]
+        times = [f"{point.ms:.1f}" if point else "–" for point in (ours, plain)]
+        lines.append([str(length), *memory, saved, *times, faster])
+    headings = ["length", "flashtile MiB", "plain MiB", "memory saved", "flashtile ms", "plain ms", "speed-up"]
+    title = (
+        f"Causal attention alone, forward + backward, batch 1, {results.plan.heads} heads of 64, "
+        f"{str(results.plan.attention_dtype).removeprefix('torch.')}"
+    )
+    return Table(title, headings, lines)
+
+
+def how_memory_is_measured(plan: Plan) -> str:
+    if plan.device.type == "cuda":
+        return (
+            "Memory: growth of torch.cuda.max_memory_allocated over what was there before (for attention: its inputs)."
+        )
+    return (
+        "Memory: growth of the peak resident size of a fresh process for each measurement, over what was there "
+        "before (for attention: its inputs). It counts whole pages of everything the process took, so a MiB or two "
+        "is noise."
+    )
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f}" if count < 100 * 2**20 else f"{count / 2**20:,.0f}"
+
+
+def _markdown(table: Table) -> str:
+    rule = [":--", *("--:" for _ in table.headings[1:])]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (table.headings, rule, *table.lines))

@@ -1,0 +1,119 @@
+"""Memory and time of attention alone, forward and backward, against the sequence length."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flashtile.cli.demo.isolation import PeakMemory, PieceFailedError, Report, run_piece
+from flashtile.cli.demo.plan import Plan
+from flashtile.models.gpt import CausalAttention
+
+_HEAD_DIM = 64
+_WARM_UP_LENGTH = 64
+_SECONDS_OF_SAMPLES = 0.2
+#: Twice the length is at most this many times the work.
+_GROWTH = 4
+#: Share of the free memory that a measurement may take.
+_MEMORY_SHARE = 0.5
+#: A measurement calls attention at least this often; starting its process takes about as long as a short call.
+_CALLS = 2
+_START_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One implementation at one length: milliseconds of a forward and backward, and bytes beyond q, k, v and dout."""
+
+    implementation: str
+    length: int
+    ms: float
+    peak_bytes: int
+
+
+def measure_scaling(
+    plan: Plan, attentions: dict[str, CausalAttention], seconds: float, on_point: Callable[[Point], None]
+) -> tuple[list[Point], dict[str, str]]:
+    """Measures every implementation at growing lengths until it becomes too expensive.
+
+    Returns:
+        The points, and for each implementation that stopped early the reason.
+    """
+    points: list[Point] = []
+    stopped: dict[str, str] = {}
+    end = time.perf_counter() + seconds
+    for length in plan.lengths:
+        for name, attention in attentions.items():
+            if name in stopped:
+                continue
+            before = [point for point in points if point.implementation == name]
+            reason = _too_expensive(before, length, end - time.perf_counter(), plan.device)
+            if reason is not None:
+                stopped[name] = reason
+                continue
+            try:
+                ms, peak = run_piece(measure, plan, attention, length, device=plan.device)
+            except PieceFailedError as error:
+                stopped[name] = f"length {length}: {error}"
+                continue
+            points.append(Point(name, length, ms, peak))
+            on_point(points[-1])
+    return points, stopped
+
+
+def measure(plan: Plan, attention: CausalAttention, length: int, report: Report) -> tuple[float, int]:
+    """Median milliseconds of a forward and backward, and peak bytes of the first one beyond its inputs."""
+    _call(attention, *_inputs(plan, _WARM_UP_LENGTH))  # libraries and kernels load before memory is counted
+    inputs = _inputs(plan, length)
+    memory = PeakMemory(plan.device)
+    _call(attention, *inputs)
+    peak = memory.growth()
+    samples: list[float] = []
+    while not samples or sum(samples) < _SECONDS_OF_SAMPLES:
+        start = time.perf_counter()
+        _call(attention, *inputs)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples) * 1e3, peak
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            values = dict(line.split(":", 1) for line in file)
+        return int(values["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _too_expensive(before: list[Point], length: int, seconds_left: float, device: torch.device) -> str | None:
+    """Why the next length is not tried, judged by the length before it, or None."""
+    if not before:
+        return None
+    memory, free = _GROWTH * before[-1].peak_bytes, free_memory(device)
+    if memory > _MEMORY_SHARE * free:
+        return f"length {length} may need {memory / 2**30:.1f} of {free / 2**30:.1f} GiB"
+    seconds = _CALLS * _GROWTH * before[-1].ms / 1e3 + _START_SECONDS
+    if seconds > seconds_left:
+        return f"length {length} may take {seconds:.0f} s of the {max(seconds_left, 0):.0f} s left"
+    return None
+
+
+def _inputs(plan: Plan, length: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    shape = (1, length, plan.heads, _HEAD_DIM)
+    tensors = [torch.randn(shape, device=plan.device).to(plan.attention_dtype) for _ in range(4)]
+    return [t.requires_grad_() for t in tensors[:3]], tensors[3]
+
+
+def _call(attention: CausalAttention, inputs: list[torch.Tensor], dout: torch.Tensor) -> None:
+    torch.autograd.grad(attention(*inputs), inputs, dout)
+    if dout.is_cuda:
+        torch.cuda.synchronize()

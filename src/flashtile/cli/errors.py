@@ -1,0 +1,19 @@
+"""Errors that end a command with their message alone."""
+
+from __future__ import annotations
+
+import importlib.util
+
+
+class CommandError(Exception):
+    """The command cannot go on; its message is all that the user needs to see."""
+
+
+class UserError(CommandError):
+    """A mistake or a lack that the user can mend."""
+
+
+def require(package: str, extra: str, purpose: str) -> None:
+    """Raises a UserError with the pip command when an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f'{purpose} needs {package}: pip install "flashtile[{extra}]"')
