@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from flashtile.bench.cases import Case, default_cases
-from flashtile.bench.commands import bench_attention, bench_host_time, default_device
-from flashtile.bench.implementations import IMPLEMENTATIONS
+from flashtile.bench.cases import Case
+from flashtile.bench.commands import (
+    bench_attention,
+    bench_host_time,
+    default_device,
+    describe_choices,
+    describe_progress,
+)
 from flashtile.bench.report import host_table, mean_tables, plain_text, reasons, speed_tables
 from flashtile.bench.runner import Row
 
@@ -43,7 +49,7 @@ def _run(options: argparse.Namespace) -> None:
         record = bench_host_time(options.impl, options.output)
         tables = [host_table(record["rows"])]
     elif options.list:
-        _print_choices()
+        print(describe_choices(default_device()))
         return
     else:
         record = bench_attention(options.cases, options.impl, options.quick, options.output, _progress())
@@ -56,19 +62,12 @@ def _run(options: argparse.Namespace) -> None:
         print("record:", options.output)
 
 
-def _print_choices() -> None:
-    device = default_device()
-    print("cases:", *(case.name for case in default_cases(device)), sep="\n  ")
-    print("implementations:", *(i.name for i in IMPLEMENTATIONS if device.type in i.devices), sep="\n  ")
-
-
-def _progress():
+def _progress() -> Callable[[int, int, Case, list[Row]], None]:
     begin = time.perf_counter()
 
     def on_case(index: int, total: int, case: Case, rows: list[Row]) -> None:
-        speeds = ", ".join(f"{r['impl']} {r['phase']} {r['tflops']:.4g}" for r in rows if r["ms"] is not None)
-        seconds = time.perf_counter() - begin
-        print(f"[{index + 1}/{total}, {seconds:.0f} s] {case.name}: {speeds}", file=sys.stderr, flush=True)
+        line = describe_progress(index, total, case, rows, time.perf_counter() - begin)
+        print(line, file=sys.stderr, flush=True)
 
     return on_case
 

@@ -10,7 +10,7 @@ import torch
 
 from flashtile.bench.cases import Case, default_cases, select_cases
 from flashtile.bench.host_time import run_host_time
-from flashtile.bench.implementations import select_implementations
+from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.runner import Row, run_cases
 
@@ -34,8 +34,8 @@ def bench_attention(
     """Measures attention on this machine's device.
 
     Args:
-        cases: patterns of case names; all cases of the device when empty.
-        impl: names of implementations; the device's defaults when empty.
+        cases: patterns of case names, each perhaps several with commas; all cases of the device when empty.
+        impl: names of implementations, likewise; the device's defaults when empty.
         quick: a few cases instead of the table.
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
         on_case: called with index, number of cases, case and its rows after each case.
@@ -44,8 +44,8 @@ def bench_attention(
         ValueError: a pattern or a name matches nothing.
     """
     device = default_device()
-    chosen_cases = select_cases(default_cases(device, quick), list(cases))
-    chosen_implementations = select_implementations(list(impl), device)
+    chosen_cases = select_cases(default_cases(device, quick), _split(cases))
+    chosen_implementations = select_implementations(_split(impl), device)
     record = make_record(device, command_line(), [])
 
     def after_case(index: int, case: Case, rows: list[Row]) -> None:
@@ -61,11 +61,28 @@ def bench_attention(
 def bench_host_time(impl: Sequence[str] = (), output: Path | None = None) -> Record:
     """Measures the host time of one small call; arguments as `bench_attention`."""
     device = default_device()
-    chosen = select_implementations(list(impl) or _HOST_TIME_DEFAULT[device.type], device)
+    chosen = select_implementations(_split(impl) or _HOST_TIME_DEFAULT[device.type], device)
     record = make_record(device, command_line(), run_host_time(chosen, device))
     if output is not None:
         write_record(record, output)
     return record
+
+
+def _split(values: Sequence[str]) -> list[str]:
+    return [part for value in values for part in value.split(",") if part]
+
+
+def describe_choices(device: torch.device) -> str:
+    """Names of the cases and implementations of a device, for reading."""
+    cases = "\n  ".join(case.name for case in default_cases(device))
+    names = "\n  ".join(i.name for i in IMPLEMENTATIONS if device.type in i.devices)
+    return f"cases:\n  {cases}\nimplementations:\n  {names}"
+
+
+def describe_progress(index: int, total: int, case: Case, rows: list[Row], seconds: float) -> str:
+    """A line about a case that was measured."""
+    speeds = ", ".join(f"{row['impl']} {row['phase']} {row['tflops']:.3g}" for row in rows if row["ms"] is not None)
+    return f"[{index + 1}/{total}, {seconds:.0f} s] {case.name}: {speeds or 'no speed'}"
 
 
 def command_line() -> str:

@@ -98,14 +98,12 @@ def _build_fa4(case: Case, inputs: Inputs) -> Attention:
 def _visibility(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
     """Whether a query sees a key, for a case with a mask; made of no more comparisons than the case needs."""
     left, right = case.window or (None, None)
-    if case.causal:
-        right = 0
+    keys_left = case.S if left is None else left
+    keys_right = 0 if case.causal else case.S if right is None else right
 
     def visible(row: Tensor, column: Tensor) -> Tensor:
-        if right is None:
-            return column >= row - left
-        below = column <= row + right
-        return below if left is None else below & (column >= row - left)
+        seen = column <= row + keys_right
+        return seen if left is None else seen & (column >= row - keys_left)
 
     return visible
 

@@ -14,11 +14,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """A title, headings, and cells; the first column is text, the others are figures."""
+    """A title, headings, and cells; the first column is text, the others are figures unless `words` is set."""
 
     title: str
     headings: list[str]
     lines: list[list[str]]
+    words: bool = False
 
 
 def case_name(row: Row) -> str:

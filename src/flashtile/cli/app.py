@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from flashtile.cli.console import make_console, run_command
+from flashtile.cli.console import make_console, print_table, run_command
 
 app = typer.Typer(
     help="flashtile: exact attention in on-chip tiles. Try it, inspect it, measure it.",
@@ -16,8 +17,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Speed beside other implementations on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed beside other implementations on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+_Impl = Annotated[
+    list[str] | None, typer.Option("--impl", help="Implementation to measure; repeat, or separate with commas.")
+]
+_Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
 
 
 @app.command()
@@ -38,7 +44,6 @@ def demo(
 
     Exits with 1 when the two loss curves disagree.
     """
-    console = make_console()
 
     def work() -> bool:
         from flashtile.bench.commands import default_device
@@ -47,6 +52,146 @@ def demo(
 
         device = default_device()
         plan = make_plan(device, seconds or (110 if device.type == "cuda" else 85))
-        return run_demo(Options(text_file, output, steps, pictures), plan, console)
+        return run_demo(Options(text_file, output, steps, pictures), plan, make_console())
+
+    run_command(work)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions and the device, and try each backend.
+
+    Exits with 1 when the backend that "auto" takes here does not work.
+    """
+
+    def work() -> bool:
+        from flashtile.cli import doctor as module
+
+        console = make_console()
+        print_table(console, module.facts_table())
+        diagnoses = [module.examine(backend) for backend in module.BACKENDS]
+        print_table(console, module.backends_table(diagnoses))
+        auto = next(d for d in diagnoses if d.backend == module.default_backend())
+        verdict = "works" if auto.problem is None else "does not work"
+        console.print(f'backend="auto" takes {auto.backend} here, which {verdict}.')
+        return auto.problem is None
+
+    run_command(work)
+
+
+@app.command()
+def explain(
+    batch: Annotated[int, typer.Option(min=0, help="Batch size.")] = 1,
+    seq: Annotated[int, typer.Option(min=0, help="Number of queries.")] = 1024,
+    seq_k: Annotated[int | None, typer.Option(min=0, help="Number of keys; default: as queries.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="Size of a head of q and k.")] = 64,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, help="Size of a head of v; default: as q and k.")] = None,
+    dtype: Annotated[str, typer.Option(help="fp16, bf16, fp32 or fp64.")] = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="No key right of the diagonal.")] = False,
+    window: Annotated[str | None, typer.Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None,
+    dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-for-bit gradients.")] = False,
+    backend: Annotated[str, typer.Option(help="auto, triton, cpu or reference.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or an architecture such as sm_90, which need not be here.")
+    ] = None,
+) -> None:
+    """Say which backend and kernel a call would take, and why, without running it."""
+
+    def work() -> bool:
+        from flashtile.cli import explain as module
+
+        call = module.Call(
+            batch, seq, seq_k, heads, heads_kv, head_dim, head_dim_v, dtype,
+            causal, window, dropout_p, deterministic, backend, device,
+        )  # fmt: skip
+        make_console().print(module.explain(call), markup=False, soft_wrap=True)
+        return True
+
+    run_command(work)
+
+
+@app.command()
+def warmup(
+    head_dim: Annotated[list[int], typer.Option(min=1, help="Head size; repeat for several.")] = [64, 128],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="fp16, bf16 or fp32; repeat for several.")] = ["bf16"],  # noqa: B006
+    causal: Annotated[bool | None, typer.Option(help="One of the two only; default: both.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    heads_kv: Annotated[int | None, typer.Option(min=1, help="Key/value heads; default: as query heads.")] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length, which may decide the tiles.")] = 2048,
+) -> None:
+    """Compile kernels ahead into Triton's cache on disk, by running each shape once with batch 1."""
+
+    def work() -> bool:
+        from rich.progress import Progress
+
+        from flashtile.cli import warmup as module
+
+        device = module.require_gpu()
+        wanted = module.shapes(head_dim, dtype, causal, heads, heads_kv, seq)
+        begin = time.perf_counter()
+        console = make_console()
+        with Progress(console=console) as progress:
+            task = progress.add_task("compiling", total=len(wanted))
+
+            def on_shape(shape: module.Shape) -> None:
+                progress.update(task, completed=wanted.index(shape), description=str(shape))
+
+            module.warm_up(wanted, device, on_shape)
+            progress.update(task, completed=len(wanted))
+        console.print(f"kernels for {len(wanted)} shapes are ready, after {time.perf_counter() - begin:.0f} s.")
+        return True
+
+    run_command(work)
+
+
+@bench.command("attention")
+def bench_attention(
+    cases: Annotated[
+        list[str] | None, typer.Option(help="Pattern of case names, such as 'd128-causal-*'; repeat, or commas.")
+    ] = None,
+    impl: _Impl = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases instead of the table.")] = False,
+    output: _Record = None,
+    show: Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")] = False,
+) -> None:
+    """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
+
+    def work() -> bool:
+        from flashtile.bench import commands
+        from flashtile.bench.cases import Case
+        from flashtile.bench.runner import Row
+        from flashtile.cli.bench import show_attention_record
+
+        console = make_console()
+        if show:
+            console.print(commands.describe_choices(commands.default_device()), markup=False)
+            return True
+        begin = time.perf_counter()
+
+        def on_case(index: int, total: int, case: Case, rows: list[Row]) -> None:
+            line = commands.describe_progress(index, total, case, rows, time.perf_counter() - begin)
+            console.print(line, style="dim", markup=False, soft_wrap=True)
+
+        record = commands.bench_attention(cases or (), impl or (), quick, output, on_case)
+        show_attention_record(console, record["rows"], output)
+        return True
+
+    run_command(work)
+
+
+@bench.command("host-time")
+def bench_host_time(impl: _Impl = None, output: _Record = None) -> None:
+    """The host's own time for one small call, forward and backward."""
+
+    def work() -> bool:
+        from flashtile.bench import commands
+        from flashtile.cli.bench import show_host_record
+
+        record = commands.bench_host_time(impl or (), output)
+        show_host_record(make_console(), record["rows"], output)
+        return True
 
     run_command(work)

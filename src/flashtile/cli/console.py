@@ -7,6 +7,7 @@ from collections.abc import Callable
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
+from rich.text import Text
 
 from flashtile.bench.report import Table
 from flashtile.cli.errors import CommandError
@@ -21,7 +22,7 @@ def run_command(work: Callable[[], bool]) -> None:
     try:
         succeeded = work()
     except CommandError as error:
-        Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
     if not succeeded:
         raise typer.Exit(1)
@@ -32,7 +33,9 @@ def print_table(console: Console, table: Table, emphasise: int = 0) -> None:
     rich_table = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim")
     for index, heading in enumerate(table.headings):
         strong = index >= len(table.headings) - emphasise
-        rich_table.add_column(heading, justify="right" if index else "left", style="bold" if strong else None)
+        rich_table.add_column(
+            heading, justify="left" if table.words or not index else "right", style="bold" if strong else None
+        )
     for line in table.lines:
         rich_table.add_row(*line)
     console.print(rich_table)

@@ -84,8 +84,12 @@ def run_demo(
 
     print_table(console, training_table(results))
     print_table(console, scaling_table(results), emphasise=1)
-    console.print(verdict(results), style="green" if comparison.agree else "bold red")
-    console.print(f"{time.perf_counter() - begin:.0f} s in all. Tables, figures and pictures: {options.output}/")
+    console.print(verdict(results), style="green" if comparison.agree else "bold red", markup=False)
+    console.print(
+        f"{time.perf_counter() - begin:.0f} s in all. Tables, figures and pictures: {options.output}/",
+        markup=False,
+        soft_wrap=True,
+    )
     return comparison.agree
 
 

@@ -1,0 +1,75 @@
+"""`flashtile explain`: which backend and kernel would serve a call, found without running it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+import flashtile
+from flashtile.bench.cases import DTYPES
+from flashtile.cli.errors import UserError
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of `flashtile.attention`: shapes and flags. `seq_k`, `heads_kv`, `head_dim_v`: None = as the other."""
+
+    batch: int
+    seq_q: int
+    seq_k: int | None
+    heads: int
+    heads_kv: int | None
+    head_dim: int
+    head_dim_v: int | None
+    dtype: str
+    causal: bool
+    window: str | None
+    dropout_p: float
+    deterministic: bool
+    backend: str
+    device: str | None
+
+
+def explain(call: Call) -> str:
+    """The explanation of `flashtile.explain`, on tensors that hold no data."""
+    dtype = parse_dtype(call.dtype)
+    seq_k, heads_kv = call.seq_k or call.seq_q, call.heads_kv or call.heads
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    try:
+        return str(
+            flashtile.explain(
+                meta(call.batch, call.seq_q, call.heads, call.head_dim),
+                meta(call.batch, seq_k, heads_kv, call.head_dim),
+                meta(call.batch, seq_k, heads_kv, call.head_dim_v or call.head_dim),
+                causal=call.causal,
+                window=parse_window(call.window),
+                dropout_p=call.dropout_p,
+                deterministic=call.deterministic,
+                backend=call.backend,
+                device=call.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            )
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(str(error)) from None
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"--dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def parse_window(text: str | None) -> tuple[int | None, int | None] | None:
+    """`256,0` or `256,none` as a pair."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+|none),(\d+|none)", text.replace(" ", "").lower())
+    if match is None:
+        raise UserError(f"--window: expected LEFT,RIGHT such as 256,0 or 256,none (unlimited), got {text!r}")
+    left, right = (None if side == "none" else int(side) for side in match.groups())
+    return left, right
