@@ -169,6 +169,8 @@ def visible_key_tiles(rows: range, visible: Band, tile_keys: int) -> Iterator[Ke
         start, clear_start = max(0, rows[0] + visible.lowest), rows[-1] + visible.lowest
     if visible.highest is not None:
         stop, clear_stop = min(stop, rows[-1] + visible.highest + 1), rows[0] + visible.highest + 1
+    if start >= stop:
+        return
     # From a multiple of 16, because the dropout bits come in groups of 16.
     for first in range(start // 16 * 16, stop, tile_keys):
         last = min(first + tile_keys, stop)

@@ -1,0 +1,367 @@
+"""The CPU backend against the fp64 oracle: every feature and pair of features, on both of its paths."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flashtile
+from flashtile.ops.attention import cpu, reference
+from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+BASE = AttentionCase(batch=2, seq_q=75, seq_k=101, heads=4, heads_kv=4, head_dim=24, head_dim_v=24)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles so small that short sequences have many, and blocks of at most two matrices."""
+    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
+    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
+    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
+
+
+@pytest.fixture
+def only_tiles(monkeypatch):
+    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+
+
+# Feature name -> (what it excludes, case -> case). Features of one kind do not combine.
+FEATURES = {
+    "causal": ("band", lambda case: with_arguments(case, causal=True)),
+    "causal_top_left": ("band", lambda case: with_arguments(case, causal=True, align="top_left")),
+    "window": ("band", lambda case: with_arguments(case, window=(20, 7))),
+    "window_left_causal": ("band", lambda case: with_arguments(case, window=(9, None), causal=True)),
+    "window_right_top_left": ("band", lambda case: with_arguments(case, window=(None, 40), align="top_left")),
+    "more_queries": ("sizes", lambda case: replace(case, seq_q=101, seq_k=33)),
+    "key_lengths": (
+        "lengths",
+        lambda case: replace(case, key_lengths=(0, 29) if not case.packed else (29, 0, 5, 7)),
+    ),
+    "packed": (
+        "sizes",
+        lambda case: replace(
+            case,
+            lengths_q=(40, 0, 9, 35),
+            lengths_k=(33, 17, 0, 70),
+            key_lengths=None if case.key_lengths is None else (29, 0, 5, 7),
+        ),
+    ),
+    "dropout": ("dropout", lambda case: with_arguments(case, dropout_p=0.3)),
+    "gqa": ("heads", lambda case: replace(case, heads_kv=2)),
+    "mqa": ("heads", lambda case: replace(case, heads_kv=1)),
+    "wide_v": ("head_dim", lambda case: replace(case, head_dim_v=40)),
+    "head_dim_1": ("head_dim", lambda case: replace(case, head_dim=1, head_dim_v=1)),
+    "negative_scale": ("scale", lambda case: with_arguments(case, scale=-0.4)),
+    "zero_scale": ("scale", lambda case: with_arguments(case, scale=0.0)),
+    "float16": ("dtype", lambda case: replace(case, dtype=torch.float16)),
+    "bfloat16": ("dtype", lambda case: replace(case, dtype=torch.bfloat16)),
+    "float64": ("dtype", lambda case: replace(case, dtype=torch.float64)),
+}
+PAIRS = [
+    pair for pair in itertools.combinations_with_replacement(FEATURES, 2)
+    if pair[0] == pair[1] or FEATURES[pair[0]][0] != FEATURES[pair[1]][0]
+]  # fmt: skip
+
+
+def case_of(*features: str) -> AttentionCase:
+    case = BASE
+    for feature in features:
+        case = FEATURES[feature][1](case)
+    return case
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_of_features_on_tiles(pair, small_tiles, only_tiles):
+    check(case_of(*pair), "cpu")
+
+
+@pytest.mark.parametrize("seq", [1, 2, 15, 16, 17, 255, 256, 257, 600])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sizes_around_the_tiles(seq, causal, only_tiles):
+    check(replace(BASE, seq_q=seq, seq_k=seq + 3 * causal, batch=8 if seq < 16 else 1), "cpu")
+
+
+@pytest.mark.parametrize("case", [
+    replace(BASE, batch=0),
+    replace(BASE, seq_q=0),
+    replace(BASE, seq_k=0),
+    replace(BASE, lengths_q=(), lengths_k=()),
+    replace(BASE, lengths_q=(0, 0), lengths_k=(0, 0)),
+    replace(BASE, lengths_q=(7, 0, 3), lengths_k=(0, 5, 0)),
+    replace(BASE, key_lengths=(0, 0)),
+    with_arguments(replace(BASE, seq_q=60, seq_k=9), causal=True),
+    with_arguments(replace(BASE, seq_q=60, seq_k=9), window=(0, 0), align="top_left"),
+], ids=str)  # fmt: skip
+def test_nothing_to_see(case, small_tiles):
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"scale": -0.2}, {"scale": 0.0}], ids=str)
+def test_plain_calls_without_gradient_of_lse(dtype, arguments):
+    """What PyTorch's flash attention serves both ways: only there is no gradient of lse."""
+    case = replace(BASE, seq_q=150, seq_k=150, dtype=dtype, arguments=arguments)
+    inputs = make_inputs(case)
+    inputs.dlse.zero_()
+    for name, actual in _run_without_lse(case, inputs, "cpu", dtype).items():
+        oracle = _run_without_lse(case, inputs, "reference", torch.float64)[name]
+        eager = _run_without_lse(case, inputs, "reference", dtype)[name]
+        assert_close(f"{case}: {name}", actual, oracle, eager)
+        assert actual.is_contiguous()
+
+
+def _run_without_lse(case, inputs, backend, dtype):
+    qkv = [t.to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out = flashtile.attention(*qkv, **case.arguments, backend=backend)
+    grads = torch.autograd.grad(out, qkv, inputs.dout.to(dtype))
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "align": "top_left"}], ids=str)
+def test_plain_calls_with_gradient_of_lse(dtype, arguments):
+    """PyTorch's flash attention forward, its lse read by the tiles' backward."""
+    check(replace(BASE, seq_q=101, seq_k=101, dtype=dtype, arguments=arguments), "cpu")
+    check(replace(BASE, seq_q=50, seq_k=101, dtype=dtype, arguments=arguments), "cpu")
+
+
+SPEC = AttentionSpec(0.2)
+CAUSAL = AttentionSpec(0.2, window_right=0)
+SIDE = SideInputs(max_seqlen_q=64, max_seqlen_k=64)
+SHAPE = (2, 64, 4, 32)
+LENGTHS = torch.tensor([3, 4])
+
+
+@pytest.mark.parametrize("spec, side, q_shape, k_shape, v_shape, dtype, served, says", [
+    (SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "plain"),
+    (CAUSAL, SIDE, SHAPE, SHAPE, SHAPE, torch.bfloat16, True, "plain"),
+    (SPEC, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float64, True, "plain"),
+    (CAUSAL._replace(top_left=True), SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "plain"),
+    (CAUSAL, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, False, "top left"),
+    (SPEC._replace(window_left=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "windows"),
+    (SPEC._replace(window_right=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "windows"),
+    (SPEC._replace(dropout_p=0.1), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "dropout"),
+    (SPEC, SIDE._replace(key_lengths=LENGTHS), SHAPE, SHAPE, SHAPE, torch.float32, False, "key lengths"),
+    (SPEC, SIDE._replace(cu_seqlens_q=LENGTHS), SHAPE[1:], SHAPE[1:], SHAPE[1:], torch.float32, False, "packed"),
+    (SPEC, SIDE, SHAPE, (2, 64, 2, 32), (2, 64, 2, 32), torch.float32, False, "query head"),
+    (SPEC, SIDE, SHAPE, SHAPE, (2, 64, 4, 16), torch.float32, False, "head_dim"),
+    (SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float16, False, "float16"),
+    (SPEC, SIDE, (0, 64, 4, 32), (0, 64, 4, 32), (0, 64, 4, 32), torch.float32, False, "empty"),
+])  # fmt: skip
+def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, says):
+    answer, reason = cpu.served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype)
+    assert answer is served
+    assert says in reason
+
+
+def test_rows_past_the_last_sequence(small_tiles):
+    q, k, v = (torch.randn(60, 2, 16, requires_grad=True) for _ in range(3))
+    cu_seqlens = torch.tensor([0, 20, 45], dtype=torch.int32)
+    out, lse = flashtile.attention_varlen(q, k, v, cu_seqlens, return_lse=True, backend="cpu")
+    grads = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert (out[45:] == 0).all()
+    assert lse[:, 45:].isneginf().all()
+    assert all((grad[45:] == 0).all() for grad in grads)
+    assert all((grad[:45] != 0).any() for grad in grads)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_may_be_anything(packed, small_tiles):
+    case = replace(BASE, key_lengths=(0, 50, 101)[: 2 + packed])
+    case = replace(case, lengths_q=(60, 60, 30), lengths_k=(60, 90, 101)) if packed else case
+    inputs = make_inputs(case)
+    starts = [0, 60, 150] if packed else [0, 101]
+    ends = [60, 150, 251] if packed else [101, 202]
+    for start, end, length in zip(starts, ends, case.key_lengths):
+        for tensor in (inputs.k, inputs.v):
+            tensor.flatten(0, -3)[start + length : end] = float("nan")
+    results = check(case, "cpu", inputs=inputs)
+    assert not any(value.isnan().any() for value in results.values())
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads_kv", [2, 1], ids=["torch", "tiles"])
+def test_nan_and_inf_propagate_as_in_eager(which, value, dtype, heads_kv, small_tiles):
+    case = AttentionCase(batch=1, seq_q=70, seq_k=70, heads_kv=heads_kv, dtype=dtype, arguments={"causal": True})
+    inputs = make_inputs(case)
+    getattr(inputs, which)[0, 40, 0, 3] = value
+    actual = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="cpu")
+    eager = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="reference")
+    rows = slice(40, None)  # those that see the value; what a hidden one does to the others is nobody's promise
+    assert torch.equal(actual[0][:, rows].isfinite(), eager[0][:, rows].isfinite())
+    assert torch.equal(actual[1][..., rows].isnan(), eager[1][..., rows].isnan())
+    assert torch.equal(actual[1][..., rows].isposinf(), eager[1][..., rows].isposinf())
+    if which != "v":
+        assert actual[0][:, :40].isfinite().all()
+
+
+def test_blind_rows_pass_nothing_on(small_tiles):
+    """Rows without keys beside rows with keys in one tile: NaN in their queries or gradients stays there."""
+    case = with_arguments(replace(BASE, seq_q=60, seq_k=40), causal=True)
+    inputs = make_inputs(case)
+    for tensor in (inputs.q, inputs.dout):
+        tensor[:, :20] = float("nan")
+    inputs.dlse[..., :20] = float("nan")
+    results = run(case, inputs, "cpu")
+    assert not any(value.isnan().any() for value in results.values())
+    assert (results["out"][:, :20] == 0).all()
+    assert (results["dq"][:, :20] == 0).all()
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2], ids=["torch", "tiles"])
+def test_broadcast_and_strided_inputs(heads_kv, small_tiles):
+    q = torch.randn(2, 90, 1, 24).expand(2, 90, 4, 24)
+    k = torch.randn(1, heads_kv, 24, 90).permute(0, 3, 1, 2).expand(2, -1, -1, -1)
+    v = torch.randn(2, 90, heads_kv, 48)[..., ::2]
+    inputs = replace(make_inputs(replace(BASE, seq_q=90, seq_k=90, heads_kv=heads_kv)), q=q, k=k, v=v)
+    results = check(replace(BASE, seq_q=90, seq_k=90, heads_kv=heads_kv), "cpu", inputs=inputs)
+    assert all(value.is_contiguous() for value in results.values())
+
+
+def test_backward_is_deterministic():
+    case = case_of("gqa", "dropout", "causal")
+    first, second = (run(case, make_inputs(case), "cpu") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("features", [("gqa", "causal"), ("packed", "window"), ("dropout", "key_lengths")], ids=str)
+def test_gradcheck(features, small_tiles):
+    case = replace(case_of(*features), dtype=torch.float64, head_dim=3, head_dim_v=2)
+    if case.packed:
+        case = replace(case, lengths_q=(5, 0, 3), lengths_k=(7, 2, 0))
+    else:
+        case = replace(case, seq_q=5, seq_k=7, key_lengths=case.key_lengths and (4, 7))
+    inputs = make_inputs(case)
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+
+    def call(q, k, v):
+        out, lse = function(q, k, v, **inputs.tensors, **case.arguments, return_lse=True, backend="cpu")
+        return out, lse.nan_to_num(neginf=0)
+
+    assert torch.autograd.gradcheck(call, [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_is_that_of_dropout_mask(packed, small_tiles):
+    seed, dropout_p, heads, seq_q, seq_k = torch.tensor([2**32 - 3, 7]), 0.4, 3, 85, 50
+    mask = flashtile.dropout_mask(seed, dropout_p, batch=2, heads=heads, seq_q=seq_q, seq_k=seq_k)
+    q, k = torch.randn(2, seq_q, heads, 8), torch.randn(2, seq_k, heads, 8)
+    v = torch.eye(seq_k)[None, :, None].expand(2, -1, heads, -1)  # out is then the weights themselves
+    dropout = {"dropout_p": dropout_p, "dropout_seed": seed, "backend": "cpu"}
+    if packed:
+        cu_seqlens = torch.tensor([0, seq_q, 2 * seq_q]), torch.tensor([0, seq_k, 2 * seq_k])
+        weights = flashtile.attention_varlen(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), *cu_seqlens, **dropout)
+        weights = weights.unflatten(0, (2, seq_q))
+    else:
+        weights = flashtile.attention(q, k, v, **dropout)
+    assert torch.equal(weights.transpose(1, 2) != 0, mask)
+
+
+def test_known_philox_words():
+    """The published test vectors of Philox4x32-10: all counters and keys 0, then all ones."""
+    from flashtile.ops.attention.philox import philox_words
+
+    def words(value):
+        counters = tuple(torch.tensor([value & 0xFFFFFFFF]) for _ in range(4))
+        return [int(word) & 0xFFFFFFFF for word in philox_words(torch.tensor(value), counters)]
+
+    assert words(0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert words(-1) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@given(
+    seq_q=st.integers(1, 90), seq_k=st.integers(1, 90), keys=st.integers(1, 90), tile_rows=st.sampled_from([1, 16, 48]),
+    left=st.none() | st.integers(0, 100), right=st.none() | st.integers(0, 100), top_left=st.booleans(),
+)  # fmt: skip
+def test_visible_key_tiles(seq_q, seq_k, keys, tile_rows, left, right, top_left):
+    """Tiles hold all that is visible and each holds something; what is called clear is visible to all rows."""
+    spec = AttentionSpec(1.0, left, right, top_left)
+    keys = min(keys, seq_k)
+    visible = reference.visible_keys(seq_q, seq_k, spec, torch.device("cpu"))[:, :keys]
+    for start in range(0, seq_q, tile_rows):
+        rows = range(start, min(start + tile_rows, seq_q))
+        seen = visible[rows.start : rows.stop]
+        found = list(tiles.visible_key_tiles(rows, tiles._band(seq_q, seq_k, keys, spec), 32))
+        covered = [column for tile in found for column in range(tile.start, tile.stop)]
+        assert len(covered) == len(set(covered))
+        assert set(seen.any(dim=0).nonzero().flatten().tolist()) <= set(covered)
+        for tile in found:
+            assert 0 < tile.stop - tile.start <= 32
+            assert tile.start <= tile.clear_start <= tile.clear_stop <= tile.stop
+            assert seen[:, tile.start : tile.stop].any()
+            assert seen[:, tile.clear_start : tile.clear_stop].all()
+            hidden = (~seen[:, tile.start : tile.stop]).any(dim=0)
+            assert int(hidden.sum()) == tile.stop - tile.start - (tile.clear_stop - tile.clear_start)
+
+
+def test_tiles_out_of_sight_are_not_computed(small_tiles, monkeypatch):
+    made = []
+    score_tile = tiles.score_tile
+    monkeypatch.setattr(tiles, "score_tile", lambda *arguments: made.append(0) or score_tile(*arguments))
+    q, k, v = (torch.randn(1, 320, 1, 16, requires_grad=True) for _ in range(3))
+    flashtile.attention(q, k, v, window=(31, 0), backend="cpu").sum().backward()
+    assert len(made) == 2 * (10 + 9)  # forward and backward; each of 10 row tiles sees itself and the tile before
+
+
+def test_values_out_of_sight_do_not_matter():
+    """NaN in keys that no query sees, whole tiles of them, reaches nothing."""
+    case = AttentionCase(batch=1, seq_q=64, seq_k=2048, arguments={"window": (200, 0)})
+    clean, dirty = make_inputs(case), make_inputs(case)
+    dirty.k[:, :1024] = dirty.v[:, :1024] = float("nan")
+    clean, dirty = run(case, clean, "cpu"), run(case, dirty, "cpu")
+    assert all(torch.equal(clean[name], dirty[name]) for name in clean)
+
+
+_MEASURE_PEAK = """
+import resource, sys, torch, flashtile
+seq, heads_kv, arguments = int(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
+
+def step(seq):
+    q, k, v = (torch.randn(1, seq, heads, 16, requires_grad=True) for heads in (2, heads_kv, heads_kv))
+    flashtile.attention(q, k, v, backend="cpu", **arguments).sum().backward()
+
+step(512)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+step(seq)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("seq, heads_kv, arguments", [
+    (8192, 2, {}),
+    (8192, 1, {}),
+    (8192, 1, {"causal": True}),
+    (4096, 1, {"dropout_p": 0.2}),
+    (32768, 1, {"window": (300, 5)}),
+], ids=str)  # fmt: skip
+def test_memory_is_linear(seq, heads_kv, arguments):
+    """The peak of forward and backward over that of a short call: a few copies of the inputs, and tiles."""
+    command = [sys.executable, "-c", _MEASURE_PEAK, str(seq), str(heads_kv), repr(arguments)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    inputs = 3 * seq * 2 * 16 * 4
+    # One byte for each score, the least that anything of queries × keys takes, would not fit.
+    assert peak < 6 * inputs + 12 * 2**20 < 2 * seq**2
+
+
+def test_long_sequences():
+    seq = 32768
+    q, k, v = (torch.randn(1, seq, heads, 8) for heads in (2, 1, 1))
+    out, lse = flashtile.attention(q, k, v, window=(100, 0), return_lse=True, backend="cpu")
+    expected, expected_lse = flashtile.attention(
+        q[:, -50:], k[:, -150:], v[:, -150:], window=(100, 0), return_lse=True, backend="reference"
+    )
+    torch.testing.assert_close(out[:, -50:], expected)
+    torch.testing.assert_close(lse[..., -50:], expected_lse)
