@@ -73,7 +73,9 @@ _EDGES = {
     "no_batch": replace(_BASE, batch=0),
     "empty_sequences": replace(_BASE, lengths_q=(0, 0), lengths_k=(0, 3)),
     "more_queries_than_keys": with_arguments(replace(_BASE, seq_q=53, seq_k=20), causal=True),
-    "bf16": with_arguments(replace(_BASE, dtype=torch.bfloat16), causal=True),
+    "head_dim_300": with_arguments(replace(_BASE, batch=1, head_dim=300, head_dim_v=20, heads=4), causal=True),
+    "head_dim_v_300": replace(_BASE, batch=1, head_dim=20, head_dim_v=300, lengths_q=(20, 9), lengths_k=(3, 30)),
+    "scale_0": with_arguments(_BASE, scale=0.0, causal=True),
     "fp16": with_arguments(replace(_BASE, dtype=torch.float16), causal=True, dropout_p=0.1),
 }
 

@@ -68,6 +68,8 @@ def _triton_obstacle(
         return triton_missing
     if dtype is torch.float64:
         return "its kernels take float16, bfloat16 and float32, not float64; cast, or use backend='reference'"
+    if interpreting and dtype is torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
     if device_type == "cpu" and not interpreting:
         return "it needs a GPU, and the tensors are on the CPU (TRITON_INTERPRET=1 runs its kernels there for testing)"
     return None

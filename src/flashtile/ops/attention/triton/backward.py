@@ -9,8 +9,8 @@ With `p = exp(scale·s - lse)`, keep mask `z = kept / (1 - dropout_p)` (1 withou
     dq    = scale · ds k                     [M, D]
     dk    = scale · dsᵀ q                    [N, D]
 
-The dq kernel also writes delta, and lse in units of log2, for the dk/dv kernel. Each output tile has one owner that sums in a fixed
-order: no atomics, so the gradients are the same in every run. Letters as in `tiles`.
+The dq kernel also writes delta, and lse in units of log2, for the dk/dv kernel. Each output tile has one owner that
+sums in a fixed order: no atomics, so the gradients are the same in every run. Letters as in `tiles`.
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), section 3.
 """
@@ -27,6 +27,7 @@ from flashtile.ops.attention.triton.tiles import (
     key_tile_ranges,
     load_rows,
     locate_tile,
+    product_by_chunks,
     query_tile_ranges,
     row_statistics_offset,
     store_rows,
@@ -47,7 +48,7 @@ def attention_dq_kernel(
     stride_dq_batch, stride_dq_row, stride_dq_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, dq_scale, keep_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,12 +91,13 @@ def attention_dq_kernel(
     begin, full_begin, full_end, end = key_tile_ranges(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    q_tile = load_rows(q_base, stride_q_row, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D)
     dq = _sum_dq(
-        q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+        q_base, dout_base, k_base, v_base, stride_q_row, stride_dout_row, stride_k_row, stride_v_row,
+        lse, delta, rows_left, begin, full_begin, full_end, end,
         first, keys, shift, window_left, window_right, scale, keep_scale,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
+        HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
     )  # fmt: skip
     dq_base = head_pointer(
         dq_ptr, sequence, begin_q + first, head, stride_dq_batch, stride_dq_row, stride_dq_head, PACKED
@@ -105,19 +107,34 @@ def attention_dq_kernel(
 
 @triton.jit
 def _sum_dq(
-    q_tile, dout_tile, lse, delta, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+    q_base, dout_base, k_base, v_base, stride_q_row, stride_dout_row, stride_k_row, stride_v_row,
+    lse, delta, rows_left, begin, full_begin, full_end, end,
     first, keys, shift, window_left, window_right, scale, keep_scale, dropout_seed_ptr, sequence_head, keep_threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`."""
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
+    if not CHUNK:
+        q_tile = load_rows(q_base, stride_q_row, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dout_tile = load_rows(dout_base, stride_dout_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
     for start in tl.range(begin, end, BLOCK_N):
         k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if CHUNK:
+            scores = product_by_chunks(
+                q_base, stride_q_row, 0, rows_left, k_base, stride_k_row, start, keys,
+                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+            dprobs = product_by_chunks(
+                dout_base, stride_dout_row, 0, rows_left, v_base, stride_v_row, start, keys,
+                HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+            dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
         if (start < full_begin) | (start >= full_end):
             column = start + tl.arange(0, BLOCK_N)
@@ -125,7 +142,6 @@ def _sum_dq(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             probs = tl.where(visible, probs, 0.0)
-        dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         if DROPOUT:
             kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
@@ -146,7 +162,7 @@ def attention_dkdv_kernel(
     stride_dv_batch, stride_dv_row, stride_dv_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -170,8 +186,12 @@ def attention_dkdv_kernel(
     v_base = head_pointer(
         v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED
     )
-    k_tile = load_rows(k_base, stride_k_row, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D)
-    v_tile = load_rows(v_base, stride_v_row, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+    if not CHUNK:
+        k_tile = load_rows(k_base, stride_k_row, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v_tile = load_rows(v_base, stride_v_row, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+    else:
+        k_tile = None
+        v_tile = None
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
 
@@ -182,11 +202,12 @@ def attention_dkdv_kernel(
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         dk, dv = _sum_dkdv(
-            dk, dv, k_tile, v_tile, q_base, dout_base, statistics_ptr + 4 * statistics,
-            stride_q_row, stride_dout_row, begin, full_begin, full_end, end,
+            dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
+            stride_k_row, stride_v_row, stride_q_row, stride_dout_row, begin, full_begin, full_end, end,
             first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
+            HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -205,12 +226,12 @@ def attention_dkdv_kernel(
 
 @triton.jit
 def _sum_dkdv(
-    dk, dv, k_tile, v_tile, q_base, dout_base, statistics_base, stride_q_row, stride_dout_row,
-    begin, full_begin, full_end, end,
+    dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
+    stride_k_row, stride_v_row, stride_q_row, stride_dout_row, begin, full_begin, full_end, end,
     first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
     dropout_seed_ptr, sequence_head, keep_threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
@@ -220,9 +241,15 @@ def _sum_dkdv(
     column = first + tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
         lse, delta = _load_statistics(statistics_base, row, seq_q)
-        scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
+        if CHUNK:
+            scores = product_by_chunks(
+                k_base, stride_k_row, 0, keys - first, q_base, stride_q_row, start, seq_q,
+                HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+            scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
         if (start < full_begin) | (start >= full_end):
             visible = (row < seq_q)[None, :] & visible_pairs(
@@ -230,7 +257,13 @@ def _sum_dkdv(
             )
             probs = tl.where(visible, probs, 0.0)
         dout_tile = load_rows(dout_base, stride_dout_row, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
-        dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
+        if CHUNK:
+            dprobs = product_by_chunks(
+                v_base, stride_v_row, 0, keys - first, dout_base, stride_dout_row, start, seq_q,
+                HEAD_DIM_V, BLOCK_N, BLOCK_M, BLOCK_E, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
         weights = probs
         if DROPOUT:
             kept = tl.trans(
@@ -240,6 +273,8 @@ def _sum_dkdv(
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
+        if CHUNK:
+            q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 

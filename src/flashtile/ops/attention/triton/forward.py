@@ -28,6 +28,7 @@ from flashtile.ops.attention.triton.tiles import (
     key_tile_ranges,
     load_rows,
     locate_tile,
+    product_by_chunks,
     row_statistics_offset,
     store_rows,
     valid_keys,
@@ -45,12 +46,12 @@ def attention_forward_kernel(
     stride_out_batch, stride_out_row, stride_out_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
-    `keep_scale`: 1 / (1 - dropout_p)."""
+    """`CHUNK`: columns of the head in one product, 0 for all of them. `rows_q`, `rows_k`: seq_q and seq_k,
+    or the totals of a packed call. `group`: query heads per key/value head. `keep_scale`: 1 / (1 - dropout_p)."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -68,11 +69,11 @@ def attention_forward_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
 
-    q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
     acc, row_max, row_sum = _visit_key_tiles(
-        q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
-        first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence * heads + head, keep_threshold,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+        q_base, k_base, v_base, stride_q_row, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+        first, seq_q, keys, shift, window_left, window_right, scale,
+        dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -91,10 +92,10 @@ def attention_forward_kernel(
 
 @triton.jit
 def _visit_key_tiles(
-    q_tile, k_base, v_base, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
-    first, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    q_base, k_base, v_base, stride_q_row, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+    first, seq_q, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`. Returns acc, row_max (in units of log2), row_sum.
@@ -107,9 +108,17 @@ def _visit_key_tiles(
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     scale_log2 = scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
+    if not CHUNK:
+        q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
-        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if CHUNK:
+            scores = product_by_chunks(
+                q_base, stride_q_row, 0, seq_q - first, k_base, stride_k_row, start, keys,
+                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (start < full_begin) | (start >= full_end):
             column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(

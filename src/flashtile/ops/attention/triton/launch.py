@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launche
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
-from flashtile.ops.attention.triton.configs import Kernel, TileConfig, choose_tiles, tile_width
+from flashtile.ops.attention.triton.configs import LONG, Kernel, Situation, TileConfig, choose_tiles, tile_width
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 
 _KERNELS = {"forward": attention_forward_kernel, "dq": attention_dq_kernel, "dkdv": attention_dkdv_kernel}
@@ -216,7 +216,8 @@ def _prepare(
         widest_row = max(widest_row, strides[row_dim])
         address_bits |= tensor.data_ptr()
     facts = device_facts(q.device)
-    tiles = choose_tiles(kernel, facts, q.dtype, q.shape[-1], v.shape[-1], side.max_seqlen_q, side.max_seqlen_k)
+    long = side.max_seqlen_q >= LONG and side.max_seqlen_k >= LONG
+    tiles = choose_tiles(kernel, facts, Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long))
     variant = Variant(
         q.dtype,
         q.shape[-1],
@@ -265,6 +266,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "BLOCK_E": tile_width(variant.head_dim_v),
         "BLOCK_M": variant.tiles.block_m,
         "BLOCK_N": variant.tiles.block_n,
+        "CHUNK": variant.tiles.chunk,
         "PACKED": variant.packed,
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,

@@ -130,6 +130,31 @@ def load_rows(
 
 
 @triton.jit
+def product_by_chunks(
+    a_base, stride_a_row, a_first, a_rows, b_base, stride_b_row, b_first, b_rows, HEAD_DIM: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, with only CHUNK columns of the head on chip at a time.
+
+    For heads so wide that whole tiles of both would not fit shared memory.
+    """
+    a_row = tl.arange(0, BLOCK_A)
+    b_row = tl.arange(0, BLOCK_B)
+    a_pointers = a_base + tl.cast(a_first, tl.int64) * stride_a_row + a_row[:, None] * stride_a_row
+    b_pointers = b_base + tl.cast(b_first, tl.int64) * stride_b_row + b_row[:, None] * stride_b_row
+    product = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
+    for start in range(0, BLOCK_COLUMNS, CHUNK):
+        column = (start + tl.arange(0, CHUNK))[None, :]
+        a_mask = (a_first + a_row < a_rows)[:, None] & (column < HEAD_DIM)
+        b_mask = (b_first + b_row < b_rows)[:, None] & (column < HEAD_DIM)
+        a_chunk = tl.load(a_pointers + column, mask=a_mask, other=0.0)
+        b_chunk = tl.load(b_pointers + column, mask=b_mask, other=0.0)
+        product = tl.dot(a_chunk, tl.trans(b_chunk), product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
 def store_rows(
     pointer, stride_row, first, rows, tile, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
