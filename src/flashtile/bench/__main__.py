@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashtile.bench.cases import Case
+from flashtile.bench.cases import Case, ChoiceError
 from flashtile.bench.commands import (
     bench_attention,
     bench_host_time,
@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _run(options)
-    except ValueError as error:
+    except ChoiceError as error:
         parser.error(str(error))
     return 0
 

@@ -18,6 +18,10 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, 
 _BACKWARD_FLOPS = 2.5
 
 
+class ChoiceError(ValueError):
+    """A case or an implementation was asked for that is not there."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One attention call with as many queries as keys. Field names are the keys of `case` in a record."""
@@ -141,7 +145,7 @@ def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
     """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
 
     Raises:
-        ValueError: a pattern matches no case.
+        ChoiceError: a pattern matches no case.
     """
     if not patterns:
         return cases
@@ -151,6 +155,6 @@ def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
         found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
         if not found:
             names = ", ".join(case.name for case in cases)
-            raise ValueError(f"--cases: {pattern!r} matches no case; there are: {names}")
+            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
         chosen += [case for case in found if case not in chosen]
     return chosen

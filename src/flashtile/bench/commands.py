@@ -41,7 +41,7 @@ def bench_attention(
         on_case: called with index, number of cases, case and its rows after each case.
 
     Raises:
-        ValueError: a pattern or a name matches nothing.
+        ChoiceError: a pattern or a name matches nothing.
     """
     device = default_device()
     chosen_cases = select_cases(default_cases(device, quick), _split(cases))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile.bench.cases import Case, Inputs
+from flashtile.bench.cases import Case, ChoiceError, Inputs
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -182,7 +182,7 @@ def select_implementations(names: list[str], device: torch.device) -> list[Imple
     """The named implementations, or all defaults of a device.
 
     Raises:
-        ValueError: a name is unknown, or not for this device.
+        ChoiceError: a name is unknown, or not for this device.
     """
     here = [implementation for implementation in IMPLEMENTATIONS if device.type in implementation.devices]
     if not names:
@@ -190,5 +190,5 @@ def select_implementations(names: list[str], device: torch.device) -> list[Imple
     by_name = {implementation.name: implementation for implementation in here}
     unknown = [name for name in names if name not in by_name]
     if unknown:
-        raise ValueError(f"--impl: no {', '.join(unknown)} on {device.type}; there are: {', '.join(by_name)}")
+        raise ChoiceError(f"--impl: no {', '.join(unknown)} on {device.type}; there are: {', '.join(by_name)}")
     return [by_name[name] for name in dict.fromkeys(names)]

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from flashtile.bench.cases import ChoiceError
 from flashtile.bench.report import Table
 from flashtile.cli.errors import CommandError
 
@@ -21,7 +22,7 @@ def run_command(work: Callable[[], bool]) -> None:
     """Runs a command's work and ends the program: 0 for True, 1 for False, 2 with a message for what went wrong."""
     try:
         succeeded = work()
-    except CommandError as error:
+    except (CommandError, ChoiceError) as error:
         Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
     if not succeeded:

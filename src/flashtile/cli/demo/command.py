@@ -105,7 +105,8 @@ def _introduce(console: Console, plan: Plan, text: bytes, text_name: str) -> Non
     console.print(
         f"A GPT of {model.layers} layers, width {model.width}, learns {len(text):,} bytes of {text_name} on "
         f"{plan.device.type}, from the same seed twice:\non flashtile's attention, and on plain attention with its "
-        "N×N matrices."
+        "N×N matrices.",
+        markup=False,
     )
 
 

@@ -1,0 +1,175 @@
+"""Every command through typer's runner: what it prints, its exit code, and its errors without traceback."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+import flashtile.cli
+from flashtile.bench import host_time, runner
+from flashtile.cli import doctor, warmup
+from flashtile.cli.app import app
+from flashtile.cli.demo import plan
+from flashtile.cli.errors import CommandError, UserError
+from flashtile.cli.explain import parse_window
+from flashtile.models import GPTConfig
+
+pytestmark = pytest.mark.unpoisoned
+
+CPU = torch.device("cpu")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def short_and_wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
+    monkeypatch.setitem(host_time._ROUNDS, "cpu", 1)
+    monkeypatch.setattr(host_time, "_CALLS", 1)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)
+def test_help(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.output
+
+
+def test_demo_runs_and_ends_with_the_place_of_its_results(tmp_path, monkeypatch):
+    tiny = replace(
+        plan.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)
+    )
+    monkeypatch.setattr(plan, "make_plan", lambda device, seconds: tiny)
+    result = invoke("demo", "--output", tmp_path / "here", "--steps", 3, "--no-pictures")
+    assert result.exit_code == 0, result.output
+    assert "The loss curves agree" in result.output
+    assert result.output.strip().splitlines()[-1].endswith(f"{tmp_path / 'here'}/")
+    assert json.loads((tmp_path / "here" / "results.json").read_text())["comparison"]["agree"]
+
+
+def test_demo_exits_with_1_when_losses_disagree(monkeypatch):
+    monkeypatch.setattr("flashtile.cli.demo.command.run_demo", lambda *arguments: False)
+    assert invoke("demo").exit_code == 1
+
+
+def test_demo_reports_a_missing_file_without_traceback(tmp_path):
+    result = invoke("demo", tmp_path / "missing [draft].txt", "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "error: there is no file" in result.output and "missing [draft].txt" in result.output
+
+
+def test_doctor_tries_each_backend():
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    assert torch.__version__ in result.output
+    assert all(backend in result.output for backend in doctor.BACKENDS) and "works" in result.output
+
+
+def test_doctor_fails_when_the_default_backend_does(monkeypatch):
+    def fail(case, backend, device):
+        raise RuntimeError(f"{backend} is ill\nand more")
+
+    monkeypatch.setattr(doctor.testing, "check", fail)
+    result = invoke("doctor")
+    assert result.exit_code == 1
+    assert "RuntimeError: cpu is ill" in result.output and "does not work" in result.output
+
+
+def test_explain_names_the_backend():
+    result = invoke("explain", "--seq", 64, "--dtype", "fp32", "--causal", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "cpu" in result.output
+
+
+def test_explain_for_an_architecture_that_is_not_here():
+    result = invoke("explain", "--device", "sm_90", "--head-dim", 128)
+    assert result.exit_code == 0, result.output
+    assert "triton" in result.output
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--dtype", "int8"), "--dtype: expected one of fp16, bf16, fp32, fp64, got 'int8'"),
+        (("--window", "many"), "--window: expected LEFT,RIGHT"),
+        (("--heads", 3, "--heads-kv", 2), "expected a number of heads that divides"),
+        (("--dropout-p", 2), "expected a probability"),
+        (("--backend", "magic"), "expected one of 'auto'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_explain_reports_mistakes(options, message):
+    result = invoke("explain", *options)
+    assert result.exit_code == 2 and message in result.output and "Traceback" not in result.output
+
+
+def test_windows_are_pairs():
+    assert parse_window(None) is None
+    assert parse_window("256, 0") == (256, 0)
+    assert parse_window("none,7") == (None, 7)
+    with pytest.raises(UserError):
+        parse_window("1,2,3")
+
+
+@needs_no_gpu
+def test_warmup_without_a_gpu_says_so():
+    result = invoke("warmup")
+    assert result.exit_code == 2 and "nothing to compile for" in result.output
+
+
+def test_warmup_runs_every_shape():
+    wanted = warmup.shapes([8, 16], ["fp32"], None, heads=2, heads_kv=1, seq=16)
+    seen = []
+    warmup.warm_up(wanted, CPU, seen.append)
+    assert seen == wanted and len(wanted) == 4
+    assert {(shape.head_dim, shape.causal) for shape in wanted} == {(d, c) for d in (8, 16) for c in (False, True)}
+
+
+def test_warmup_reports_an_impossible_shape():
+    with pytest.raises(CommandError, match="head_dim from 1 to 512, got 600"):
+        warmup.warm_up(warmup.shapes([600], ["fp32"], True, 1, None, 4), CPU, lambda shape: None)
+
+
+@needs_no_gpu
+def test_bench_attention_prints_tables_and_writes_the_record(tmp_path):
+    output = tmp_path / "record.json"
+    result = invoke(
+        "bench", "attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash,sdpa-math", "-o", output
+    )
+    assert result.exit_code == 0, result.output
+    assert "Attention fwd: TFLOP/s" in result.output and "Attention bwd: TFLOP/s" in result.output
+    assert {row["impl"] for row in json.loads(output.read_text())["rows"]} == {"sdpa-flash", "sdpa-math"}
+
+
+def test_bench_attention_lists_its_choices():
+    result = invoke("bench", "attention", "--list")
+    assert result.exit_code == 0 and "sdpa-flash" in result.output and "causal" in result.output
+
+
+@pytest.mark.parametrize("option", ["--cases", "--impl"])
+def test_bench_attention_reports_unknown_names(option):
+    result = invoke("bench", "attention", option, "nonsense")
+    assert result.exit_code == 2 and "there are:" in result.output and "Traceback" not in result.output
+
+
+@needs_no_gpu
+def test_bench_host_time():
+    result = invoke("bench", "host-time", "--impl", "sdpa-flash")
+    assert result.exit_code == 0 and "fwd-nograd" in result.output
+
+
+def test_missing_packages_are_named_with_the_pip_command(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        flashtile.cli.main()
+    assert stop.value.code == 'the command line needs typer and rich: pip install "flashtile[cli]"'

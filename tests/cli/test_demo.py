@@ -1,0 +1,214 @@
+"""The demo from end to end in a tiny size, and each of its parts."""
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from rich.console import Console
+
+import flashtile
+from flashtile.cli.demo import command, plan, scaling, text, training
+from flashtile.cli.demo.command import Options, run_demo
+from flashtile.cli.demo.isolation import PieceFailedError, run_piece
+from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
+from flashtile.cli.demo.scaling import Point
+from flashtile.cli.errors import UserError
+from flashtile.models import GPTConfig, flashtile_attention, plain_attention
+
+pytestmark = pytest.mark.unpoisoned
+
+CPU = torch.device("cpu")
+TINY = replace(
+    plan.make_plan(CPU, 20.0),
+    model=GPTConfig(context=32, layers=1, heads=2, width=32),
+    batch=2,
+    max_steps=12,
+    lengths=(64, 128),
+)
+SENTENCES = b"It was a bright cold day in April, and the clocks were striking thirteen. " * 20
+
+no_scale = partial(flashtile.attention, causal=True, scale=1.0)
+not_causal = partial(flashtile.attention, causal=False)
+broken = partial(flashtile.attention, backend="nonsense")
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes(SENTENCES)
+    return path
+
+
+def quiet_console():
+    return Console(file=open("/dev/null", "w"), width=120)
+
+
+def results(losses_ours=(5.0, 4.0), losses_plain=(5.0, 4.0), points=(), stopped=None):
+    trainings = {
+        "flashtile": training.Training(list(losses_ours), 1000.0, 2**20),
+        "plain": training.Training(list(losses_plain), 500.0, 2**30),
+    }
+    comparison = training.compare(TINY, list(losses_ours), list(losses_plain))
+    return Results(TINY, "a book", trainings, comparison, list(points), stopped or {})
+
+
+def test_demo_writes_everything_and_agrees(book, tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "made" / "output"
+    assert run_demo(Options(book, output), TINY, quiet_console())
+    found = json.loads((output / "results.json").read_text())
+    assert found["comparison"]["agree"] and found["text"] == "book.txt"
+    losses = found["training"]["flashtile"]["losses"]
+    assert len(losses) >= 2 and losses[-1] < losses[0]
+    assert all(found["training"][name]["tokens_per_second"] > 0 for name in ("flashtile", "plain"))
+    measured = {(point["implementation"], point["length"]) for point in found["attention"]}
+    assert ("flashtile", 64) in measured and ("plain", 64) in measured
+    page = (output / "report.md").read_text()
+    assert "loss curves agree" in page and "| 64 |" in page and "attention.png" in page
+    for picture in ("attention.png", "losses.png"):
+        assert (output / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_detects_a_wrong_attention(book, tmp_path):
+    attentions = {"flashtile": not_causal, "plain": plain_attention}
+    options = Options(book, tmp_path / "output", steps=2, pictures=False)
+    assert not run_demo(options, replace(TINY, lengths=(64,)), quiet_console(), attentions)
+    assert "DISAGREE" in (tmp_path / "output" / "report.md").read_text()
+
+
+def test_a_wrong_scale_shows_in_the_loss_curve():
+    config = replace(TINY, model=GPTConfig(context=64, layers=2, heads=2, width=64), learning_rate=5e-3)
+    ours, plain = (training.train(config, SENTENCES, f, 25, lambda *r: None) for f in (no_scale, plain_attention))
+    assert not training.compare(config, ours.losses, plain.losses).agree
+
+
+def test_the_same_attention_twice_gives_the_same_losses():
+    ours, again = (training.train(TINY, SENTENCES, flashtile_attention, 4, lambda *r: None) for _ in range(2))
+    assert ours.losses == again.losses
+
+
+@pytest.mark.parametrize(
+    "ours, agree",
+    [
+        ((5.0, 4.0), True),
+        ((5.001, 4.0), False),
+        ((5.0, 4.0005), True),
+        ((5.0, 4.1), False),
+        ((5.0, float("nan")), False),
+    ],
+    ids=str,
+)
+def test_comparison_holds_first_and_later_losses_to_their_tolerances(ours, agree):
+    found = training.compare(TINY, list(ours), [5.0, 4.0])
+    assert found.agree is agree
+    assert ("DISAGREE" in verdict(results(ours))) is not agree
+
+
+def test_tables_show_ratios_where_both_were_measured():
+    points = [
+        Point("flashtile", 64, 2.0, 2**20),
+        Point("plain", 64, 5.0, 8 * 2**20),
+        Point("flashtile", 128, 4.0, 2**21),
+    ]
+    table = scaling_table(results(points=points))
+    assert table.lines == [
+        ["64", "1.0", "8.0", "8.0×", "2.0", "5.0", "2.5×"],
+        ["128", "2.0", "–", "–", "4.0", "–", "–"],
+    ]
+    assert training_table(results()).lines[1] == ["plain", "5.0000", "4.0000", "500", "1,024"]
+
+
+def test_memory_of_plain_attention_is_quadratic_and_seen():
+    ours, plain = (
+        run_piece(scaling.measure, TINY, f, 1024, device=CPU)[1] for f in (flashtile_attention, plain_attention)
+    )
+    matrix = TINY.heads * 1024**2 * 4
+    assert 2 * matrix < plain < 10 * matrix
+    assert ours < plain / 2
+
+
+def test_scaling_stops_where_it_becomes_too_expensive(monkeypatch):
+    monkeypatch.setattr(scaling, "run_piece", lambda measure, plan, attention, length, device: (0.001, 10 * length**2))
+    monkeypatch.setattr(scaling, "free_memory", lambda device: 2 * 10 * 256**2 + 1)
+    config = replace(TINY, lengths=(64, 128, 256, 512))
+    seen = []
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, seen.append)
+    assert [point.length for point in points] == [64, 128, 256] and seen == points
+    assert stopped["plain"].startswith("length 512 may need")
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, seen.append)
+    assert [point.length for point in points] == [64] and "s left" in stopped["plain"]
+
+
+def test_a_failing_piece_says_why():
+    with pytest.raises(PieceFailedError, match="expected one of 'auto'"):
+        run_piece(scaling.measure, TINY, broken, 64, device=CPU)
+
+
+def test_a_killed_process_is_noticed(capfd):
+    with pytest.raises(PieceFailedError, match="its process ended with code 1"):
+        run_piece(sys.exit, device=CPU)
+
+
+def test_default_text_is_long():
+    content, name = text.load_text(None, 512)
+    assert len(content) > 100_000 and name == "Python's help topics"
+
+
+def test_any_bytes_are_a_text(tmp_path):
+    path = tmp_path / "noise.bin"
+    path.write_bytes(bytes(range(256)) * 4)
+    content, name = text.load_text(path, 64)
+    assert len(content) == 1024 and name == "noise.bin"
+
+
+@pytest.mark.parametrize(
+    "content, message", [(b"", "holds 0 bytes"), (b"short", "needs at least 128")], ids=["empty", "short"]
+)
+def test_too_short_a_text_is_explained(tmp_path, content, message):
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        text.load_text(path, 64)
+
+
+def test_no_file_or_a_folder_is_explained(tmp_path):
+    with pytest.raises(UserError, match="there is no file"):
+        text.load_text(tmp_path / "missing", 64)
+    with pytest.raises(UserError, match="is a folder"):
+        text.load_text(tmp_path, 64)
+
+
+def test_output_that_is_a_file_is_explained(book):
+    with pytest.raises(UserError, match="cannot make the output folder"):
+        run_demo(Options(book, book, pictures=False), TINY, quiet_console())
+
+
+def test_missing_matplotlib_is_explained_before_any_work(book, tmp_path, monkeypatch):
+    monkeypatch.setattr("flashtile.cli.errors.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r'needs matplotlib: pip install "flashtile\[plots\]"'):
+        run_demo(Options(book, tmp_path / "output"), TINY, quiet_console())
+    assert not (tmp_path / "output").exists()
+
+
+def test_steps_fit_the_time(monkeypatch):
+    trial = training.Training([5.0], TINY.batch * TINY.model.context * 10.0, 0)  # a tenth of a second a step
+    monkeypatch.setattr(command, "run_piece", lambda *arguments, device: trial)
+    begin = command.time.perf_counter()
+    long = replace(TINY, seconds=1000.0, max_steps=77)
+    assert command._steps_that_fit(long, SENTENCES, command.ATTENTIONS, begin) == 77
+    assert 40 <= command._steps_that_fit(replace(long, seconds=16.0), SENTENCES, command.ATTENTIONS, begin) <= 44
+    assert command._steps_that_fit(replace(long, seconds=0.1), SENTENCES, command.ATTENTIONS, begin) == 12
+
+
+def test_a_gpu_gets_a_larger_model(monkeypatch):
+    monkeypatch.setattr(plan, "_cuda_batch", lambda device: 16)
+    large = plan.make_plan(torch.device("cuda"), 110.0)
+    assert large.model.width == 768 and large.model.context >= 1024 and large.autocast
+    assert large.attention_dtype is torch.bfloat16 and json.dumps(large.describe())
