@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block
+from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 
@@ -38,7 +38,7 @@ def backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of a call from its outputs and their gradients."""
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
@@ -52,17 +52,19 @@ def backward(
 def _forward_block(
     block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> None:
-    k_matrices, v_matrices = (tiles.load_keys(tiles.key_view(block, t)) for t in (k, v))
+    computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
+    k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
+    v_matrices = tiles.load_keys(tiles.key_view(block, v), multiplied)
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     lse_view = tiles.statistics_view(block, lse)
-    scratch = tiles.scratch_tile(block, k_matrices)
+    scratch = tiles.scratch_of(block, q, v)
     for rows in tiles.query_tiles(block):
-        q_tile = tiles.load_rows(q_view, rows).mul_(spec.scale * LOG2E)
+        q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         softmax = _OnlineSoftmax(q_tile, v.shape[-1])
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
-            scores = tiles.score_tile(block, rows, keys, q_tile, k_matrices, scratch)
+            scores = tiles.score_tile(block, rows, keys, q_tile, k_matrices, scratch.scores)
             kept = tiles.keep_weights(block, rows, keys, side, spec) if spec.dropout_p else None
-            softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept)
+            softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept, scratch)
         out_tile, lse_tile = softmax.finish(spec.dropout_p)
         tiles.store_rows(out_view, rows, out_tile)
         tiles.store_rows(lse_view, rows, lse_tile)
@@ -84,7 +86,7 @@ class _OnlineSoftmax:
         self.row_sum = q_tile.new_zeros(matrices, rows, 1)
         self.weighted = q_tile.new_zeros(matrices, rows, head_dim_v)
 
-    def add(self, scores: Tensor, v_tile: Tensor, kept: Tensor | None) -> None:
+    def add(self, scores: Tensor, v_tile: Tensor, kept: Tensor | None, scratch: Scratch) -> None:
         """Takes in a tile of scores `[N, G·R, C]`, which it overwrites, and its values `[N, C, Dv]`."""
         row_max = torch.maximum(self.row_max, scores.amax(dim=-1, keepdim=True))
         decay = self.row_max.sub_(row_max).exp2_()
@@ -93,7 +95,8 @@ class _OnlineSoftmax:
         self.row_sum.mul_(decay).add_(weights.sum(dim=-1, keepdim=True))
         if kept is not None:
             weights.mul_(kept)
-        self.weighted.mul_(decay).baddbmm_(weights, v_tile)
+        weights = tiles.converted(weights, scratch.converted)
+        tiles.add_product(self.weighted.mul_(decay), weights, v_tile, scratch.products)
 
     def finish(self, dropout_p: float) -> tuple[Tensor, Tensor]:
         """(out `[N, G·R, Dv]`, lse `[N, G·R, 1]`); 0 and -inf where no key was visible."""
@@ -109,14 +112,17 @@ class _BackwardRows(NamedTuple):
     """What the backward needs of a tile of rows.
 
     Attributes:
-        q: `[N, G·R, D]`, times scale · log₂e.
-        dout: `[N, G·R, Dv]`, divided by the probability that dropout keeps a weight.
+        q_scaled: `[N, G·R, D]`, times scale · log₂e, for the scores.
+        dout: `[N, G·R, Dv]`, for the gradients of the weights.
+        q_product, dout_product: q and dout in the product dtype, for the gradients of keys and values.
         lse: `[N, G·R, 1]`, times log₂e; +inf, which makes all weights 0, where no key is visible.
-        delta: `[N, G·R, 1]`, `rowsum(dout · out) - dlse`.
+        delta: `[N, G·R, 1]`, `(rowsum(dout · out) - dlse)` times the probability that dropout keeps a weight.
     """
 
-    q: Tensor
+    q_scaled: Tensor
     dout: Tensor
+    q_product: Tensor
+    dout_product: Tensor
     lse: Tensor
     delta: Tensor
 
@@ -131,28 +137,48 @@ def _load_backward_rows(
     dlse: Tensor | None,
     spec: AttentionSpec,
 ) -> _BackwardRows:
-    q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows) for t in (q, dout, out))
-    lse = tiles.load_rows(tiles.statistics_view(block, lse), rows)
+    computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
+    q, dout, out = (tiles.load_rows(tiles.row_view(block, t), rows, computed) for t in (q, dout, out))
+    lse = tiles.load_rows(tiles.statistics_view(block, lse), rows, computed)
     delta = out.mul_(dout).sum(dim=-1, keepdim=True)
     if dlse is not None:
-        delta.sub_(tiles.load_rows(tiles.statistics_view(block, dlse), rows))
+        delta.sub_(tiles.load_rows(tiles.statistics_view(block, dlse), rows, computed))
     blind = lse.isneginf()
     if blind.any():
         # Whatever comes from above, and even if it is NaN, nothing may pass through such a row.
         lse = lse.masked_fill_(blind, float("inf"))
         q, dout, delta = (t.masked_fill_(blind, 0) for t in (q, dout, delta))
-    return _BackwardRows(q.mul_(spec.scale * LOG2E), dout.div_(1 - spec.dropout_p), lse.mul_(LOG2E), delta)
+    return _BackwardRows(
+        q_scaled=q * (spec.scale * LOG2E),
+        dout=dout,
+        q_product=q.to(multiplied),
+        dout_product=dout.to(multiplied),
+        lse=lse.mul_(LOG2E),
+        delta=delta.mul_(1 - spec.dropout_p),
+    )
 
 
-def _weights_and_dscores(
-    row: _BackwardRows, scores: Tensor, dweights: Tensor, kept: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Turns scores into weights after dropout, and gradients of weights into those of scores, both in place."""
-    weights = scores.sub_(row.lse).exp2_()
-    if kept is not None:
-        dweights.mul_(kept)
-    dscores = dweights.sub_(row.delta).mul_(weights)
-    return weights if kept is None else weights.mul_(kept), dscores
+class _KeysAndGradients(NamedTuple):
+    """Keys and values of a block, and the sums of their gradients in the compute dtype: `[N, S, D]` each.
+
+    Attributes:
+        k, v: in the compute dtype, for the scores and for the gradients of the weights.
+        k_product: the keys in the product dtype, for the gradients of queries.
+        dk: without the factor scale / (1 - dropout_p).
+        dv: without the factor 1 / (1 - dropout_p).
+    """
+
+    k: Tensor
+    v: Tensor
+    k_product: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def _load_keys_and_gradients(block: Block, k: Tensor, v: Tensor) -> _KeysAndGradients:
+    multiplied = tiles.product_dtype(k.dtype)
+    k, v = (tiles.load_keys(tiles.key_view(block, t), tiles.compute_dtype(t.dtype)) for t in (k, v))
+    return _KeysAndGradients(k, v, k.to(multiplied), torch.zeros_like(k), torch.zeros_like(v))
 
 
 def _backward_block(
@@ -168,26 +194,46 @@ def _backward_block(
     side: SideInputs,
     spec: AttentionSpec,
 ) -> None:
-    k_matrices, v_matrices = (tiles.load_keys(tiles.key_view(block, t)) for t in (k, v))
-    dk_matrices, dv_matrices = torch.zeros_like(k_matrices), torch.zeros_like(v_matrices)
+    """Writes the gradients of a block into `grads`, (dq, dk, dv)."""
+    matrices = _load_keys_and_gradients(block, k, v)
+    scratch = tiles.scratch_of(block, q, v)
     dq_view = tiles.row_view(block, grads[0])
-    scratch = [tiles.scratch_tile(block, k_matrices) for _ in range(2)]
-    dkv_scratch = k_matrices.new_empty(k_matrices.shape[0] * block.tile_keys * max(q.shape[-1], v.shape[-1]))
+    keep_probability = 1 - spec.dropout_p
     for rows in tiles.query_tiles(block):
         row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, spec)
-        dq_tile = torch.zeros_like(row.q)
+        dq_tile = torch.zeros_like(row.q_scaled)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
-            columns = slice(keys.start, keys.stop)
-            scores = tiles.score_tile(block, rows, keys, row.q, k_matrices, scratch[0])
-            dweights = tiles.product(row.dout, v_matrices[:, columns].transpose(1, 2), scratch[1])
+            scores = tiles.score_tile(block, rows, keys, row.q_scaled, matrices.k, scratch.scores)
             kept = tiles.keep_weights(block, rows, keys, side, spec) if spec.dropout_p else None
-            weights, dscores = _weights_and_dscores(row, scores, dweights, kept)
-            # Not baddbmm_: into a slice it would multiply one matrix after another.
-            dv_matrices[:, columns].add_(tiles.product(weights.transpose(1, 2), row.dout, dkv_scratch))
-            dk_matrices[:, columns].add_(tiles.product(dscores.transpose(1, 2), row.q, dkv_scratch))
-            dq_tile.baddbmm_(dscores, k_matrices[:, columns])
-        tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale))
-    # row.q carries scale · log₂e; the scale belongs to dk, the log₂e does not.
-    for grad, matrices in ((grads[1], dk_matrices.mul_(LN2)), (grads[2], dv_matrices)):
+            _add_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, dq_tile, scratch)
+        tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale / keep_probability))
+    matrices.dk.mul_(spec.scale / keep_probability)
+    matrices.dv.div_(keep_probability)
+    for grad, total in zip(grads[1:], (matrices.dk, matrices.dv)):
         target = tiles.key_view(block, grad)
-        target.copy_(matrices.view(target.shape))
+        target.copy_(total.view(target.shape))
+
+
+def _add_gradients(
+    row: _BackwardRows,
+    keys: slice,
+    scores: Tensor,
+    kept: Tensor | None,
+    matrices: _KeysAndGradients,
+    dq_tile: Tensor,
+    scratch: Scratch,
+) -> None:
+    """What one tile of scores, which it overwrites, adds to dq, dk and dv."""
+    # [N, G·R, C]
+    weights = scores.sub_(row.lse).exp2_()
+    dweights = tiles.product(row.dout, matrices.v[:, keys].transpose(1, 2), scratch.dweights)
+    if kept is not None:
+        dweights.mul_(kept)
+    dscores = dweights.sub_(row.delta).mul_(weights)
+    if kept is not None:
+        weights.mul_(kept)
+    weights = tiles.converted(weights, scratch.converted)
+    tiles.add_product(matrices.dv[:, keys], weights.transpose(1, 2), row.dout_product, scratch.products)
+    dscores = tiles.converted(dscores, scratch.converted)
+    tiles.add_product(matrices.dk[:, keys], dscores.transpose(1, 2), row.q_product, scratch.products)
+    tiles.add_product(dq_tile, dscores, matrices.k_product[:, keys], scratch.products)

@@ -12,6 +12,7 @@ and values are never repeated.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from itertools import groupby, pairwise
@@ -111,6 +112,7 @@ def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Ite
 
 
 def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
+    assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
     starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
     lengths_k = [stop - start for start, stop in pairwise(starts_k)]
     limits = lengths_k if side.key_lengths is None else map(min, lengths_k, side.key_lengths.tolist())
@@ -213,6 +215,7 @@ def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
 
 def keep_weights(block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """Which weights of a tile dropout keeps: bool `[N, G·R, C]`."""
+    assert side.dropout_seed is not None and block.sequence_head is not None
     kept = keep_tile(side.dropout_seed, spec.dropout_p, block.sequence_head, rows, range(keys.start, keys.stop))
     return kept.reshape(-1, block.group * len(rows), kept.shape[-1])
 
@@ -223,14 +226,62 @@ def product(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
     return torch.bmm(a, b, out=scratch[: math.prod(shape)].view(shape))
 
 
-def scratch_tile(block: Block, matrices: Tensor) -> Tensor:
-    """Flat scratch memory for one tile of scores; `matrices` are the block's keys `[N, S, D]`."""
-    return matrices.new_empty(matrices.shape[0] * block.group * block.tile_rows * block.tile_keys)
+def add_product(total: Tensor, a: Tensor, b: Tensor, scratch: Tensor) -> None:
+    """`total += a @ b`. Not by `baddbmm_`: into a slice that multiplies one matrix after another."""
+    total.add_(product(a, b, scratch))
+
+
+def converted(tile: Tensor, scratch: Tensor) -> Tensor:
+    """A tile in the dtype of the scratch buffer, and in it unless it has that dtype already."""
+    return tile if tile.dtype is scratch.dtype else scratch[: tile.numel()].view(tile.shape).copy_(tile)
+
+
+class Scratch(NamedTuple):
+    """Flat memory that the tiles of a block use in turn.
+
+    Attributes:
+        scores, dweights: a tile `[N, G·R, C]` each, in the compute dtype.
+        converted: a tile `[N, G·R, C]` in the product dtype.
+        products: a tile `[N, G·R, D]` or `[N, C, D]` in the product dtype.
+    """
+
+    scores: Tensor
+    dweights: Tensor
+    converted: Tensor
+    products: Tensor
+
+
+def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
+    matrices = (block.batches.stop - block.batches.start) * (block.heads_kv.stop - block.heads_kv.start)
+    rows = block.group * block.tile_rows
+    tile = matrices * rows * block.tile_keys
+    product_tile = matrices * max(rows, block.tile_keys) * max(q.shape[-1], v.shape[-1])
+    computed, multiplied = compute_dtype(q.dtype), product_dtype(q.dtype)
+    return Scratch(
+        q.new_empty(tile, dtype=computed),
+        q.new_empty(tile, dtype=computed),
+        q.new_empty(tile if multiplied is not computed else 0, dtype=multiplied),
+        q.new_empty(product_tile, dtype=multiplied),
+    )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of scores, statistics and accumulators."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which weights and score gradients are multiplied with the inputs.
+
+    bfloat16 stays bfloat16 where the CPU multiplies it, at twice the speed of float32; what is rounded then is what
+    eager attention rounds too. The scores are always made in the compute dtype.
+    """
+    return dtype if dtype is torch.bfloat16 and _multiplies_bfloat16() else compute_dtype(dtype)
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def key_view(block: Block, tensor: Tensor) -> Tensor:
@@ -249,18 +300,18 @@ def statistics_view(block: Block, tensor: Tensor) -> Tensor:
     return tensor[block.batches, block.heads, block.rows].unflatten(1, (-1, block.group)).unsqueeze(-1)
 
 
-def load_keys(view: Tensor) -> Tensor:
-    """Copies `[b, h, S, D]` to `[N, S, D]` in the compute dtype."""
-    return _copied(view).flatten(0, 1)
+def load_keys(view: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies `[b, h, S, D]` to `[N, S, D]`."""
+    return _copied(view, dtype).flatten(0, 1)
 
 
-def load_rows(view: Tensor, rows: range) -> Tensor:
-    """Copies some rows of `[b, h, G, S, D]` to `[N, G·R, D]` in the compute dtype."""
-    return _copied(view[:, :, :, rows.start : rows.stop]).flatten(0, 1).flatten(1, 2)
+def load_rows(view: Tensor, rows: range, dtype: torch.dtype) -> Tensor:
+    """Copies some rows of `[b, h, G, S, D]` to `[N, G·R, D]`."""
+    return _copied(view[:, :, :, rows.start : rows.stop], dtype).flatten(0, 1).flatten(1, 2)
 
 
-def _copied(view: Tensor) -> Tensor:
-    return torch.empty(view.shape, dtype=compute_dtype(view.dtype)).copy_(view)
+def _copied(view: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(view.shape, dtype=dtype).copy_(view)
 
 
 def store_rows(view: Tensor, rows: range, tile: Tensor) -> None:
