@@ -133,15 +133,18 @@ def _fa4_missing(case: Case, device: torch.device) -> str | None:
 def _plain_limits(case: Case, device: torch.device) -> str | None:
     """The forward's scores and weights, and their gradients, live at once in the backward."""
     needed = 4 * case.B * case.H * case.S**2 * 4
-    if needed > _PLAIN_MEMORY_SHARE * device_memory(device):
+    memory = device_memory(device)
+    if memory is not None and needed > _PLAIN_MEMORY_SHARE * memory:
         return f"its S×S matrices would take about {needed / 2**30:.0f} GiB"
     return _no_dropout(case, device)
 
 
-def device_memory(device: torch.device) -> int:
-    """Bytes of memory of a device."""
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a device; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):  # Windows
+        return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

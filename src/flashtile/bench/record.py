@@ -45,12 +45,13 @@ def write_record(record: Record, path: Path) -> None:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Facts of the device and of the processor beside it."""
+    memory = device_memory(torch.device("cpu"))
     facts: dict[str, Any] = {
         "device": device.type,
         "cpu": _cpu_name(),
         "cpu_cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
-        "cpu_memory_gib": round(device_memory(torch.device("cpu")) / 2**30, 1),
+        "cpu_memory_gib": None if memory is None else round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
     }
     if device.type == "cuda":

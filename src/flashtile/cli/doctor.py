@@ -62,7 +62,7 @@ def facts_table() -> Table:
     """Versions, and facts of the device."""
     facts: dict[str, Any] = machine(default_device())
     lines = [[name, version or "not installed"] for name, version in versions().items() if version or name == "triton"]
-    lines += [[label, str(facts[name])] for name, label in _LABELS.items() if name in facts]
+    lines += [[label, str(facts[name])] for name, label in _LABELS.items() if facts.get(name)]
     return Table("This machine", ["", "here"], lines, words=True)
 
 

@@ -74,6 +74,8 @@ def run_piece(
 
 
 def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Report) -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        raise PieceFailedError("measuring memory on a CPU needs forked processes, which this system does not have")
     # Threads that spin while they wait for one another slow everything down tenfold where other programs run too. The
     # server reads this when it starts; a user's own setting stays.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
