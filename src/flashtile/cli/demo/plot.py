@@ -81,6 +81,9 @@ def _draw_curves(axes: Axes, results: Results, value, label: str, comparative: s
     lengths = sorted({point.length for point in results.points})
     axes.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
     axes.minorticks_off()
+    # Room for the ratio above the last point of the plain curve.
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.6)
+    axes.set_ylim(top=2 * axes.get_ylim()[1])
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel(label)
     _tidy(axes)
@@ -95,11 +98,10 @@ def _mark_ratio(axes: Axes, length: int, ours: float, plain: float, comparative:
         return
     arrow = {"arrowstyle": "<->", "color": "#444444", "linewidth": 1, "shrinkA": 5, "shrinkB": 5}
     axes.annotate("", (length, ours), xytext=(length, plain), arrowprops=arrow)
-    middle = (ours * plain) ** 0.5
-    text = f"{plain / ours:.1f}× {comparative}"
-    axes.annotate(
-        text, (length, middle), xytext=(7, 0), textcoords="offset points", va="center", size=11, weight="bold"
-    )
+    ratio = plain / ours
+    text = f"{ratio:.0f}× {comparative}" if ratio >= 10 else f"{ratio:.1f}× {comparative}"
+    place = {"xytext": (0, 9), "textcoords": "offset points", "ha": "center"}
+    axes.annotate(text, (length, plain), size=11, weight="bold", **place)
 
 
 def _tidy(axes: Axes) -> None:
