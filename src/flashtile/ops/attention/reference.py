@@ -86,15 +86,16 @@ def _forward_dense(
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
     scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
-    scores = scores.masked_fill(~visible, float("-inf"))  # [B, H, Sq, Sk]
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
-    lse = torch.logsumexp(scores.masked_fill(blind, 0), dim=-1, keepdim=True)
-    probs = torch.exp(scores - lse).masked_fill(blind, 0)
+    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(blind, 0)  # [B, H, Sq, Sk]
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
     if side.dropout_seed is not None:
         sequence_head = torch.arange(batch * heads, device=q.device) + first_sequence * heads
         kept = keep_tile(side.dropout_seed, spec.dropout_p, sequence_head, range(seq_q), range(seq_k))
         probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
-    out = (probs.to(q.dtype) @ v).transpose(1, 2).contiguous()
+    # Masking out as well keeps whatever gradient comes from above out of those rows.
+    out = (probs.to(q.dtype) @ v).masked_fill(blind, 0).transpose(1, 2).contiguous()
     return out, lse.masked_fill(blind, float("-inf")).squeeze(-1)
 
 

@@ -1,0 +1,369 @@
+"""What a call means, on the backends that run everywhere: small examples whose results are known without computing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashtile
+from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+
+BACKENDS = ("reference", "cpu")
+INFINITY = float("inf")
+
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def cumulative(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+# --- which keys a query sees ----------------------------------------------------------------------------------------
+
+
+def picture(weights: Tensor) -> list[str]:
+    """Rows of `x` (visible) and `.` of a matrix of weights `[queries, keys]`."""
+    return ["".join("x" if weight > 0 else "." for weight in row) for row in weights]
+
+
+def weights_of(seq_q: int, seq_k: int, backend: str, **options: Any) -> Tensor:
+    """The attention weights `[queries, keys]`, read off by values that are unit vectors."""
+    q, k = torch.zeros(1, seq_q, 1, 4), torch.zeros(1, seq_k, 1, 4)
+    return flashtile.attention(q, k, torch.eye(seq_k)[None, :, None], backend=backend, **options)[0, :, 0]
+
+
+PICTURES = [
+    ((2, 4), {}, ["xxxx", "xxxx"]),
+    ((2, 4), {"causal": True}, ["xxx.", "xxxx"]),
+    ((2, 4), {"causal": True, "align": "top_left"}, ["x...", "xx.."]),
+    ((4, 2), {"causal": True}, ["..", "..", "x.", "xx"]),
+    ((4, 2), {"causal": True, "align": "top_left"}, ["x.", "xx", "xx", "xx"]),
+    ((3, 3), {"causal": True}, ["x..", "xx.", "xxx"]),
+    ((4, 4), {"window": (1, 1)}, ["xx..", "xxx.", ".xxx", "..xx"]),
+    ((4, 4), {"window": (1, None)}, ["xxxx", "xxxx", ".xxx", "..xx"]),
+    ((4, 4), {"window": (None, 1)}, ["xx..", "xxx.", "xxxx", "xxxx"]),
+    ((4, 4), {"window": (None, None)}, ["xxxx"] * 4),
+    ((4, 4), {"window": (0, 0)}, ["x...", ".x..", "..x.", "...x"]),
+    ((4, 4), {"window": [2, 3], "causal": True}, ["x...", "xx..", "xxx.", ".xxx"]),
+    ((4, 4), {"window": (1, None), "causal": True}, ["x...", "xx..", ".xx.", "..xx"]),
+    ((2, 5), {"window": (1, 0)}, ["..xx.", "...xx"]),
+    ((2, 5), {"window": (1, 0), "align": "top_left"}, ["x....", "xx..."]),
+    ((5, 2), {"window": (0, 0)}, ["..", "..", "..", "x.", ".x"]),
+    ((5, 2), {"window": (0, 0), "align": "top_left"}, ["x.", ".x", "..", "..", ".."]),
+    ((3, 3), {"window": (2**31 - 1, 2**31 - 1)}, ["xxx"] * 3),
+    ((3, 4), {"key_lengths": (2,)}, ["xx.."] * 3),
+    ((3, 4), {"key_lengths": (2,), "causal": True}, ["xx..", "xx..", "xx.."]),
+    ((3, 4), {"key_lengths": (2,), "causal": True, "align": "top_left"}, ["x...", "xx..", "xx.."]),
+    ((3, 4), {"key_lengths": (1,), "window": (1, 0)}, ["x...", "....", "...."]),
+    ((2, 3), {"key_lengths": (0,)}, ["...", "..."]),
+    ((2, 3), {"key_lengths": (7,)}, ["xxx", "xxx"]),
+]
+
+
+@pytest.mark.parametrize("sizes, options, expected", PICTURES, ids=lambda value: str(value).replace(" ", ""))
+def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected: list[str], backend: str) -> None:
+    if "key_lengths" in options:
+        options = {**options, "key_lengths": torch.tensor(options["key_lengths"])}
+    weights = weights_of(*sizes, backend, **options)
+    assert picture(weights) == expected
+    # All scores are 0: what is visible is weighted equally.
+    seen = (weights > 0).sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, (weights > 0) / seen.clamp(min=1))
+
+
+# --- scores, scale, lse ---------------------------------------------------------------------------------------------
+
+
+def test_softmax_by_hand(backend: str) -> None:
+    q = torch.tensor([2.0, 0.0]).view(1, 1, 1, 2)
+    k = torch.tensor([[1.0, 5.0], [0.5, -7.0]]).view(1, 2, 1, 2)
+    v = torch.tensor([[1.0], [3.0]]).view(1, 2, 1, 1)
+    out, lse = flashtile.attention(q, k, v, scale=1.0, return_lse=True, backend=backend)
+    total = math.exp(2) + math.exp(1)
+    assert out.item() == pytest.approx((math.exp(2) * 1 + math.exp(1) * 3) / total, rel=1e-6)
+    assert lse.item() == pytest.approx(math.log(total), rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 0.0, -0.5, 2, 1e-3], ids=str)
+def test_scale(scale: float | None, backend: str) -> None:
+    q, k, v = normal(2, 3, 2, 16), normal(2, 5, 2, 16, seed=1), normal(2, 5, 2, 4, seed=2)
+    out, lse = flashtile.attention(q, k, v, scale=scale, return_lse=True, backend=backend)
+    factor = 0.25 if scale is None else scale
+    scores = factor * torch.einsum("bihd,bjhd->bhij", q, k)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
+
+
+def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k(backend: str) -> None:
+    q, k, v = (normal(1, 4, 1, 8, seed=seed).requires_grad_() for seed in range(3))
+    out, lse = flashtile.attention(q, k, v, scale=0, return_lse=True, backend=backend)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(4)))
+    (out.sum() + lse.sum()).backward()
+    assert not q.grad.any()
+    assert not k.grad.any()
+    torch.testing.assert_close(v.grad, torch.ones_like(v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_types_and_shapes(dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (normal(2, s, h, d).to(dtype) for s, h, d in ((3, 4, 8), (5, 2, 8), (5, 2, 6)))
+    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    assert (out.dtype, out.shape) == (dtype, (2, 3, 4, 6))
+    assert (lse.dtype, lse.shape) == (torch.float64 if dtype is torch.float64 else torch.float32, (2, 4, 3))
+    assert isinstance(flashtile.attention(q, k, v, backend=backend), Tensor)
+
+
+def test_types_and_shapes_packed(backend: str) -> None:
+    q, k, v = (normal(7, h, d).float() for h, d in ((4, 8), (2, 8), (2, 6)))
+    out, lse = flashtile.attention_varlen(q, k, v, cumulative((3, 4)), return_lse=True, backend=backend)
+    assert (out.dtype, out.shape) == (torch.float32, (7, 4, 6))
+    assert (lse.dtype, lse.shape) == (torch.float32, (4, 7))
+
+
+def test_gradient_of_lse_is_the_weights(backend: str) -> None:
+    # d lse / d score = weight, so dlse = 1 gives dq = scale * (mean key under the weights).
+    q, k, v = (normal(1, 6, 2, 8, seed=seed).requires_grad_() for seed in range(3))
+    _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    dq, _, dv = torch.autograd.grad(lse.sum(), (q, k, v))
+    mean_key = flashtile.attention(q, k, k, causal=True, backend=backend)
+    torch.testing.assert_close(dq, mean_key * 8**-0.5)
+    assert not dv.any()
+
+
+@pytest.mark.parametrize("magnitude", [30.0, 1e4, -1e4], ids=str)
+def test_large_scores_do_not_overflow(magnitude: float, backend: str) -> None:
+    q, k = torch.full((1, 3, 1, 4), magnitude), torch.ones(1, 5, 1, 4)
+    out, lse = flashtile.attention(q, k, torch.ones(1, 5, 1, 2), scale=1.0, return_lse=True, backend=backend)
+    torch.testing.assert_close(out, torch.ones_like(out))
+    torch.testing.assert_close(lse, torch.full_like(lse, 4 * magnitude + math.log(5)))
+
+
+# --- heads and head sizes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(6, 3), (6, 2), (6, 1), (6, 6)], ids=str)
+def test_query_head_reads_its_group(heads: int, heads_kv: int, backend: str) -> None:
+    q, k = torch.zeros(1, 2, heads, 4), torch.zeros(1, 3, heads_kv, 4)
+    v = torch.arange(heads_kv).float().view(1, 1, heads_kv, 1).expand(1, 3, -1, -1)
+    out = flashtile.attention(q, k, v, backend=backend)
+    group = heads // heads_kv
+    assert out[0, 0, :, 0].tolist() == pytest.approx([head // group for head in range(heads)])
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(1, 1), (1, 512), (512, 1), (3, 80), (512, 512), (130, 257)], ids=str)
+def test_head_sizes(head_dim: int, head_dim_v: int, backend: str) -> None:
+    case = AttentionCase(seq_q=9, seq_k=11, batch=1, heads=2, heads_kv=1, head_dim=head_dim, head_dim_v=head_dim_v)
+    check(with_arguments(case, causal=True), backend)
+
+
+# --- rows, sequences and batches without anything -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}], ids=["", "dropout"])
+def test_row_without_visible_key(options: dict[str, Any], backend: str) -> None:
+    q, k, v = (normal(1, s, 1, 8, seed=s).requires_grad_() for s in (4, 2, 2))
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend, **options)
+    assert not out[:, :2].any()
+    assert lse[0, 0, :2].tolist() == [-INFINITY] * 2
+    # Not even NaN from above reaches anything through these rows.
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    quiet = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
+    dout[:, :2] = dlse[..., :2] = float("nan")
+    loud = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    torch.testing.assert_close(loud, quiet)
+    assert not quiet[0][:, :2].any()
+
+
+SIZES = [(2, 0, 5), (2, 5, 0), (2, 0, 0), (0, 5, 5)]
+
+
+@pytest.mark.parametrize("batch, seq_q, seq_k", SIZES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"dropout_p": 0.5}], ids=str)
+def test_sizes_of_zero(batch: int, seq_q: int, seq_k: int, options: dict[str, Any], backend: str) -> None:
+    q, k, v = (normal(batch, s, 2, 8).requires_grad_() for s in (seq_q, seq_k, seq_k))
+    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend, **options)
+    assert (out.shape, lse.shape) == ((batch, seq_q, 2, 8), (batch, 2, seq_q))
+    assert not out.any()
+    assert (lse == -INFINITY).all()
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)], ids=str)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_packed_without_any_row(lengths: tuple[int, ...], rows: int, backend: str) -> None:
+    q, k, v = (normal(rows, 2, 8).requires_grad_() for _ in range(3))
+    out, lse = flashtile.attention_varlen(q, k, v, cumulative(lengths), return_lse=True, backend=backend)
+    assert out.shape == (rows, 2, 8)
+    assert not out.any()
+    assert (lse == -INFINITY).all()
+    gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+# --- packed sequences and key lengths -------------------------------------------------------------------------------
+
+PACKED = [
+    ((3, 5), (3, 5), {}),
+    ((3, 5), (3, 5), {"causal": True}),
+    ((3, 0, 5, 1), (3, 0, 5, 1), {"causal": True}),
+    ((4, 2, 0), (1, 7, 3), {"causal": True}),
+    ((4, 2, 3), (6, 0, 3), {"causal": True, "align": "top_left"}),
+    ((70, 1, 40), (20, 90, 40), {"window": (5, 9)}),
+    ((4, 6), (5, 6), {"key_lengths": (2, 9), "causal": True}),
+    ((4, 6), (5, 6), {"key_lengths": (0, 3)}),
+]
+
+
+def packed_inputs(lengths_q: tuple[int, ...], lengths_k: tuple[int, ...]) -> list[Tensor]:
+    """q of 4 heads, k and v of 2, with one row at the end that no sequence owns."""
+    sizes = ((sum(lengths_q), 4), (sum(lengths_k), 2), (sum(lengths_k), 2))
+    return [normal(total + 1, heads, 8, seed=seed).requires_grad_() for seed, (total, heads) in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("lengths_q, lengths_k, options", PACKED, ids=str)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+def test_packed_is_a_loop_of_dense_calls(
+    lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], options: dict[str, Any], index: torch.dtype, backend: str
+) -> None:
+    options = {**options, "return_lse": True, "backend": backend}
+    key_lengths = torch.tensor(options.pop("key_lengths", (10**6,) * len(lengths_q)), dtype=index)
+    q, k, v = inputs = packed_inputs(lengths_q, lengths_k)
+    cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
+    out, lse = flashtile.attention_varlen(q, k, v, cu_q.to(index), cu_k.to(index), key_lengths=key_lengths, **options)
+
+    outs, lses = [], []
+    for b in range(len(lengths_q)):
+        rows, columns = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        one, one_lse = flashtile.attention(
+            q[None, rows], k[None, columns], v[None, columns], key_lengths=key_lengths[b : b + 1], **options
+        )
+        outs.append(one[0])
+        lses.append(one_lse[0])
+    torch.testing.assert_close(out[:-1], torch.cat(outs))
+    torch.testing.assert_close(lse[:, :-1], torch.cat(lses, dim=1))
+    assert not out[-1].any()
+    assert (lse[:, -1] == -INFINITY).all()
+
+    gradients = torch.autograd.grad(out.sin().sum(), inputs)
+    torch.testing.assert_close(gradients, torch.autograd.grad(torch.cat(outs).sin().sum(), inputs))
+    assert not any(gradient[-1].any() for gradient in gradients)
+
+
+def test_equal_lengths_packed_are_a_batch_with_the_same_dropout(backend: str) -> None:
+    q, k, v = (normal(3, s, h, 8) for s, h in ((20, 4), (33, 2), (33, 2)))
+    options = {"dropout_p": 0.4, "dropout_seed": torch.tensor([7, 8]), "causal": True, "backend": backend}
+    packed = flashtile.attention_varlen(
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cumulative((20,) * 3), cumulative((33,) * 3), **options
+    )
+    torch.testing.assert_close(packed.unflatten(0, (3, 20)), flashtile.attention(q, k, v, **options))
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (5, 5), (100, None), (5, 1000)], ids=str)
+def test_max_seqlen_is_only_a_bound(bounds: tuple[int | None, int | None], backend: str) -> None:
+    q, k, v = packed_inputs((3, 5), (3, 5))
+    given = {"max_seqlen_q": bounds[0], "max_seqlen_k": bounds[1], "causal": True, "backend": backend}
+    plain = flashtile.attention_varlen(q, k, v, cumulative((3, 5)), causal=True, backend=backend)
+    torch.testing.assert_close(flashtile.attention_varlen(q, k, v, cumulative((3, 5)), **given), plain)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), INFINITY], ids=str)
+def test_padding_may_be_anything(garbage: float, backend: str) -> None:
+    q, k, v = (normal(2, s, 2, 8, seed=s) for s in (4, 6, 6))
+    lengths = torch.tensor([4, 0])
+
+    def gradients(padding: float) -> tuple[Tensor, ...]:
+        leaves = [t.clone() for t in (q, k, v)]
+        for b, length in enumerate(lengths):
+            leaves[1][b, length:] = leaves[2][b, length:] = padding
+        leaves = [t.requires_grad_() for t in leaves]
+        out = flashtile.attention(*leaves, key_lengths=lengths, causal=True, backend=backend)
+        return (out, *torch.autograd.grad(out.sin().sum(), leaves))
+
+    torch.testing.assert_close(gradients(garbage), gradients(0.0))
+
+
+def test_rows_of_no_sequence_may_be_anything(backend: str) -> None:
+    inputs = packed_inputs((3, 5), (4, 4))
+    spoiled = [t.detach().clone() for t in inputs]
+    for tensor in spoiled:
+        tensor[-1] = float("nan")
+
+    def gradients(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        out = flashtile.attention_varlen(*leaves, cumulative((3, 5)), cumulative((4, 4)), backend=backend)
+        return (out, *torch.autograd.grad(out.sin().sum(), leaves))
+
+    torch.testing.assert_close(gradients([t.requires_grad_() for t in spoiled]), gradients(inputs))
+
+
+# --- NaN and infinity in what is seen -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), INFINITY], ids=str)
+@pytest.mark.parametrize("seq", [5, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_bad_query_spoils_its_own_row_only(value: float, seq: int, dtype: torch.dtype, backend: str) -> None:
+    q, k, v = (normal(1, seq, 1, 8, seed=seed).to(dtype) for seed in range(3))
+    q[0, 2, 0, 0] = value
+    out, lse = flashtile.attention(q, k, v, return_lse=True, backend=backend)
+    assert out.isnan().any(-1).flatten().tolist() == [row == 2 for row in range(seq)]
+    assert lse[0, 0].isfinite().tolist() == [row != 2 for row in range(seq)]
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_nan_in_a_key_spoils_the_rows_that_see_it(bad: int, backend: str) -> None:
+    q, k, v = (normal(1, 5, 1, 8, seed=seed) for seed in range(3))
+    k[0, bad] = float("nan")
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    assert out.isnan().any(-1).flatten().tolist() == [row >= bad for row in range(5)]
+    assert lse.isnan().flatten().tolist() == [row >= bad for row in range(5)]
+
+
+# --- dropout --------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_scales_what_it_keeps(backend: str) -> None:
+    q, k = (normal(2, s, 2, 8, seed=s) for s in (20, 24))
+    v = torch.eye(24, dtype=torch.float64)[None, :, None].expand(2, -1, 2, -1)
+    seed = torch.tensor([3, 4])
+    options = {"causal": True, "backend": backend}
+    weights = flashtile.attention(q, k, v, **options)
+    dropped, lse = flashtile.attention(q, k, v, dropout_p=0.25, dropout_seed=seed, return_lse=True, **options)
+    kept = flashtile.dropout_mask(seed, 0.25, batch=2, heads=2, seq_q=20, seq_k=24).transpose(1, 2)
+    torch.testing.assert_close(dropped, weights * kept / 0.75)
+    torch.testing.assert_close(lse, flashtile.attention(q, k, v, return_lse=True, **options)[1])
+
+
+# --- PyTorch's own --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("seq_q, seq_k", [(65, 65), (17, 40), (40, 17)], ids=str)
+def test_agrees_with_scaled_dot_product_attention(
+    seq_q: int, seq_k: int, causal: bool, dtype: torch.dtype, backend: str
+) -> None:
+    # PyTorch's is_causal aligns top left.
+    case = AttentionCase(seq_q=seq_q, seq_k=seq_k, heads=4, dtype=dtype)
+    inputs = make_inputs(case)
+    ours, theirs = ([t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)] for _ in range(2))
+    out = flashtile.attention(*ours, causal=causal, align="top_left", backend=backend)
+    expected = scaled_dot_product_attention(*(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=True)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        torch.autograd.grad(out, ours, inputs.dout),
+        torch.autograd.grad(expected, theirs, inputs.dout.transpose(1, 2)),
+        rtol=tolerance,
+        atol=3 * tolerance,
+    )
