@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
@@ -101,6 +103,30 @@ def test_opcheck_backward(case: OpCase, with_dlse: bool, backend: str) -> None:
     saved = [t.detach() for t in (*inputs, out, lse)]
     upstream = torch.randn_like(out).requires_grad_()
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, (upstream, dlse, *saved, *rest, backend))
+
+
+@both_backends
+def test_dispatch_modes_see_the_operator(backend: str) -> None:
+    # Counters of operations, selective checkpointing and tracers all work through such modes.
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        results(lambda *qkv: flashtile.attention(*qkv, backend=backend), dense_inputs())
+    assert torch.ops.flashtile.attention_forward.default in seen
+    assert torch.ops.flashtile.attention_backward.default in seen
+
+
+def test_fake_tensors_give_shapes_without_computing() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 5, 2, 8, requires_grad=True) for _ in range(3))
+        out = flashtile.attention(q, k, v, causal=True)
+        out.sum().backward()
+    assert out.shape == q.grad.shape == (2, 5, 2, 8)
 
 
 def test_meta_tensors_give_shapes_without_computing() -> None:

@@ -1,0 +1,214 @@
+"""Dropout bits: Philox itself, the layout of its words over a mask, and their statistics."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.ops.attention.philox import keep_threshold, keep_tile, philox_words
+
+SEED = torch.tensor([123456789, 42])
+
+# Published with Random123 (file kat_vectors, philox4x32 with 10 rounds): counter, key, words.
+KNOWN_ANSWERS = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (
+        (0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF, 0xFFFFFFFF),
+        (0xFFFFFFFF, 0xFFFFFFFF),
+        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+    ),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+Words = tuple[int, int, int, int]
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN_ANSWERS, ids=["zeros", "ones", "pi"])
+def test_known_answers(counter: Words, key: tuple[int, int], words: Words) -> None:
+    low, high = key
+    seed = torch.tensor(low | high << 32 if high < 2**31 else (low | high << 32) - 2**64)
+    found = philox_words(seed, tuple(torch.tensor(c) for c in counter))
+    assert tuple(word.item() & 0xFFFFFFFF for word in found) == words
+
+
+def mask_by_hand(seed: Tensor, p: float, sequence_head: int, row: int, column: int) -> bool:
+    """One element of the mask, by the formula in the module's docstring."""
+    groups = (column // 16 * 8 + column % 8, row // 16 * 8 + row % 8, sequence_head, seed[1].item())
+    words = philox_words(seed[0], tuple(torch.tensor(c) for c in groups))
+    word = words[2 * (row // 8 % 2) + column // 8 % 2].item() & 0xFFFFFFFF
+    return word - 2**32 * (word >= 2**31) >= keep_threshold(p)
+
+
+def test_mask_is_the_documented_formula() -> None:
+    mask = flashtile.dropout_mask(SEED, 0.5, batch=2, heads=3, seq_q=35, seq_k=50)
+    places = list(itertools.product((0, 1), (0, 2), (0, 7, 8, 15, 16, 34), (0, 8, 9, 16, 31, 49)))
+    by_hand = [mask_by_hand(SEED, 0.5, b * 3 + h, row, column) for b, h, row, column in places]
+    assert [mask[place].item() for place in places] == by_hand
+
+
+TILES = [
+    (range(0, 16), range(0, 16)),
+    (range(3, 5), range(7, 31)),
+    (range(15, 17), range(15, 17)),
+    (range(8, 9), range(24, 25)),
+    (range(33, 70), range(1, 90)),
+    (range(0, 70), range(0, 90)),
+    (range(64, 70), range(80, 90)),
+    (range(5, 5), range(3, 9)),
+    (range(5, 9), range(20, 20)),
+]
+
+
+@pytest.mark.parametrize("rows, columns", TILES, ids=str)
+def test_tile_is_a_part_of_the_mask(rows: range, columns: range) -> None:
+    mask = flashtile.dropout_mask(SEED, 0.3, batch=2, heads=2, seq_q=70, seq_k=90).flatten(0, 1)
+    tile = keep_tile(SEED, 0.3, torch.tensor([2, 0]), rows, columns)
+    assert torch.equal(tile, mask[[2, 0]][:, rows.start : rows.stop, columns.start : columns.stop])
+
+
+def test_tile_far_from_the_start() -> None:
+    # Positions past 2**31 elements are nothing special, nor are batch * heads of that size.
+    rows, columns = range(2**20, 2**20 + 3), range(2**30 + 5, 2**30 + 9)
+    tile = keep_tile(SEED, 0.5, torch.tensor([2**31 - 1]), rows, columns)
+    by_hand = [[mask_by_hand(SEED, 0.5, 2**31 - 1, row, column) for column in columns] for row in rows]
+    assert tile[0].tolist() == by_hand
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (20, 9)}], ids=["full", "causal", "window"])
+def test_backend_drops_the_same_weights_forward_and_backward(p: float, options: dict, backend: str) -> None:
+    batch, heads, seq_q, seq_k = 1, 3, 70, 90
+    q, k = torch.zeros(batch, seq_q, heads, 4), torch.zeros(batch, seq_k, heads, 4)
+    v = torch.eye(seq_k)[None, :, None].repeat(batch, 1, heads, 1).requires_grad_()
+    call = {**options, "backend": backend}
+    seen = flashtile.attention(q, k, v, **call) > 0
+    out = flashtile.attention(q, k, v, dropout_p=p, dropout_seed=SEED, **call)
+    mask = flashtile.dropout_mask(SEED, p, batch=batch, heads=heads, seq_q=seq_q, seq_k=seq_k).transpose(1, 2)
+    assert torch.equal(out > 0, mask & seen)
+    # dv of unit upstream gradients is the transposed matrix of dropped weights.
+    (dv,) = torch.autograd.grad(out, v, torch.eye(seq_q, seq_k)[None, :, None].expand_as(out))
+    assert torch.equal(dv[..., :seq_q].permute(0, 3, 2, 1) > 0, mask & seen)
+
+
+# --- thresholds -----------------------------------------------------------------------------------------------------
+
+THRESHOLDS = [
+    (0.0, -(2**31)),
+    (1e-12, -(2**31)),
+    (2**-32, -(2**31) + 1),
+    (0.25, -(2**30)),
+    (0.5, 0),
+    (0.75, 2**30),
+    (1 - 1e-12, 2**31 - 1),
+    (math.nextafter(1, 0), 2**31 - 1),
+]
+
+
+@pytest.mark.parametrize("p, threshold", THRESHOLDS, ids=str)
+def test_threshold(p: float, threshold: int) -> None:
+    assert keep_threshold(p) == threshold
+
+
+def test_nothing_and_almost_everything_is_dropped() -> None:
+    sizes = {"batch": 1, "heads": 1, "seq_q": 64, "seq_k": 64}
+    assert flashtile.dropout_mask(SEED, 0.0, **sizes).all()
+    assert not flashtile.dropout_mask(SEED, math.nextafter(1, 0), **sizes).any()
+
+
+def test_higher_probability_drops_more_of_the_same() -> None:
+    masks = [flashtile.dropout_mask(SEED, p, batch=1, heads=2, seq_q=40, seq_k=40) for p in (0.1, 0.4, 0.8)]
+    assert not (masks[1] & ~masks[0]).any()
+    assert not (masks[2] & ~masks[1]).any()
+
+
+# --- seeds ----------------------------------------------------------------------------------------------------------
+
+
+def small_mask(seed: Tensor) -> Tensor:
+    return flashtile.dropout_mask(seed, 0.5, batch=1, heads=1, seq_q=32, seq_k=32)
+
+
+def test_seed_and_offset_each_matter() -> None:
+    masks = [small_mask(torch.tensor(pair)) for pair in ((1, 2), (2, 1), (1, 3), (2, 2))]
+    for first, second in itertools.combinations(masks, 2):
+        assert 0.4 < (first == second).float().mean() < 0.6
+
+
+def test_offset_counts_modulo_2_to_the_32() -> None:
+    assert torch.equal(small_mask(torch.tensor([5, 7])), small_mask(torch.tensor([5, 7 + 2**32])))
+
+
+def test_all_64_bits_of_the_seed_count() -> None:
+    assert not torch.equal(small_mask(torch.tensor([5, 7])), small_mask(torch.tensor([5 + 2**40, 7])))
+
+
+def test_drawn_seed_is_reproducible_and_in_range() -> None:
+    torch.manual_seed(1)
+    first, second = flashtile.draw_dropout_seed(), flashtile.draw_dropout_seed("cpu")
+    torch.manual_seed(1)
+    assert torch.equal(flashtile.draw_dropout_seed(), first)
+    assert not torch.equal(first, second)
+    assert (first.dtype, first.shape) == (torch.int64, (2,))
+    many = torch.stack([flashtile.draw_dropout_seed() for _ in range(200)])
+    assert ((many >= 0) & (many < 2**32)).all()
+    assert many.max() > 2**31, "all 32 bits are drawn"
+
+
+# --- statistics: bounds of five standard deviations -----------------------------------------------------------------
+
+PROBABILITIES = (0.01, 0.1, 0.5, 0.9)
+
+
+@pytest.fixture(scope="module")
+def big_masks() -> dict[float, Tensor]:
+    return {p: flashtile.dropout_mask(SEED, p, batch=3, heads=4, seq_q=160, seq_k=176) for p in PROBABILITIES}
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize("dims", [(), (0, 1), (2,), (3,), (2, 3)], ids=["all", "heads", "rows", "columns", "places"])
+def test_keep_rate(big_masks: dict[float, Tensor], p: float, dims: tuple[int, ...]) -> None:
+    kept = big_masks[p].double()
+    reduced = [dim for dim in range(4) if dim not in dims]
+    rates = kept.mean(dim=reduced)
+    samples = math.prod(kept.shape[dim] for dim in reduced)
+    # The statistic of a chi-square test over the groups, which has mean 1 and variance about 2 / groups.
+    chi_square = ((rates - (1 - p)).square() / (p * (1 - p) / samples)).mean().item()
+    groups = rates.numel()
+    excess = (1 - 6 * p * (1 - p)) / (p * (1 - p)) / samples
+    assert abs(chi_square - 1) < 5 * math.sqrt((2 + excess) / groups) or (groups == 1 and chi_square < 25)
+
+
+@pytest.mark.parametrize("p", PROBABILITIES)
+@pytest.mark.parametrize(
+    "shift", [(0, 0, 0, 1), (0, 0, 1, 0), (0, 0, 0, 8), (0, 0, 8, 0), (0, 0, 8, 8), (0, 1, 0, 0), (1, 0, 0, 0)], ids=str
+)
+def test_neighbours_are_independent(big_masks: dict[float, Tensor], p: float, shift: tuple[int, ...]) -> None:
+    # The four words of one Philox call lie 8 rows and 8 columns apart.
+    kept = big_masks[p].double() - (1 - p)
+    other = kept.roll(shift, dims=(0, 1, 2, 3))
+    correlation = (kept * other).mean().item() / (p * (1 - p))
+    assert abs(correlation) < 5 / math.sqrt(kept.numel())
+
+
+def test_rows_and_columns_are_not_exchanged(big_masks: dict[float, Tensor]) -> None:
+    square = big_masks[0.5][..., :160].double() - 0.5
+    correlation = 4 * (square * square.transpose(2, 3)).mean().item()
+    assert abs(correlation - 1 / 160) < 8 / math.sqrt(square.numel()), "only the diagonal agrees with itself"
+
+
+def test_mean_of_many_seeds_is_the_undropped_output() -> None:
+    q, k, v = (torch.randn(1, 4, 1, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    plain = flashtile.attention(q, k, v)
+    seeds = [torch.tensor([seed, 0]) for seed in range(400)]
+    mean = torch.stack([flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in seeds]).mean(0)
+    torch.testing.assert_close(mean, plain, rtol=0, atol=5 * v.abs().max().item() / math.sqrt(len(seeds)))
