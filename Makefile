@@ -33,9 +33,11 @@ test-gpu: $(STAMP) ## the tests that need a GPU
 	@$(BIN)/python -m pytest -m "$(DEVICE_MARKS)"
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
-	@echo "==> ruff check"; $(BIN)/ruff check .
-	@echo "==> ruff format --check"; $(BIN)/ruff format --check .
-	@echo "==> mypy"; $(BIN)/mypy
+	@status=0; \
+	echo "==> ruff check"; $(BIN)/ruff check . || status=1; \
+	echo "==> ruff format --check"; $(BIN)/ruff format --check . || status=1; \
+	echo "==> mypy"; $(BIN)/mypy || status=1; \
+	exit $$status
 
 format: $(STAMP) ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix .
