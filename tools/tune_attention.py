@@ -49,10 +49,26 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
 
 
 def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> launch.Variant:
+    precision = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    strides = (HIDDEN,) * len(launch._STRIDED[kernel])
     return launch.Variant(
-        dtype, head_dim, head_dim, False, False, causal, False, False, False, None, None,
-        "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee", 16, 16, False, tiles,
-    )  # fmt: skip
+        dtype,
+        head_dim,
+        head_dim,
+        strides,
+        False,
+        False,
+        causal,
+        False,
+        False,
+        False,
+        None,
+        None,
+        precision,
+        16,
+        16,
+        tiles,
+    )
 
 
 def compile_one(task) -> tuple[int, int] | None:
@@ -136,6 +152,7 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
     row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles), "ms": None}
     call = kernel_call(kernel, tensors, causal)
     from_tables, launch.choose_tiles = launch.choose_tiles, lambda *_: tiles
+    launch._plan.cache_clear()
     try:
         results = call()
         first = tensors.setdefault((kernel, causal), results)
@@ -150,6 +167,7 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
         row["why"] = repr(error)[:200]
     finally:
         launch.choose_tiles = from_tables
+        launch._plan.cache_clear()
     return row
 
 

@@ -53,7 +53,7 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
     names = source.function.arg_names
     signature = dict(zip(names, source.types))
-    signature.update({name: "constexpr" for name in names[len(source.types) :]})
+    signature.update(dict.fromkeys(names[len(source.types):], "constexpr"))
     attributes = {
         (index,): [["tt.divisibility", multiple]] for index, multiple in enumerate(source.multiples) if multiple > 1
     }
@@ -80,14 +80,15 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
         run = compiled.run  # loads the binary
     constants = tuple(source.constants[name] for name in source.function.arg_names[len(source.types) :])
     function, metadata, index = compiled.function, compiled.packed_metadata, device.index
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def launch(programs: int, *arguments: Any) -> None:
-        if current_device() != index:
-            with torch.cuda.device(index):
-                run(programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments, *constants)
+        stream = current_stream(index)
+        if current_device() == index:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
         else:
-            run(programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments, *constants)
+            with torch.cuda.device(index):
+                run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
 
     return launch
 
@@ -96,8 +97,9 @@ def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:
     source.function[(programs,)](*arguments, **source.constants)
 
 
-def pointer(tensor: Tensor | None) -> Any:
-    """The form in which `launch` takes a tensor: its address, or itself for the interpreter."""
-    if tensor is None:
-        return None if interpreting() else 0
-    return tensor if interpreting() else tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+#: The form in which `launch` takes a tensor or None: its address, or itself for the interpreter.
+pointer: Callable[[Tensor | None], Any] = (lambda tensor: tensor) if interpreting() else _address

@@ -164,8 +164,8 @@ def test_tensors_past_two_to_the_31_elements() -> None:
         grads = [
             torch.autograd.grad(result, tensor, upstream)[0] for result, tensor in zip(results, (q, small), strict=True)
         ]
-        assert torch.equal(*results)
-        assert torch.equal(*grads)
+        torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(*grads, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

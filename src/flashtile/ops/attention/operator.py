@@ -1,7 +1,8 @@
 """The operator: torch.library schemas, fakes and implementations, and the only autograd code of attention.
 
 A call comes from `api`, passes PyTorch's dispatcher (where fake tensors and `torch.compile` stop), and goes on to
-the backend that `select` names.
+the backend that `select` names. Where nothing could stop there (plain tensors, no mode, no trace), it skips the
+dispatcher, which costs as much host time as the rest of a call.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ _backward_op = torch.ops.flashtile.attention_backward.default
 _SIDE = len(SideInputs._fields)
 _SPEC = _SIDE + len(AttentionSpec._fields)
 
+_DEVICES = ("cpu", "cuda")
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
@@ -45,9 +49,31 @@ def run_attention(
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return _TransformedAttention.apply(q, k, v, *side, *spec, backend)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if (k is q or v is q or v is k or side.cu_seqlens_q is not None) and torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             q, k, v, side = _distinct(q, k, v, side)
-        return _Attention.apply(q, k, v, *side, *spec, backend)
+            return _Attention.apply(q, k, v, *side, *spec, backend)
+        return _Attention.apply(q, k, v, side, spec, backend)
+    return _run_forward(q, k, v, side, spec, backend)
+
+
+def _unobserved(*tensors: Tensor) -> bool:
+    """Whether PyTorch's dispatcher would only pass the call on: nothing else intercepts, records or traces it."""
+    return (
+        all(type(tensor) in _PLAIN for tensor in tensors)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+        and tensors[0].device.type in _DEVICES
+    )
+
+
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, Tensor]:
+    if _unobserved(q, k, v):
+        return _forward(q, k, v, side, spec, backend)
     return _forward_op(q, k, v, *side, *spec, backend)
 
 
@@ -63,11 +89,15 @@ def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """Attention recorded for the backward pass."""
+    """Attention recorded for the backward pass.
+
+    Beside q, k and v it takes side inputs, spec and backend: flat where it is traced, as three objects where not.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, *rest):
-        out, lse = _forward_op(q, k, v, *rest)
+        side, spec, backend = _unflatten(rest)
+        out, lse = _run_forward(q, k, v, side, spec, backend)
         _save(ctx, q, k, v, rest, out, lse)
         return out, lse
 
@@ -77,12 +107,14 @@ class _Attention(torch.autograd.Function):
         side = SideInputs(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, key_lengths, dropout_seed)
         if dout is None:
             dout = torch.zeros_like(out)
-        arguments = (dout, dlse, q, k, v, out, lse, *side, *ctx.spec, ctx.backend)
+        tensors = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _DifferentiableBackward.apply(*arguments)
+            grads = _DifferentiableBackward.apply(*tensors, *side, *ctx.spec, ctx.backend)
+        elif _unobserved(dout, q, k, v):
+            grads = _backward(*tensors, side, ctx.spec, ctx.backend)
         else:
-            grads = _backward_op(*arguments)
-        return *grads, *(None,) * (_SPEC + 1)
+            grads = _backward_op(*tensors, *side, *ctx.spec, ctx.backend)
+        return *grads, *(None,) * ctx.other_arguments
 
 
 class _TransformedAttention(_Attention):
@@ -115,6 +147,7 @@ def _save(ctx, q: Tensor, k: Tensor, v: Tensor, rest: Sequence, out: Tensor, lse
     side, spec, backend = _unflatten(rest)
     ctx.save_for_backward(q, k, v, out, lse, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed)
     ctx.max_seqlens, ctx.spec, ctx.backend = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
+    ctx.other_arguments = len(rest)
     ctx.set_materialize_grads(False)
 
 
@@ -154,24 +187,41 @@ class _DifferentiableBackward(torch.autograd.Function):
         return ddout, ddlse if ctx.needs_input_grad[1] else None, *dqkv, *(None,) * (_SPEC + 3)
 
 
-def _forward_implementation(q, k, v, *rest):
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        with torch.no_grad():
-            return _forward_implementation(q, k, v, *rest)
-    side, spec, backend = _unflatten(rest)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Runs the forward of the backend that serves the call."""
     checks.check_values(side, q.shape[0], k.shape[0])
     implementation = select.implementation(q, backend)
     return implementation.forward(_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), side, spec)
 
 
-def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return _backward_implementation(dout, dlse, q, k, v, out, lse, *rest)
-    side, spec, backend = _unflatten(rest)
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the backward of the backend that serves the call."""
     implementation = select.implementation(q, backend)
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
     return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec)
+
+
+def _forward_implementation(q, k, v, *rest):
+    with torch.no_grad():
+        return _forward(q, k, v, *_unflatten(rest))
+
+
+def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
+    with torch.no_grad():
+        return _backward(dout, dlse, q, k, v, out, lse, *_unflatten(rest))
 
 
 def _forward_fake(q, k, v, *rest):
@@ -193,6 +243,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
+    if len(rest) == 3:
+        return tuple(rest)
     return SideInputs(*rest[:_SIDE]), AttentionSpec(*rest[_SIDE:_SPEC]), rest[_SPEC]
 
 

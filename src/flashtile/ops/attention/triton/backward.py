@@ -40,19 +40,21 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    stride_q_batch, stride_q_row, stride_q_head,
-    stride_k_batch, stride_k_row, stride_k_head,
-    stride_v_batch, stride_v_row, stride_v_head,
-    stride_out_batch, stride_out_row, stride_out_head,
-    stride_dout_batch, stride_dout_row, stride_dout_head,
-    stride_dq_batch, stride_dq_row, stride_dq_head,
-    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, dq_scale, keep_scale,
+    stride_q_batch, stride_q_head,
+    stride_k_batch, stride_k_head,
+    stride_v_batch, stride_v_head,
+    stride_out_batch, stride_out_head,
+    stride_dout_batch, stride_dout_head,
+    stride_dq_batch, stride_dq_head,
+    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
+    STRIDE_OUT_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DQ_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the forward kernel; `dq_scale` is the scale with its sign."""
+    """Arguments as in the forward kernel."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -60,21 +62,21 @@ def attention_dq_kernel(
     if first >= seq_q:
         return
     head_kv = head // group
-    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
-    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED)
-    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED)
+    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
+    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED)
+    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED)
     out_base = head_pointer(
-        out_ptr, sequence, begin_q + first, head, stride_out_batch, stride_out_row, stride_out_head, PACKED
+        out_ptr, sequence, begin_q + first, head, stride_out_batch, STRIDE_OUT_ROW, stride_out_head, PACKED
     )
     dout_base = head_pointer(
-        dout_ptr, sequence, begin_q + first, head, stride_dout_batch, stride_dout_row, stride_dout_head, PACKED
+        dout_ptr, sequence, begin_q + first, head, stride_dout_batch, STRIDE_DOUT_ROW, stride_dout_head, PACKED
     )
 
     rows_left = seq_q - first
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
-    dout_tile = load_rows(dout_base, stride_dout_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
-    out_tile = load_rows(out_base, stride_out_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    out_tile = load_rows(out_base, STRIDE_OUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
     lse = tl.load(lse_ptr + statistics, mask=row < rows_left, other=float("-inf"))
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
@@ -92,24 +94,27 @@ def attention_dq_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     dq = _sum_dq(
-        q_base, dout_base, k_base, v_base, stride_q_row, stride_dout_row, stride_k_row, stride_v_row,
+        q_base, dout_base, k_base, v_base,
         lse, delta, rows_left, begin, full_begin, full_end, end,
         first, keys, shift, window_left, window_right, scale, keep_scale,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
     )  # fmt: skip
     dq_base = head_pointer(
-        dq_ptr, sequence, begin_q + first, head, stride_dq_batch, stride_dq_row, stride_dq_head, PACKED
+        dq_ptr, sequence, begin_q + first, head, stride_dq_batch, STRIDE_DQ_ROW, stride_dq_head, PACKED
     )
-    store_rows(dq_base, stride_dq_row, 0, rows_left, dq * dq_scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_rows(dq_base, STRIDE_DQ_ROW, 0, rows_left, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _sum_dq(
-    q_base, dout_base, k_base, v_base, stride_q_row, stride_dout_row, stride_k_row, stride_v_row,
+    q_base, dout_base, k_base, v_base,
     lse, delta, rows_left, begin, full_begin, full_end, end,
     first, keys, shift, window_left, window_right, scale, keep_scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    STRIDE_Q_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
+    STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,21 +123,21 @@ def _sum_dq(
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, stride_q_row, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D)
-        dout_tile = load_rows(dout_base, stride_dout_row, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D)
+        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
     for start in tl.range(begin, end, BLOCK_N):
-        k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
+        k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
         if CHUNK:
             scores = product_by_chunks(
-                q_base, stride_q_row, 0, rows_left, k_base, stride_k_row, start, keys,
+                q_base, STRIDE_Q_ROW, 0, rows_left, k_base, STRIDE_K_ROW, start, keys,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
             dprobs = product_by_chunks(
-                dout_base, stride_dout_row, 0, rows_left, v_base, stride_v_row, start, keys,
+                dout_base, STRIDE_DOUT_ROW, 0, rows_left, v_base, STRIDE_V_ROW, start, keys,
                 HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+            v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
@@ -154,13 +159,15 @@ def _sum_dq(
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    stride_q_batch, stride_q_row, stride_q_head,
-    stride_k_batch, stride_k_row, stride_k_head,
-    stride_v_batch, stride_v_row, stride_v_head,
-    stride_dout_batch, stride_dout_row, stride_dout_head,
-    stride_dk_batch, stride_dk_row, stride_dk_head,
-    stride_dv_batch, stride_dv_row, stride_dv_head,
+    stride_q_batch, stride_q_head,
+    stride_k_batch, stride_k_head,
+    stride_v_batch, stride_v_head,
+    stride_dout_batch, stride_dout_head,
+    stride_dk_batch, stride_dk_head,
+    stride_dv_batch, stride_dv_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
+    STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DK_ROW: tl.constexpr, STRIDE_DV_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
@@ -181,14 +188,14 @@ def attention_dkdv_kernel(
         first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     k_base = head_pointer(
-        k_ptr, sequence, begin_k + first, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED
+        k_ptr, sequence, begin_k + first, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED
     )
     v_base = head_pointer(
-        v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED
+        v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED
     )
     if not CHUNK:
-        k_tile = load_rows(k_base, stride_k_row, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_rows(v_base, stride_v_row, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+        k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D)
+        v_tile = load_rows(v_base, STRIDE_V_ROW, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E)
     else:
         k_tile = None
         v_tile = None
@@ -196,16 +203,17 @@ def attention_dkdv_kernel(
     dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
 
     for head in range(head_kv * group, head_kv * group + group):
-        q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
+        q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
         dout_base = head_pointer(
-            dout_ptr, sequence, begin_q, head, stride_dout_batch, stride_dout_row, stride_dout_head, PACKED
+            dout_ptr, sequence, begin_q, head, stride_dout_batch, STRIDE_DOUT_ROW, stride_dout_head, PACKED
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
-            stride_k_row, stride_v_row, stride_q_row, stride_dout_row, begin, full_begin, full_end, end,
+            begin, full_begin, full_end, end,
             first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
+            STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
             HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
         )  # fmt: skip
@@ -215,21 +223,23 @@ def attention_dkdv_kernel(
     dk = tl.where(valid, dk * scale, 0.0)
     dv = tl.where(valid, dv, 0.0)
     dk_base = head_pointer(
-        dk_ptr, sequence, begin_k + first, head_kv, stride_dk_batch, stride_dk_row, stride_dk_head, PACKED
+        dk_ptr, sequence, begin_k + first, head_kv, stride_dk_batch, STRIDE_DK_ROW, stride_dk_head, PACKED
     )
     dv_base = head_pointer(
-        dv_ptr, sequence, begin_k + first, head_kv, stride_dv_batch, stride_dv_row, stride_dv_head, PACKED
+        dv_ptr, sequence, begin_k + first, head_kv, stride_dv_batch, STRIDE_DV_ROW, stride_dv_head, PACKED
     )
-    store_rows(dk_base, stride_dk_row, 0, seq_k - first, dk, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_base, stride_dv_row, 0, seq_k - first, dv, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+    store_rows(dk_base, STRIDE_DK_ROW, 0, seq_k - first, dk, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_rows(dv_base, STRIDE_DV_ROW, 0, seq_k - first, dv, HEAD_DIM_V, BLOCK_N, BLOCK_E)
 
 
 @triton.jit
 def _sum_dkdv(
     dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
-    stride_k_row, stride_v_row, stride_q_row, stride_dout_row, begin, full_begin, full_end, end,
+    begin, full_begin, full_end, end,
     first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
     dropout_seed_ptr, sequence_head, keep_threshold,
+    STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, STRIDE_Q_ROW: tl.constexpr,
+    STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -244,11 +254,11 @@ def _sum_dkdv(
         lse, delta = _load_statistics(statistics_base, row, seq_q)
         if CHUNK:
             scores = product_by_chunks(
-                k_base, stride_k_row, 0, keys - first, q_base, stride_q_row, start, seq_q,
+                k_base, STRIDE_K_ROW, 0, keys - first, q_base, STRIDE_Q_ROW, start, seq_q,
                 HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
         if (start < full_begin) | (start >= full_end):
@@ -256,10 +266,10 @@ def _sum_dkdv(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             probs = tl.where(visible, probs, 0.0)
-        dout_tile = load_rows(dout_base, stride_dout_row, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
         if CHUNK:
             dprobs = product_by_chunks(
-                v_base, stride_v_row, 0, keys - first, dout_base, stride_dout_row, start, seq_q,
+                v_base, STRIDE_V_ROW, 0, keys - first, dout_base, STRIDE_DOUT_ROW, start, seq_q,
                 HEAD_DIM_V, BLOCK_N, BLOCK_M, BLOCK_E, CHUNK, PRECISION,
             )  # fmt: skip
         else:
@@ -274,7 +284,7 @@ def _sum_dkdv(
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
         if CHUNK:
-            q_tile = load_rows(q_base, stride_q_row, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 

@@ -76,7 +76,7 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
 
 
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
-    """Estimate, in bytes, of the shared memory that a program takes; tests compile every row and hold it to the limit."""
+    """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
     width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
     moving, resident = (tiles.block_m, tiles.block_n) if kernel == "dkdv" else (tiles.block_n, tiles.block_m)
     if tiles.chunk:

@@ -40,11 +40,13 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    stride_q_batch, stride_q_row, stride_q_head,
-    stride_k_batch, stride_k_row, stride_k_head,
-    stride_v_batch, stride_v_row, stride_v_head,
-    stride_out_batch, stride_out_row, stride_out_head,
+    stride_q_batch, stride_q_head,
+    stride_k_batch, stride_k_head,
+    stride_v_batch, stride_v_head,
+    stride_out_batch, stride_out_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
+    STRIDE_OUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
@@ -59,9 +61,9 @@ def attention_forward_kernel(
     if first >= seq_q:
         return
     head_kv = head // group
-    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, stride_q_row, stride_q_head, PACKED)
-    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, stride_k_row, stride_k_head, PACKED)
-    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, stride_v_row, stride_v_head, PACKED)
+    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
+    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED)
+    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED)
 
     keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
     shift = 0 if TOP_LEFT else seq_k - seq_q
@@ -70,9 +72,10 @@ def attention_forward_kernel(
     )
 
     acc, row_max, row_sum = _visit_key_tiles(
-        q_base, k_base, v_base, stride_q_row, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+        q_base, k_base, v_base, begin, full_begin, full_end, end,
         first, seq_q, keys, shift, window_left, window_right, scale,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
     )  # fmt: skip
 
@@ -85,15 +88,16 @@ def attention_forward_kernel(
     lse_base = lse_ptr + row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first
     tl.store(lse_base + row, lse, mask=first + row < seq_q)
     out_base = head_pointer(
-        out_ptr, sequence, begin_q + first, head, stride_out_batch, stride_out_row, stride_out_head, PACKED
+        out_ptr, sequence, begin_q + first, head, stride_out_batch, STRIDE_OUT_ROW, stride_out_head, PACKED
     )
-    store_rows(out_base, stride_out_row, 0, seq_q - first, acc * inverse[:, None], HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    store_rows(out_base, STRIDE_OUT_ROW, 0, seq_q - first, acc * inverse[:, None], HEAD_DIM_V, BLOCK_M, BLOCK_E)
 
 
 @triton.jit
 def _visit_key_tiles(
-    q_base, k_base, v_base, stride_q_row, stride_k_row, stride_v_row, begin, full_begin, full_end, end,
+    q_base, k_base, v_base, begin, full_begin, full_end, end,
     first, seq_q, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
@@ -109,15 +113,15 @@ def _visit_key_tiles(
     scale_log2 = scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, stride_q_row, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
+        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
     for start in tl.range(begin, end, BLOCK_N):
         if CHUNK:
             scores = product_by_chunks(
-                q_base, stride_q_row, 0, seq_q - first, k_base, stride_k_row, start, keys,
+                q_base, STRIDE_Q_ROW, 0, seq_q - first, k_base, STRIDE_K_ROW, start, keys,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            k_tile = load_rows(k_base, stride_k_row, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if (start < full_begin) | (start >= full_end):
             column = start + tl.arange(0, BLOCK_N)
@@ -136,6 +140,6 @@ def _visit_key_tiles(
         if DROPOUT:
             kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
-        v_tile = load_rows(v_base, stride_v_row, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+        v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

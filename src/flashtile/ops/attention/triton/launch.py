@@ -1,7 +1,7 @@
 """Host side of the portable kernels: outputs, tile choice, and the launch. The backend module that `select` names.
 
-What a launch needs beyond its arguments (the compiled kernel and its tiles) depends only on a `Variant`; it is
-looked up under it, so that a call after the first costs no decision and no compilation.
+All that a launch needs beside its pointers (the compiled kernel, its tiles, sizes and strides) is a `Plan`, looked up
+under what the call looks like from outside. A call like an earlier one costs no decision and no compilation.
 """
 
 from __future__ import annotations
@@ -23,18 +23,28 @@ from flashtile.ops.attention.triton.forward import attention_forward_kernel
 
 _KERNELS = {"forward": attention_forward_kernel, "dq": attention_dq_kernel, "dkdv": attention_dkdv_kernel}
 
-#: Row strides below this are 32-bit in the kernels: the widest tile, 128 rows, then stays below 2³¹ elements.
-_NARROW_STRIDE = 2**23
+#: The tensors of each kernel that have strides, in the order of its parameters.
+_STRIDED = {
+    "forward": ("q", "k", "v", "out"),
+    "dq": ("q", "k", "v", "out", "dout", "dq"),
+    "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
+}
+
 #: Windows are clipped to this, far above any sequence and far below overflow.
 _WIDEST_WINDOW = 2**29
 
 
 class Variant(NamedTuple):
-    """All that decides a kernel's machine code on one device."""
+    """All that decides a kernel's machine code on one device.
+
+    Row strides are part of it: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
+    become constants), and a model has few of them. Lengths, batches and numbers of heads are not part of it.
+    """
 
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
+    row_strides: tuple[int, ...]
     packed: bool
     has_left: bool
     has_right: bool
@@ -46,45 +56,40 @@ class Variant(NamedTuple):
     precision: str
     pointer_multiple: int
     stride_multiple: int
-    wide_rows: bool
     tiles: TileConfig
 
 
-class _Call(NamedTuple):
-    """A call as the kernels see it: sizes, the scalars all three share, and whether it is packed."""
+class SideShape(NamedTuple):
+    """What a plan needs to know of the side inputs."""
 
-    packed: bool
-    batch: int
-    heads: int
-    heads_kv: int
-    rows_q: int
-    rows_k: int
-    scalars: tuple[int, ...]
+    sequences: int | None
+    index_dtype: torch.dtype | None
+    key_lengths_dtype: torch.dtype | None
+    dropout: bool
 
-    def programs(self, rows: int, heads: int, block: int) -> int:
-        if self.packed:
-            return (rows // block + self.batch + 1) * heads
-        return -(-rows // block) * self.batch * heads
+
+class Plan(NamedTuple):
+    """A launch without its pointers: `launch(programs, *pointers, *scalars)`."""
+
+    launch: Callable[..., None]
+    programs: int
+    scalars: tuple[int | float, ...]
+
+
+_PLAIN_SIDE = SideShape(None, None, None, False)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
-    call = _describe(q, k, side, spec)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse_shape = (call.heads, call.rows_q) if call.packed else (call.batch, call.heads, call.rows_q)
+    q_shape = q.shape
+    out = torch.empty((*q_shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    lse_shape = (q_shape[1], q_shape[0]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return out, lse
-    q, scale = _positive_scale(q, spec.scale)
-    kernel, tiles = _prepare("forward", (q, k, v, out), side, spec)
-    kernel(
-        call.programs(call.rows_q, call.heads, tiles.block_m),
-        *map(pointer, (q, k, v, out, lse, *_side_tensors(side))),
-        *_strides((q, k, v, out), call.packed),
-        *call.scalars,
-        scale,
-        1 / (1 - spec.dropout_p),
-    )
+    if spec.scale <= 0:
+        q, spec, _ = _positive_scale(q, spec)
+    plan = _plan_for("forward", q, k, v, None, side, spec)
+    if plan.programs:
+        plan.launch(plan.programs, *map(pointer, (q, k, v, out, lse)), *_side_pointers(side), *plan.scalars)
     return out, lse
 
 
@@ -99,11 +104,14 @@ def backward(
     side: SideInputs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the dq kernel (which also writes delta), then the dk/dv kernel. Deterministic. Returns (dq, dk, dv)."""
+    """Runs the dq kernel, then the dk/dv kernel. Deterministic. Returns (dq, dk, dv)."""
+    sign = 1
+    if spec.scale <= 0:
+        q, spec, sign = _positive_scale(q, spec)
     statistics = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
     dq = backward_queries(dout, dlse, q, k, v, out, lse, statistics, side, spec)
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
-    return dq, dk, dv
+    return dq if sign == 1 else dq.mul_(sign), dk, dv
 
 
 def backward_queries(
@@ -119,23 +127,12 @@ def backward_queries(
     spec: AttentionSpec,
 ) -> Tensor:
     """Runs the dq kernel, which fills `statistics` `[*lse.shape, 4]` for the dk/dv kernel. Returns dq."""
-    call = _describe(q, k, side, spec)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.numel() == 0:
-        return dq
-    q, scale = _positive_scale(q, spec.scale)
-    dlse = None if dlse is None else dlse.contiguous()
-    tensors = (q, k, v, out, dout, dq)
-    kernel, tiles = _prepare("dq", tensors, side, spec, dlse is not None)
-    kernel(
-        call.programs(call.rows_q, call.heads, tiles.block_m),
-        *map(pointer, (q, k, v, out, dout, lse, dlse, statistics, dq, *_side_tensors(side))),
-        *_strides(tensors, call.packed),
-        *call.scalars,
-        scale,
-        spec.scale,
-        1 / (1 - spec.dropout_p),
-    )
+    out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    plan = _plan_for("dq", q, k, v, dout, side, spec, dlse is not None)
+    if plan.programs:
+        tensors = (q, k, v, out, dout, lse, dlse, statistics, dq)
+        plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side), *plan.scalars)
     return dq
 
 
@@ -149,106 +146,165 @@ def backward_keys(
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """Runs the dk/dv kernel, after the dq kernel has filled `statistics`. Returns (dk, dv)."""
-    call = _describe(q, k, side, spec)
-    dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (k, v))
-    if dk.numel() == 0:
-        return dk, dv
-    q, scale = _positive_scale(q, spec.scale)
-    tensors = (q, k, v, dout, dk, dv)
-    kernel, tiles = _prepare("dkdv", tensors, side, spec)
-    kernel(
-        call.programs(call.rows_k, call.heads_kv, tiles.block_n),
-        *map(pointer, (q, k, v, dout, statistics, dk, dv, *_side_tensors(side))),
-        *_strides(tensors, call.packed),
-        *call.scalars,
-        scale,
-        1 / (1 - spec.dropout_p),
-    )
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    plan = _plan_for("dkdv", q, k, v, dout, side, spec)
+    if plan.programs:
+        tensors = (q, k, v, dout, statistics, dk, dv)
+        plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side), *plan.scalars)
     return dk, dv
 
 
-def _describe(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> _Call:
-    packed = side.cu_seqlens_q is not None
-    if packed:
-        (rows_q, heads, _), (rows_k, heads_kv, _) = q.shape, k.shape
-        batch = side.cu_seqlens_q.shape[0] - 1
+def _positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
+    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
+
+    Returns:
+        q, the spec, and the factor that leads from the gradient of that q to the gradient of the given one.
+    """
+    if spec.scale < 0:
+        return -q, spec._replace(scale=-spec.scale), -1
+    return torch.zeros_like(q), spec._replace(scale=1.0), 0
+
+
+def _side_pointers(side: SideInputs) -> tuple:
+    cu_seqlens_q, cu_seqlens_k, _, _, key_lengths, dropout_seed = side
+    return pointer(cu_seqlens_q), pointer(cu_seqlens_k), pointer(key_lengths), pointer(dropout_seed)
+
+
+def _plan_for(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    side: SideInputs,
+    spec: AttentionSpec,
+    has_dlse: bool = False,
+) -> Plan:
+    cu_seqlens_q, _, max_seqlen_q, max_seqlen_k, key_lengths, dropout_seed = side
+    if cu_seqlens_q is None and key_lengths is None and dropout_seed is None:
+        side_shape = _PLAIN_SIDE
     else:
-        (batch, rows_q, heads, _), (_, rows_k, heads_kv, _) = q.shape, k.shape
-    left = 0 if spec.window_left is None else min(spec.window_left, _WIDEST_WINDOW)
-    right = 0 if spec.window_right is None else min(spec.window_right, _WIDEST_WINDOW)
-    threshold = keep_threshold(spec.dropout_p)
-    scalars = (batch, heads, heads // heads_kv, rows_q, rows_k, left, right, threshold)
-    return _Call(packed, batch, heads, heads_kv, rows_q, rows_k, scalars)
-
-
-def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q."""
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-
-
-def _side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
-    return side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed
-
-
-def _strides(tensors: tuple[Tensor, ...], packed: bool) -> list[int]:
-    """(batch, row, head) strides of each tensor, flat."""
-    flat: list[int] = []
-    for tensor in tensors:
-        if packed:
-            flat.append(0)
-        flat.extend(tensor.stride()[:-1])
-    return flat
-
-
-def _prepare(
-    kernel: Kernel, tensors: tuple[Tensor, ...], side: SideInputs, spec: AttentionSpec, has_dlse: bool = False
-) -> tuple[Callable[..., None], TileConfig]:
-    """The compiled kernel and its tiles. `tensors` are those with strides; q and v are the first and third."""
-    q, v = tensors[0], tensors[2]
-    stride_bits = address_bits = widest_row = 0
-    row_dim = q.dim() - 3
-    for tensor in tensors:
-        strides = tensor.stride()
-        for stride in strides[:-1]:
-            stride_bits |= stride
-        widest_row = max(widest_row, strides[row_dim])
-        address_bits |= tensor.data_ptr()
-    facts = device_facts(q.device)
-    long = side.max_seqlen_q >= LONG and side.max_seqlen_k >= LONG
-    tiles = choose_tiles(kernel, facts, Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long))
-    variant = Variant(
+        side_shape = SideShape(
+            None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
+            None if cu_seqlens_q is None else cu_seqlens_q.dtype,
+            None if key_lengths is None else key_lengths.dtype,
+            dropout_seed is not None,
+        )
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    dout_stride = None
+    if dout is not None:
+        addresses |= dout.data_ptr()
+        dout_stride = dout.stride()
+    return _plan(
+        kernel,
         q.dtype,
-        q.shape[-1],
-        v.shape[-1],
-        side.cu_seqlens_q is not None,
+        q.device,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride(), dout_stride),
+        addresses & 15,
+        max_seqlen_q >= LONG and max_seqlen_k >= LONG,
+        side_shape,
+        spec,
+        has_dlse,
+        torch._C._get_cublas_allow_tf32(),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...] | None, ...],
+    misalignment: int,
+    long: bool,
+    side: SideShape,
+    spec: AttentionSpec,
+    has_dlse: bool,
+    allow_tf32: bool,
+) -> Plan:
+    """Everything that can be decided before the tensors' contents are known."""
+    q_shape, k_shape, v_shape = shapes
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
+    packed = side.sequences is not None
+    batch = side.sequences if packed else q_shape[0]
+    facts = device_facts(device)
+    tiles = choose_tiles(kernel, facts, Situation(dtype, head_dim, head_dim_v, spec.banded, long))
+    triples = _stride_triples(kernel, shapes, strides)
+    variant = Variant(
+        dtype,
+        head_dim,
+        head_dim_v,
+        tuple(row for _, row, _ in triples),
+        packed,
         spec.window_left is not None,
         spec.window_right is not None,
         spec.top_left,
-        side.dropout_seed is not None,
+        side.dropout,
         has_dlse,
-        None if side.cu_seqlens_q is None else side.cu_seqlens_q.dtype,
-        None if side.key_lengths is None else side.key_lengths.dtype,
-        _dot_precision(q.dtype, facts),
-        _power_of_two_factor(address_bits),
-        _power_of_two_factor(stride_bits),
-        widest_row >= _NARROW_STRIDE,
+        side.index_dtype,
+        side.key_lengths_dtype,
+        _dot_precision(dtype, facts, allow_tf32),
+        _power_of_two_factor(misalignment),
+        _power_of_two_factor(*(stride for triple in triples for stride in triple)),
         tiles,
     )
-    return _launcher(kernel, variant, q.device), tiles
+    if kernel == "dkdv":
+        programs = _programs(packed, batch, heads_kv, rows_k, tiles.block_n)
+        empty = k_shape.numel() == 0 and v_shape.numel() == 0
+    else:
+        programs = _programs(packed, batch, heads, rows_q, tiles.block_m)
+        empty = q_shape.numel() == 0
+    scalars = (
+        *(stride for batch_stride, _, head_stride in triples for stride in (batch_stride, head_stride)),
+        *(batch, heads, heads // heads_kv, rows_q, rows_k),
+        *(0 if side is None else min(side, _WIDEST_WINDOW) for side in (spec.window_left, spec.window_right)),
+        keep_threshold(spec.dropout_p),
+        spec.scale,
+        1 / (1 - spec.dropout_p),
+    )
+    return Plan(_launcher(kernel, variant, device), 0 if empty else programs, scalars)
 
 
-def _power_of_two_factor(bits: int) -> int:
-    """The largest power of two up to 16 that divides every number that was or-ed into `bits`."""
-    return (bits & -bits) & 15 or 16
+def _programs(packed: bool, batch: int, heads: int, rows: int, block: int) -> int:
+    """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
+    return (rows // block + batch + 1 if packed else -(-rows // block) * batch) * heads
 
 
-def _dot_precision(dtype: torch.dtype, facts: DeviceFacts) -> str:
+def _stride_triples(
+    kernel: Kernel, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...] | None, ...]
+) -> list[tuple[int, int, int]]:
+    """(batch, row, head) strides of the kernel's tensors; outputs are contiguous."""
+    q_shape, k_shape, v_shape = shapes
+    out_shape = (*q_shape[:-1], v_shape[-1])
+    contiguous = {"out": out_shape, "dq": q_shape, "dk": k_shape, "dv": v_shape}
+    given = dict(zip(("q", "k", "v", "dout"), strides))
+    return [
+        _stride_triple(given[name]) if name in given else _contiguous_triple(contiguous[name])
+        for name in _STRIDED[kernel]
+    ]
+
+
+def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+
+
+def _contiguous_triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    rows, heads, head_dim = shape[-3:]
+    return (rows * heads * head_dim if len(shape) == 4 else 0, heads * head_dim, head_dim)
+
+
+def _power_of_two_factor(*numbers: int) -> int:
+    """The largest power of two up to 16 that divides all the numbers."""
+    bits = functools.reduce(int.__or__, numbers, 16)
+    return bits & -bits
+
+
+def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> str:
     """fp32 products are IEEE unless PyTorch's own setting allows TF32."""
-    if dtype is torch.float32 and facts.is_cuda and torch._C._get_cublas_allow_tf32():
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype is torch.float32 and facts.is_cuda and allow_tf32 else "ieee"
 
 
 @functools.cache
@@ -260,6 +316,10 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
     """The specialisation of a kernel for a variant, as the launcher and ahead-of-time compilation take it."""
     function = _KERNELS[kernel]
     constants = {
+        **{
+            f"STRIDE_{name.upper()}_ROW": stride
+            for name, stride in zip(_STRIDED[kernel], variant.row_strides, strict=True)
+        },
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
         "BLOCK_D": tile_width(variant.head_dim),
@@ -285,8 +345,6 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
 
 def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     """Type of a run-time parameter, and a power of two that divides it."""
-    if name == "statistics_ptr":
-        return "*fp32", 16
     index_dtypes = {
         "cu_seqlens_q_ptr": variant.index_dtype or torch.int32,
         "cu_seqlens_k_ptr": variant.index_dtype or torch.int32,
@@ -295,12 +353,12 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     }
     if name in index_dtypes:
         return "*" + ELEMENT_TYPES[index_dtypes[name]], 1
+    if name == "statistics_ptr":
+        return "*fp32", 16
     if name in ("lse_ptr", "dlse_ptr"):
         return "*fp32", 1
     if name.endswith("_ptr"):
         return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
     if name.startswith("stride_"):
-        # Batches and heads are located once per program, in 64 bits; rows inside the loops.
-        narrow = name.endswith("_row") and not variant.wide_rows
-        return "i32" if narrow else "i64", variant.stride_multiple
+        return "i64", variant.stride_multiple
     return ("fp32" if name.endswith("scale") else "i32"), 1

@@ -84,10 +84,10 @@ def locate_tile(
 
 @triton.jit
 def head_pointer(
-    pointer, sequence, first_row, head, stride_batch, stride_row, stride_head, PACKED: tl.constexpr
+    pointer, sequence, first_row, head, stride_batch, STRIDE_ROW: tl.constexpr, stride_head, PACKED: tl.constexpr
 ):  # fmt: skip
     """Pointer to row `first_row` of one head of one sequence, computed in 64 bits."""
-    offset = tl.cast(first_row, tl.int64) * stride_row + tl.cast(head, tl.int64) * stride_head
+    offset = tl.cast(first_row, tl.int64) * STRIDE_ROW + tl.cast(head, tl.int64) * stride_head
     if not PACKED:
         offset += tl.cast(sequence, tl.int64) * stride_batch
     return pointer + offset
@@ -114,15 +114,24 @@ def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.cons
 
 
 @triton.jit
+def row_pointers(pointer, STRIDE_ROW: tl.constexpr, first, BLOCK_ROWS: tl.constexpr):
+    """Pointers to the first column of some rows, `[BLOCK_ROWS, 1]`: wide arithmetic once for the first row, narrow
+    arithmetic inside the tile, where the stride allows it."""
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    if STRIDE_ROW >= 2**23:
+        row = row.to(tl.int64)
+    return pointer + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW
+
+
+@triton.jit
 def load_rows(
-    pointer, stride_row, first, rows, HEAD_DIM: tl.constexpr,
+    pointer, STRIDE_ROW: tl.constexpr, first, rows, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    # 64-bit arithmetic once per tile for its first row, narrow arithmetic inside the tile.
-    pointers = pointer + tl.cast(first, tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    pointers = row_pointers(pointer, STRIDE_ROW, first, BLOCK_ROWS) + column[None, :]
     mask = (first + row < rows)[:, None]
     if HEAD_DIM < BLOCK_COLUMNS:
         mask = mask & (column < HEAD_DIM)[None, :]
@@ -131,9 +140,9 @@ def load_rows(
 
 @triton.jit
 def product_by_chunks(
-    a_base, stride_a_row, a_first, a_rows, b_base, stride_b_row, b_first, b_rows, HEAD_DIM: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    a_base, STRIDE_A_ROW: tl.constexpr, a_first, a_rows, b_base, STRIDE_B_ROW: tl.constexpr, b_first, b_rows,
+    HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`a bᵀ` of two tiles of rows, `[BLOCK_A, BLOCK_B]`, with only CHUNK columns of the head on chip at a time.
 
@@ -141,8 +150,8 @@ def product_by_chunks(
     """
     a_row = tl.arange(0, BLOCK_A)
     b_row = tl.arange(0, BLOCK_B)
-    a_pointers = a_base + tl.cast(a_first, tl.int64) * stride_a_row + a_row[:, None] * stride_a_row
-    b_pointers = b_base + tl.cast(b_first, tl.int64) * stride_b_row + b_row[:, None] * stride_b_row
+    a_pointers = row_pointers(a_base, STRIDE_A_ROW, a_first, BLOCK_A)
+    b_pointers = row_pointers(b_base, STRIDE_B_ROW, b_first, BLOCK_B)
     product = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
     for start in range(0, BLOCK_COLUMNS, CHUNK):
         column = (start + tl.arange(0, CHUNK))[None, :]
@@ -156,13 +165,13 @@ def product_by_chunks(
 
 @triton.jit
 def store_rows(
-    pointer, stride_row, first, rows, tile, HEAD_DIM: tl.constexpr,
+    pointer, STRIDE_ROW: tl.constexpr, first, rows, tile, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stores a `[BLOCK_ROWS, BLOCK_COLUMNS]` tile, but for what lies past the last row or past HEAD_DIM."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    pointers = pointer + tl.cast(first, tl.int64) * stride_row + (row[:, None] * stride_row + column[None, :])
+    pointers = row_pointers(pointer, STRIDE_ROW, first, BLOCK_ROWS) + column[None, :]
     mask = (first + row < rows)[:, None] & (column < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
 
