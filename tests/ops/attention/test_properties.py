@@ -1,0 +1,242 @@
+"""Properties over random calls: agreement with the fp64 oracle, and what must not change the result."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flashtile
+from flashtile.testing import AttentionCase, Inputs, check, make_inputs, run
+
+BACKENDS = ("reference", "cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+sides = st.none() | st.integers(0, 40)
+# Sizes around the edges of tiles, and anything between.
+sizes = st.integers(0, 70) | st.sampled_from([1, 63, 64, 65, 127, 128, 129])
+seeds = st.integers(0, 2**20)
+
+
+@st.composite
+def arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Options of a call that are not tensors."""
+    given: dict[str, Any] = {}
+    if draw(st.booleans()):
+        given["causal"] = True
+    if draw(st.booleans()):
+        given["window"] = (draw(sides), draw(sides))
+    if draw(st.booleans()):
+        given["align"] = draw(st.sampled_from(["bottom_right", "top_left"]))
+    if draw(st.integers(0, 3)) == 0:
+        given["scale"] = draw(st.sampled_from([0.0, 0.3, -0.2, 1]))
+    if draw(st.integers(0, 2)) == 0:
+        given["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.9]))
+    return given
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> AttentionCase:
+    """Any call: dense or packed, every option, odd sizes."""
+    heads_kv = draw(st.integers(1, 3))
+    case = AttentionCase(
+        seq_q=draw(sizes),
+        seq_k=draw(sizes),
+        batch=draw(st.integers(0, 3)),
+        heads=heads_kv * draw(st.integers(1, 3)),
+        heads_kv=heads_kv,
+        head_dim=draw(st.integers(1, 40)),
+        head_dim_v=draw(st.integers(1, 40)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        arguments=draw(arguments()),
+    )
+    if draw(st.booleans()):
+        lengths = st.tuples(sizes, sizes)
+        pairs = draw(st.lists(lengths, max_size=4))
+        case = replace(
+            case,
+            batch=len(pairs),
+            lengths_q=tuple(pair[0] for pair in pairs),
+            lengths_k=tuple(pair[1] for pair in pairs),
+        )
+    if draw(st.booleans()):
+        lengths = st.lists(st.integers(0, 90), min_size=case.batch, max_size=case.batch)
+        case = replace(case, key_lengths=tuple(draw(lengths)))
+    return case
+
+
+def rearranged(tensor: Tensor, layout: str) -> Tensor:
+    """The same numbers in other memory."""
+    if layout == "slice":
+        return torch.cat((tensor, tensor + 1), dim=-1)[..., : tensor.shape[-1]]
+    if layout == "strided":
+        return tensor.repeat_interleave(2, dim=-1)[..., ::2]
+    if layout == "transposed":
+        return tensor.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return tensor
+
+
+layouts = st.sampled_from(["contiguous", "slice", "strided", "transposed"])
+
+
+@hypothesis.given(cases(), seeds)
+def test_cpu_agrees_with_the_oracle(case: AttentionCase, seed: int) -> None:
+    check(case, "cpu", seed=seed)
+
+
+@hypothesis.given(cases(), st.lists(layouts, min_size=4, max_size=4))
+def test_strides_do_not_matter(case: AttentionCase, layouts: list[str]) -> None:
+    inputs = make_inputs(case)
+    names = ("q", "k", "v", "dout")
+    moved = replace(inputs, **{n: rearranged(getattr(inputs, n), layout) for n, layout in zip(names, layouts)})
+    check(case, "cpu", inputs=moved)
+
+
+# --- what must not change the result --------------------------------------------------------------------------------
+
+
+def plain_cases(**changes: Any) -> st.SearchStrategy[AttentionCase]:
+    """Dense float64 calls without masks and dropout, in which every key counts the same."""
+    return st.builds(
+        AttentionCase,
+        seq_q=st.integers(1, 70),
+        seq_k=st.integers(2, 70),
+        batch=st.integers(1, 2),
+        heads=st.just(2),
+        heads_kv=st.sampled_from([1, 2]),
+        head_dim=st.integers(1, 20),
+        head_dim_v=st.integers(1, 20),
+        dtype=st.just(torch.float64),
+        **changes,
+    )
+
+
+def forward(inputs: Inputs, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, backend=backend, **options)
+
+
+both_backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@both_backends
+@hypothesis.given(plain_cases(), seeds)
+def test_order_of_keys_does_not_matter(backend: str, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case)
+    order = torch.randperm(case.seq_k, generator=torch.Generator().manual_seed(seed))
+    shuffled = replace(inputs, k=inputs.k[:, order], v=inputs.v[:, order])
+    plain, moved = run(case, inputs, backend), run(case, shuffled, backend)
+    for name in ("out", "lse", "dq"):
+        torch.testing.assert_close(moved[name], plain[name])
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(moved[name], plain[name][:, order])
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.data())
+def test_two_halves_of_the_keys_merge_by_their_lse(backend: str, case: AttentionCase, data: st.DataObject) -> None:
+    inputs = make_inputs(case)
+    cut = data.draw(st.integers(0, case.seq_k), label="cut")
+    halves = [
+        forward(replace(inputs, k=inputs.k[:, part], v=inputs.v[:, part]), backend)
+        for part in (slice(0, cut), slice(cut, None))
+    ]
+    out, lse = forward(inputs, backend)
+    torch.testing.assert_close(torch.logaddexp(halves[0][1], halves[1][1]), lse)
+    merged = sum(part * (part_lse - lse).exp().transpose(1, 2)[..., None] for part, part_lse in halves)
+    torch.testing.assert_close(merged, out)
+
+
+@both_backends
+@hypothesis.given(plain_cases(), arguments())
+def test_batch_equals_packed(backend: str, case: AttentionCase, options: dict[str, Any]) -> None:
+    inputs = make_inputs(replace(case, arguments=options))
+    packed_case = replace(case, lengths_q=(case.seq_q,) * case.batch, lengths_k=(case.seq_k,) * case.batch)
+    lengths = make_inputs(packed_case).tensors
+    flat = Inputs(
+        *(t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v, inputs.dout)),
+        dlse=inputs.dlse.transpose(0, 1).flatten(1, 2),
+        tensors={**lengths, **inputs.tensors},
+    )
+    dense = run(replace(case, arguments=options), inputs, backend)
+    packed = run(replace(packed_case, arguments=options), flat, backend)
+    torch.testing.assert_close(packed.pop("lse"), dense.pop("lse").transpose(0, 1).flatten(1, 2))
+    for name, value in packed.items():
+        torch.testing.assert_close(value, dense[name].flatten(0, 1))
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.floats(-50, 50))
+def test_shift_of_all_scores_moves_lse_only(backend: str, case: AttentionCase, shift: float) -> None:
+    # One more dimension adds `shift` to every score of every row.
+    inputs = make_inputs(case)
+    q = torch.cat((inputs.q, torch.full_like(inputs.q[..., :1], shift)), dim=-1)
+    k = torch.cat((inputs.k, torch.ones_like(inputs.k[..., :1])), dim=-1)
+    out, lse = forward(inputs, backend, scale=1.0)
+    moved, moved_lse = forward(replace(inputs, q=q, k=k), backend, scale=1.0)
+    torch.testing.assert_close(moved, out)
+    torch.testing.assert_close(moved_lse, lse + shift)
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.integers(0, 80))
+def test_key_length_is_a_cut(backend: str, case: AttentionCase, length: int) -> None:
+    inputs = make_inputs(case)
+    lengths = torch.full((case.batch,), length)
+    cut = replace(inputs, k=inputs.k[:, :length], v=inputs.v[:, :length])
+    torch.testing.assert_close(forward(inputs, backend, key_lengths=lengths), forward(cut, backend))
+
+
+@both_backends
+@hypothesis.given(plain_cases(), sides, sides)
+def test_causal_is_a_window(backend: str, case: AttentionCase, left: int | None, right: int | None) -> None:
+    inputs = make_inputs(case)
+    causal = forward(inputs, backend, causal=True, window=(left, right))
+    assert all(map(torch.equal, causal, forward(inputs, backend, window=(left, 0))))
+
+
+@both_backends
+@hypothesis.given(plain_cases(), sides, sides)
+def test_row_does_not_depend_on_what_it_does_not_see(
+    backend: str, case: AttentionCase, left: int | None, right: int | None
+) -> None:
+    inputs = make_inputs(case)
+    row, column = torch.arange(case.seq_q)[:, None], torch.arange(case.seq_k)
+    diagonal = row + case.seq_k - case.seq_q
+    lowest = diagonal - (left if left is not None else 10**6)
+    highest = diagonal + (right if right is not None else 10**6)
+    seen = ((lowest <= column) & (column <= highest)).any(dim=0)
+    changed = replace(
+        inputs,
+        k=torch.where(seen[:, None, None], inputs.k, 3 * inputs.k),
+        v=torch.where(seen[:, None, None], inputs.v, -inputs.v),
+    )
+    torch.testing.assert_close(*(forward(each, backend, window=(left, right)) for each in (inputs, changed)))
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.floats(0.1, 4))
+def test_out_is_linear_in_v_and_an_average_of_it(backend: str, case: AttentionCase, factor: float) -> None:
+    inputs = make_inputs(case)
+    out, _ = forward(inputs, backend)
+    affine, _ = forward(replace(inputs, v=factor * inputs.v + 1), backend)
+    torch.testing.assert_close(affine, factor * out + 1)
+    values = inputs.v.repeat_interleave(case.heads // case.heads_kv, dim=2)
+    assert (out <= values.amax(1, keepdim=True) + 1e-12).all()
+    assert (out >= values.amin(1, keepdim=True) - 1e-12).all()
+
+
+@both_backends
+@hypothesis.given(plain_cases())
+def test_grouped_heads_equal_repeated_heads(backend: str, case: AttentionCase) -> None:
+    inputs = make_inputs(replace(case, heads=4, heads_kv=2))
+    repeated = replace(inputs, k=inputs.k.repeat_interleave(2, dim=2), v=inputs.v.repeat_interleave(2, dim=2))
+    grouped, full = run(case, inputs, backend), run(case, repeated, backend)
+    for name in ("out", "lse", "dq"):
+        torch.testing.assert_close(grouped[name], full[name])
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(grouped[name], full[name].unflatten(2, (2, 2)).sum(3))
