@@ -24,6 +24,9 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 BACKENDS = ("reference", "cpu")
 COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
 
+# PyTorch's own forward mode and compiler still use it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
 
 

@@ -75,7 +75,7 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
         column_groups[None, None, :],
         row_groups[None, :, None],
         sequence_head[:, None, None],
-        seed[1] & _MASK32,
+        seed[1],
     )
     threshold = keep_threshold(dropout_p)
     # [word, n, row_group, column_group], a word and its two groups giving 2 × 8 rows and 2 × 8 columns of 16
