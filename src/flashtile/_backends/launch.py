@@ -53,7 +53,7 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
     names = source.function.arg_names
     signature = dict(zip(names, source.types))
-    signature.update(dict.fromkeys(names[len(source.types):], "constexpr"))
+    signature.update(dict.fromkeys(names[len(source.types) :], "constexpr"))
     attributes = {
         (index,): [["tt.divisibility", multiple]] for index, multiple in enumerate(source.multiples) if multiple > 1
     }
@@ -77,20 +77,40 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
         return functools.partial(_interpret, source)
     with torch.cuda.device(device):
         compiled = compile_kernel(source, facts)
-        run = compiled.run  # loads the binary
+        run = _direct_run(compiled)
     constants = tuple(source.constants[name] for name in source.function.arg_names[len(source.types) :])
-    function, metadata, index = compiled.function, compiled.packed_metadata, device.index
+    index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
     def launch(programs: int, *arguments: Any) -> None:
-        stream = current_stream(index)
         if current_device() == index:
-            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+            run(programs, current_stream(index), arguments, constants)
         else:
             with torch.cuda.device(index):
-                run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+                run(programs, current_stream(index), arguments, constants)
 
     return launch
+
+
+def _direct_run(compiled: CompiledKernel) -> Callable[[int, int, tuple, tuple], None]:
+    """Enqueues a loaded kernel: `run(programs, stream, arguments, constants)`.
+
+    On NVIDIA, Triton's launcher object adds scratch memory, which these kernels do not use; its C function is called
+    without that step. Elsewhere, and where a Triton version has another launcher, the object itself is.
+    """
+    launcher = compiled.run  # loads the binary
+    function, metadata = compiled.function, compiled.packed_metadata
+    scratch = getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1)
+    enqueue = getattr(launcher, "launch", None)
+    if enqueue is None or scratch or not hasattr(launcher, "launch_pdl"):
+        return lambda programs, stream, arguments, constants: launcher(
+            programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants
+        )
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    fixed = (function, *flags, None, None, metadata, None, None, None)
+    return lambda programs, stream, arguments, constants: enqueue(
+        programs, 1, 1, stream, *fixed, *arguments, *constants
+    )
 
 
 def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:

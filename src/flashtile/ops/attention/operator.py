@@ -38,7 +38,6 @@ _backward_op = torch.ops.flashtile.attention_backward.default
 _SIDE = len(SideInputs._fields)
 _SPEC = _SIDE + len(AttentionSpec._fields)
 
-_DEVICES = ("cpu", "cuda")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -52,20 +51,22 @@ def run_attention(
         if torch.compiler.is_compiling():
             q, k, v, side = _distinct(q, k, v, side)
             return _Attention.apply(q, k, v, *side, *spec, backend)
-        return _Attention.apply(q, k, v, side, spec, backend)
+        return _apply(q, k, v, side, spec, backend)
     return _run_forward(q, k, v, side, spec, backend)
 
 
-def _unobserved(*tensors: Tensor) -> bool:
+def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether PyTorch's dispatcher would only pass the call on: nothing else intercepts, records or traces it."""
     return (
-        all(type(tensor) in _PLAIN for tensor in tensors)
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and (q.is_cuda or q.is_cpu)
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
-        and tensors[0].device.type in _DEVICES
     )
 
 
@@ -110,11 +111,15 @@ class _Attention(torch.autograd.Function):
         tensors = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _DifferentiableBackward.apply(*tensors, *side, *ctx.spec, ctx.backend)
-        elif _unobserved(dout, q, k, v):
+        elif type(dout) in _PLAIN and _unobserved(q, k, v):
             grads = _backward(*tensors, side, ctx.spec, ctx.backend)
         else:
             grads = _backward_op(*tensors, *side, *ctx.spec, ctx.backend)
         return *grads, *(None,) * ctx.other_arguments
+
+
+#: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 class _TransformedAttention(_Attention):

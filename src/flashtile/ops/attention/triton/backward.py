@@ -52,6 +52,7 @@ def attention_dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel."""
@@ -75,8 +76,8 @@ def attention_dq_kernel(
     rows_left = seq_q - first
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
-    dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
-    out_tile = load_rows(out_base, STRIDE_OUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+    out_tile = load_rows(out_base, STRIDE_OUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     lse = tl.load(lse_ptr + statistics, mask=row < rows_left, other=float("-inf"))
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
@@ -100,7 +101,7 @@ def attention_dq_kernel(
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+        HAS_LEFT, HAS_RIGHT, ALL_VISIBLE, DROPOUT, PRECISION,
     )  # fmt: skip
     dq_base = head_pointer(
         dq_ptr, sequence, begin_q + first, head, stride_dq_batch, STRIDE_DQ_ROW, stride_dq_head, PACKED
@@ -117,16 +118,16 @@ def _sum_dq(
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`."""
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D)
-        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D, False)
+        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     for start in tl.range(begin, end, BLOCK_N):
-        k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
+        k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, ALL_VISIBLE)
         if CHUNK:
             scores = product_by_chunks(
                 q_base, STRIDE_Q_ROW, 0, rows_left, k_base, STRIDE_K_ROW, start, keys,
@@ -137,11 +138,11 @@ def _sum_dq(
                 HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+            v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, ALL_VISIBLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
-        if (start < full_begin) | (start >= full_end):
+        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -171,6 +172,7 @@ def attention_dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
@@ -194,8 +196,8 @@ def attention_dkdv_kernel(
         v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED
     )
     if not CHUNK:
-        k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_rows(v_base, STRIDE_V_ROW, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+        k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D, False)
+        v_tile = load_rows(v_base, STRIDE_V_ROW, 0, keys - first, HEAD_DIM_V, BLOCK_N, BLOCK_E, False)
     else:
         k_tile = None
         v_tile = None
@@ -215,7 +217,7 @@ def attention_dkdv_kernel(
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+            HAS_LEFT, HAS_RIGHT, ALL_VISIBLE, DROPOUT, PRECISION,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -242,7 +244,7 @@ def _sum_dkdv(
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
@@ -251,22 +253,22 @@ def _sum_dkdv(
     column = first + tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        lse, delta = _load_statistics(statistics_base, row, seq_q)
+        lse, delta = _load_statistics(statistics_base, row, seq_q, ALL_VISIBLE)
         if CHUNK:
             scores = product_by_chunks(
                 k_base, STRIDE_K_ROW, 0, keys - first, q_base, STRIDE_Q_ROW, start, seq_q,
                 HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALL_VISIBLE)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
-        if (start < full_begin) | (start >= full_end):
+        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             probs = tl.where(visible, probs, 0.0)
-        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, ALL_VISIBLE)
         if CHUNK:
             dprobs = product_by_chunks(
                 v_base, STRIDE_V_ROW, 0, keys - first, dout_base, STRIDE_DOUT_ROW, start, seq_q,
@@ -284,20 +286,23 @@ def _sum_dkdv(
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
         if CHUNK:
-            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALL_VISIBLE)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
 
 @triton.jit
-def _load_statistics(base, row, rows):
+def _load_statistics(base, row, rows, WHOLE: tl.constexpr):
     """lse (in units of log2) and delta of some rows.
 
     They lie side by side in 16 bytes, half of them unused: a tile of them is then large enough that the compiler
     loads it once for all threads, not once in each (40 load instructions per tile against 9, and fewer spills).
     """
     pointers = base + 4 * row[:, None] + tl.arange(0, 4)[None, :]  # [M, 4]
-    quads = tl.load(pointers, mask=(row < rows)[:, None], other=0.0)
+    if WHOLE:
+        quads = tl.load(pointers)
+    else:
+        quads = tl.load(pointers, mask=(row < rows)[:, None], other=0.0)
     evens, odds = tl.split(tl.reshape(quads, (quads.shape[0], 2, 2)))
     lse, _ = tl.split(evens)
     delta, _ = tl.split(odds)

@@ -50,10 +50,12 @@ def attention_forward_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`CHUNK`: columns of the head in one product, 0 for all of them. `rows_q`, `rows_k`: seq_q and seq_k,
-    or the totals of a packed call. `group`: query heads per key/value head. `keep_scale`: 1 / (1 - dropout_p)."""
+    """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
+    `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `ALL_VISIBLE`:
+    no key tile needs a mask."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -76,7 +78,8 @@ def attention_forward_kernel(
         first, seq_q, keys, shift, window_left, window_right, scale,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, HAS_LEFT, HAS_RIGHT, DROPOUT, PRECISION,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
+        HAS_LEFT, HAS_RIGHT, ALL_VISIBLE, DROPOUT, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -100,7 +103,7 @@ def _visit_key_tiles(
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`. Returns acc, row_max (in units of log2), row_sum.
 
@@ -113,7 +116,7 @@ def _visit_key_tiles(
     scale_log2 = scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D)
+        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False)
     for start in tl.range(begin, end, BLOCK_N):
         if CHUNK:
             scores = product_by_chunks(
@@ -121,9 +124,9 @@ def _visit_key_tiles(
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D)
+            k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, ALL_VISIBLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if (start < full_begin) | (start >= full_end):
+        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -140,6 +143,6 @@ def _visit_key_tiles(
         if DROPOUT:
             kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
             probs = tl.where(kept, probs, 0.0)
-        v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+        v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, ALL_VISIBLE)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

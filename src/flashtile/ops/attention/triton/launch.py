@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile.ops.attention.philox import keep_threshold
@@ -49,6 +50,7 @@ class Variant(NamedTuple):
     has_left: bool
     has_right: bool
     top_left: bool
+    all_visible: bool
     dropout: bool
     has_dlse: bool
     index_dtype: torch.dtype | None
@@ -68,12 +70,21 @@ class SideShape(NamedTuple):
     dropout: bool
 
 
+class Layout(NamedTuple):
+    """An output: shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`."""
+    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
 
     launch: Callable[..., None]
     programs: int
     scalars: tuple[int | float, ...]
+    outputs: tuple[Layout, ...]
 
 
 _PLAIN_SIDE = SideShape(None, None, None, False)
@@ -81,13 +92,10 @@ _PLAIN_SIDE = SideShape(None, None, None, False)
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
-    q_shape = q.shape
-    out = torch.empty((*q_shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    lse_shape = (q_shape[1], q_shape[0]) if len(q_shape) == 3 else (q_shape[0], q_shape[2], q_shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     if spec.scale <= 0:
         q, spec, _ = _positive_scale(q, spec)
     plan = _plan_for("forward", q, k, v, None, side, spec)
+    out, lse = _outputs(plan, q.device)
     if plan.programs:
         plan.launch(plan.programs, *map(pointer, (q, k, v, out, lse)), *_side_pointers(side), *plan.scalars)
     return out, lse
@@ -108,8 +116,7 @@ def backward(
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = _positive_scale(q, spec)
-    statistics = torch.empty((*lse.shape, 4), dtype=torch.float32, device=lse.device)
-    dq = backward_queries(dout, dlse, q, k, v, out, lse, statistics, side, spec)
+    dq, statistics = backward_queries(dout, dlse, q, k, v, out, lse, side, spec)
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     return dq if sign == 1 else dq.mul_(sign), dk, dv
 
@@ -122,18 +129,17 @@ def backward_queries(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    statistics: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> Tensor:
-    """Runs the dq kernel, which fills `statistics` `[*lse.shape, 4]` for the dk/dv kernel. Returns dq."""
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+) -> tuple[Tensor, Tensor]:
+    """Runs the dq kernel. Returns dq, and the statistics `[*lse.shape, 4]` that the dk/dv kernel reads."""
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan_for("dq", q, k, v, dout, side, spec, dlse is not None)
+    dq, statistics = _outputs(plan, q.device)
     if plan.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, dq)
         plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side), *plan.scalars)
-    return dq
+    return dq, statistics
 
 
 def backward_keys(
@@ -145,14 +151,18 @@ def backward_keys(
     side: SideInputs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Runs the dk/dv kernel, after the dq kernel has filled `statistics`. Returns (dk, dv)."""
-    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    """Runs the dk/dv kernel on the statistics of the dq kernel. Returns (dk, dv)."""
     plan = _plan_for("dkdv", q, k, v, dout, side, spec)
+    dk, dv = _outputs(plan, q.device)
     if plan.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
         plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side), *plan.scalars)
     return dk, dv
+
+
+def _outputs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
+    first, second = plan.outputs
+    return empty(*first, device), empty(*second, device)
 
 
 def _positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
@@ -233,6 +243,7 @@ def _plan(
     facts = device_facts(device)
     tiles = choose_tiles(kernel, facts, Situation(dtype, head_dim, head_dim_v, spec.banded, long))
     triples = _stride_triples(kernel, shapes, strides)
+    moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
     variant = Variant(
         dtype,
         head_dim,
@@ -242,6 +253,7 @@ def _plan(
         spec.window_left is not None,
         spec.window_right is not None,
         spec.top_left,
+        not spec.banded and side == _PLAIN_SIDE._replace(dropout=side.dropout) and moving_rows % moving_block == 0,
         side.dropout,
         has_dlse,
         side.index_dtype,
@@ -253,10 +265,10 @@ def _plan(
     )
     if kernel == "dkdv":
         programs = _programs(packed, batch, heads_kv, rows_k, tiles.block_n)
-        empty = k_shape.numel() == 0 and v_shape.numel() == 0
+        nothing = k_shape.numel() == 0
     else:
         programs = _programs(packed, batch, heads, rows_q, tiles.block_m)
-        empty = q_shape.numel() == 0
+        nothing = q_shape.numel() == 0
     scalars = (
         *(stride for batch_stride, _, head_stride in triples for stride in (batch_stride, head_stride)),
         *(batch, heads, heads // heads_kv, rows_q, rows_k),
@@ -265,7 +277,21 @@ def _plan(
         spec.scale,
         1 / (1 - spec.dropout_p),
     )
-    return Plan(_launcher(kernel, variant, device), 0 if empty else programs, scalars)
+    outputs = _output_layouts(kernel, dtype, shapes)
+    return Plan(_launcher(kernel, variant, device), 0 if nothing else programs, scalars, outputs)
+
+
+def _output_layouts(kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]) -> tuple[Layout, ...]:
+    """What the kernel writes: (out, lse), (dq, statistics) or (dk, dv)."""
+    q_shape, k_shape, v_shape = shapes
+    *sequences, rows, heads, _ = q_shape
+    lse_shape = (*sequences, heads, rows)
+    outputs = {
+        "forward": (((*q_shape[:-1], v_shape[-1]), dtype), (lse_shape, torch.float32)),
+        "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
+        "dkdv": ((k_shape, dtype), (v_shape, dtype)),
+    }
+    return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
 
 
 def _programs(packed: bool, batch: int, heads: int, rows: int, block: int) -> int:
@@ -331,6 +357,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
+        "ALL_VISIBLE": variant.all_visible,
         "HAS_KEY_LENGTHS": variant.key_lengths_dtype is not None,
         "DROPOUT": variant.dropout,
         "HAS_DLSE": variant.has_dlse,

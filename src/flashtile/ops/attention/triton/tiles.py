@@ -126,16 +126,22 @@ def row_pointers(pointer, STRIDE_ROW: tl.constexpr, first, BLOCK_ROWS: tl.conste
 @triton.jit
 def load_rows(
     pointer, STRIDE_ROW: tl.constexpr, first, rows, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros."""
+    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros. `WHOLE`
+    promises that no row lies past the end."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
     pointers = row_pointers(pointer, STRIDE_ROW, first, BLOCK_ROWS) + column[None, :]
-    mask = (first + row < rows)[:, None]
-    if HEAD_DIM < BLOCK_COLUMNS:
-        mask = mask & (column < HEAD_DIM)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0)
+    if not WHOLE and HEAD_DIM < BLOCK_COLUMNS:
+        tile = tl.load(pointers, mask=(first + row < rows)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    elif not WHOLE:
+        tile = tl.load(pointers, mask=(first + row < rows)[:, None], other=0.0)
+    elif HEAD_DIM < BLOCK_COLUMNS:
+        tile = tl.load(pointers, mask=(column < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 @triton.jit
