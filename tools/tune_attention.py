@@ -52,30 +52,32 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
     precision = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
     strides = (HIDDEN,) * len(launch._STRIDED[kernel])
     return launch.Variant(
-        dtype,
-        head_dim,
-        head_dim,
-        strides,
-        False,
-        False,
-        causal,
-        False,
-        False,
-        False,
-        None,
-        None,
-        precision,
-        16,
-        16,
-        tiles,
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        row_strides=strides,
+        packed=False,
+        has_left=False,
+        has_right=causal,
+        top_left=False,
+        whole=True,
+        all_visible=not causal,
+        dropout=False,
+        has_dlse=False,
+        index_dtype=None,
+        key_lengths_dtype=None,
+        precision=precision,
+        pointer_multiple=16,
+        stride_multiple=16,
+        tiles=tiles,
     )
 
 
 def compile_one(task) -> tuple[int, int] | None:
     """Fills Triton's disk cache, in a process of its own. Returns shared memory, or None if it does not fit."""
     kernel, head_dim, causal, dtype, tiles, facts = task
+    source = launch.kernel_source(kernel, variant_of(kernel, head_dim, causal, dtype, tiles))
     try:
-        source = launch.kernel_source(kernel, variant_of(kernel, head_dim, causal, dtype, tiles))
         compiled = compile_kernel(source, facts)
         return compiled.metadata.shared if compiled.metadata.shared <= facts.shared_memory else None
     except Exception as error:  # a configuration that the compiler rejects is not a candidate
@@ -104,12 +106,10 @@ def kernel_call(kernel: str, tensors: dict, causal: bool):
         return lambda: launch.forward(q, k, v, side, spec)
     if ("saved", causal) not in tensors:
         out, lse = launch.forward(q, k, v, side, spec)
-        statistics = torch.empty((*lse.shape, 4), device="cuda")
-        launch.backward_queries(dout, None, q, k, v, out, lse, statistics, side, spec)
-        tensors["saved", causal] = out, lse, statistics
+        tensors["saved", causal] = out, lse, launch.backward_queries(dout, None, q, k, v, out, lse, side, spec)[1]
     out, lse, statistics = tensors["saved", causal]
     if kernel == "dq":
-        return lambda: (launch.backward_queries(dout, None, q, k, v, out, lse, statistics, side, spec),)
+        return lambda: launch.backward_queries(dout, None, q, k, v, out, lse, side, spec)[:1]
     return lambda: launch.backward_keys(dout, q, k, v, statistics, side, spec)
 
 

@@ -99,23 +99,24 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = _unflatten(rest)
         out, lse = _run_forward(q, k, v, side, spec, backend)
-        _save(ctx, q, k, v, rest, out, lse)
+        _save(ctx, q, k, v, out, lse, side, spec, backend, len(rest))
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed = ctx.saved_tensors
-        side = SideInputs(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, key_lengths, dropout_seed)
+        max_seqlens, spec, backend, other_arguments = ctx.scalars
+        side = SideInputs(cu_seqlens_q, cu_seqlens_k, *max_seqlens, key_lengths, dropout_seed)
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _DifferentiableBackward.apply(*tensors, *side, *ctx.spec, ctx.backend)
+            grads = _DifferentiableBackward.apply(*tensors, *side, *spec, backend)
         elif type(dout) in _PLAIN and _unobserved(q, k, v):
-            grads = _backward(*tensors, side, ctx.spec, ctx.backend)
+            grads = _backward(*tensors, side, spec, backend)
         else:
-            grads = _backward_op(*tensors, *side, *ctx.spec, ctx.backend)
-        return *grads, *(None,) * ctx.other_arguments
+            grads = _backward_op(*tensors, *side, *spec, backend)
+        return *grads, *(None,) * other_arguments
 
 
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
@@ -138,7 +139,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        _save(ctx, q, k, v, rest, *output)
+        _save(ctx, q, k, v, *output, *_unflatten(rest), len(rest))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -148,11 +149,21 @@ class _TransformedAttention(_Attention):
         )
 
 
-def _save(ctx, q: Tensor, k: Tensor, v: Tensor, rest: Sequence, out: Tensor, lse: Tensor) -> None:
-    side, spec, backend = _unflatten(rest)
-    ctx.save_for_backward(q, k, v, out, lse, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed)
-    ctx.max_seqlens, ctx.spec, ctx.backend = (side.max_seqlen_q, side.max_seqlen_k), spec, backend
-    ctx.other_arguments = len(rest)
+def _save(
+    ctx,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    backend: str,
+    other_arguments: int,
+) -> None:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, dropout_seed = side
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed)
+    ctx.scalars = (max_seqlen_q, max_seqlen_k), spec, backend, other_arguments
     ctx.set_materialize_grads(False)
 
 

@@ -52,7 +52,7 @@ def attention_dq_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel."""
@@ -101,7 +101,7 @@ def attention_dq_kernel(
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, ALL_VISIBLE, DROPOUT, PRECISION,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION,
     )  # fmt: skip
     dq_base = head_pointer(
         dq_ptr, sequence, begin_q + first, head, stride_dq_batch, STRIDE_DQ_ROW, stride_dq_head, PACKED
@@ -118,7 +118,7 @@ def _sum_dq(
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`."""
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -127,7 +127,7 @@ def _sum_dq(
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D, False)
         dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     for start in tl.range(begin, end, BLOCK_N):
-        k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, ALL_VISIBLE)
+        k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
         if CHUNK:
             scores = product_by_chunks(
                 q_base, STRIDE_Q_ROW, 0, rows_left, k_base, STRIDE_K_ROW, start, keys,
@@ -138,7 +138,7 @@ def _sum_dq(
                 HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_E, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, ALL_VISIBLE)
+            v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
@@ -172,7 +172,7 @@ def attention_dkdv_kernel(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
@@ -217,7 +217,7 @@ def attention_dkdv_kernel(
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, ALL_VISIBLE, DROPOUT, PRECISION,
+            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -244,7 +244,7 @@ def _sum_dkdv(
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
@@ -253,14 +253,14 @@ def _sum_dkdv(
     column = first + tl.arange(0, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        lse, delta = _load_statistics(statistics_base, row, seq_q, ALL_VISIBLE)
+        lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE)
         if CHUNK:
             scores = product_by_chunks(
                 k_base, STRIDE_K_ROW, 0, keys - first, q_base, STRIDE_Q_ROW, start, seq_q,
                 HEAD_DIM, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALL_VISIBLE)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
         probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
@@ -268,7 +268,7 @@ def _sum_dkdv(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             probs = tl.where(visible, probs, 0.0)
-        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, ALL_VISIBLE)
+        dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE)
         if CHUNK:
             dprobs = product_by_chunks(
                 v_base, STRIDE_V_ROW, 0, keys - first, dout_base, STRIDE_DOUT_ROW, start, seq_q,
@@ -286,7 +286,7 @@ def _sum_dkdv(
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
         if CHUNK:
-            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, ALL_VISIBLE)
+            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 

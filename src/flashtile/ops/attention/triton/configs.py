@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels: frozen tables per architecture, and the pure function that reads them.
 
-Nothing is tuned on a user's machine. Rows of the Hopper table were measured (`tools/tune_attention.py`, H200, bf16,
-16,384 tokens of 4,096 each, heads · head_dim = 2048); the reason stands beside each. Rows of the others follow from
+Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
+4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); the reason stands beside each. Rows of the others follow from
 registers and shared memory. A row that does not fit a device's shared memory is shrunk until it does.
 """
 
@@ -62,17 +62,38 @@ def tile_width(head_dim: int) -> int:
 
 def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:
     """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit."""
-    width = max(tile_width(situation.head_dim), tile_width(situation.head_dim_v))
+    width = _width(situation)
     if situation.dtype is torch.float32:
         table = _FLOAT32
     elif device.arch == "sm_90":
-        table = _HOPPER_BANDED if situation.banded else _HOPPER if situation.long else _HOPPER_SHORT
+        table = {
+            (False, False): _HOPPER_FULL,
+            (False, True): _HOPPER_FULL,
+            (True, False): _HOPPER_BANDED_SHORT,
+            (True, True): _HOPPER_BANDED,
+        }[situation.banded, situation.long]
     elif device.is_cuda:
         table = _TENSOR_CORES
     else:
         table = _AMD
     preferred = next(tiles for widest, tiles in table[kernel] if width <= widest)
     return _fit(kernel, preferred, situation, device.shared_memory)
+
+
+def drops_bounds(kernel: Kernel, situation: Situation) -> bool:
+    """Whether tiles that divide their sequence are loaded without a bounds check. Measured 1-6 % faster, but for
+    dk/dv of 256 columns, where the compiler then spills (3.97 ms against 3.61)."""
+    return kernel != "dkdv" or _width(situation) <= 128
+
+
+def drops_masks(situation: Situation) -> bool:
+    """Whether the branch for masks is left out where no tile needs one. Measured up to 13 % faster for heads up to
+    128 columns (dk/dv 1.74 ms against 1.99), and 8 % slower past them (forward 1.12 against 1.01)."""
+    return _width(situation) <= 128
+
+
+def _width(situation: Situation) -> int:
+    return max(tile_width(situation.head_dim), tile_width(situation.head_dim_v))
 
 
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
@@ -109,48 +130,55 @@ def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) ->
 
 _Table = dict[str, tuple[tuple[int, TileConfig], ...]]
 
-#: sm_90, a mask: small tiles, several programs per multiprocessor so that one multiplies while another exponentiates.
-_HOPPER_BANDED: _Table = {
+#: sm_90, no mask. Two programs or two warpgroups per multiprocessor, so that one multiplies while another
+#: exponentiates. In brackets: milliseconds of the row, and of the next best.
+_HOPPER_FULL: _Table = {
     "forward": (
-        (64, TileConfig(64, 64, 4, 3)),  # 0.66 ms causal; 128 rows 0.74
-        (128, TileConfig(64, 64, 4, 3)),  # 0.62; 128 × 128 on 8 warps 0.67, 256 × 64 on 16 0.71
-        (256, TileConfig(128, 64, 8, 2)),  # 0.60; 32 keys 0.72
+        (64, TileConfig(128, 64, 8, 3)),  # (1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens)
+        (128, TileConfig(128, 128, 8, 3)),  # (1.09; 64 × 64 on 4 warps 1.14, 256 × 64 on 16 1.19)
+        (256, TileConfig(128, 64, 8, 2)),  # (1.01; 32 keys in 3 stages 1.19)
         (512, TileConfig(64, 32, 8, 1, 64)),
     ),
     "dq": (
-        (64, TileConfig(128, 64, 8, 3)),  # 0.75; 64 rows on 4 warps 0.77
-        (128, TileConfig(128, 64, 8, 3)),  # 0.84; 128 × 32 on 4 warps 0.87
-        (256, TileConfig(128, 32, 8, 3)),  # 0.91; 64 keys in one stage 1.06
+        (64, TileConfig(128, 64, 8, 3)),  # (1.28; 4 warps 1.33, 64 rows on 4 warps 1.35)
+        (128, TileConfig(128, 64, 8, 3)),  # (1.37; 32 keys on 4 warps 1.43)
+        (256, TileConfig(128, 32, 8, 3)),  # (1.40; 64 keys in 1 stage 1.81)
         (512, TileConfig(64, 16, 8, 1, 64)),
     ),
     "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),  # 1.14; 128 keys × 32 queries 1.20
-        (128, TileConfig(32, 64, 4, 3)),  # 1.04; 128 keys × 64 queries on 8 warps 1.10
-        (256, TileConfig(64, 64, 8, 2)),  # 2.11; 32 queries 2.48
+        (64, TileConfig(64, 64, 4, 3)),  # (1.97; 32 queries 1.97, slower at 8,192 tokens)
+        (128, TileConfig(64, 128, 8, 3)),  # (1.74; 64 keys × 32 queries on 4 warps 1.88)
+        (256, TileConfig(64, 64, 8, 2)),  # (3.61; 32 queries in 3 stages 4.35)
         (512, TileConfig(32, 32, 8, 1, 64)),
     ),
 }
 
-#: sm_90, no mask, short sequences: as with a mask, but for dk/dv of 128 columns.
-_HOPPER_SHORT: _Table = {
-    "forward": _HOPPER_BANDED["forward"],
-    "dq": _HOPPER_BANDED["dq"],
-    "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),  # 2.12 ms full; 128 keys × 32 queries 2.20
-        (128, TileConfig(64, 128, 8, 3)),  # 1.92; 64 keys × 32 queries on 4 warps 1.95
-        *_HOPPER_BANDED["dkdv"][2:],
+#: sm_90, a causal mask or a window, long sequences.
+_HOPPER_BANDED: _Table = {
+    "forward": (
+        (64, TileConfig(128, 64, 8, 3)),  # (0.71; 64 × 64 on 4 warps 0.73)
+        (128, TileConfig(64, 64, 4, 3)),  # (0.65; 128 × 128 on 8 warps 0.67)
+        *_HOPPER_FULL["forward"][2:],
     ),
+    "dq": (
+        (64, TileConfig(64, 64, 4, 3)),  # (0.76; 128 rows 0.77)
+        (128, TileConfig(128, 64, 8, 3)),  # (0.79; 64 × 64 on 4 warps 0.85)
+        *_HOPPER_FULL["dq"][2:],
+    ),
+    "dkdv": _HOPPER_FULL["dkdv"],  # (1.12, 1.04, 1.92; 128 columns with 64 keys × 32 queries 1.06)
 }
 
-#: sm_90, no mask, long sequences.
-_HOPPER: _Table = {
+#: sm_90, a causal mask or a window, short sequences: small tiles waste less at the diagonal.
+_HOPPER_BANDED_SHORT: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 4, 3)),  # 1.29 ms full; 64 rows 1.37
-        (128, TileConfig(256, 64, 16, 3)),  # 1.14; 64 rows on 4 warps 1.17, 128 × 128 on 8 1.17
-        *_HOPPER_BANDED["forward"][2:],
+        (128, TileConfig(64, 64, 4, 3)),  # (1,024 tokens: 0.23 and 0.21; 128 rows 0.24 and 0.23)
+        *_HOPPER_FULL["forward"][2:],
     ),
     "dq": _HOPPER_BANDED["dq"],
-    "dkdv": _HOPPER_SHORT["dkdv"],
+    "dkdv": (
+        (128, TileConfig(32, 64, 4, 3)),  # (1,024 tokens: 0.35 and 0.34; the long rows 0.37 and 0.36)
+        *_HOPPER_FULL["dkdv"][2:],
+    ),
 }
 
 #: Other NVIDIA architectures, 16-bit.

@@ -19,7 +19,16 @@ from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launche
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
-from flashtile.ops.attention.triton.configs import LONG, Kernel, Situation, TileConfig, choose_tiles, tile_width
+from flashtile.ops.attention.triton.configs import (
+    LONG,
+    Kernel,
+    Situation,
+    TileConfig,
+    choose_tiles,
+    drops_bounds,
+    drops_masks,
+    tile_width,
+)
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 
 _KERNELS = {"forward": attention_forward_kernel, "dq": attention_dq_kernel, "dkdv": attention_dkdv_kernel}
@@ -50,6 +59,7 @@ class Variant(NamedTuple):
     has_left: bool
     has_right: bool
     top_left: bool
+    whole: bool
     all_visible: bool
     dropout: bool
     has_dlse: bool
@@ -241,9 +251,12 @@ def _plan(
     packed = side.sequences is not None
     batch = side.sequences if packed else q_shape[0]
     facts = device_facts(device)
-    tiles = choose_tiles(kernel, facts, Situation(dtype, head_dim, head_dim_v, spec.banded, long))
+    situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long)
+    tiles = choose_tiles(kernel, facts, situation)
     triples = _stride_triples(kernel, shapes, strides)
     moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
+    bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
+    whole = not bounded and moving_rows % moving_block == 0
     variant = Variant(
         dtype,
         head_dim,
@@ -253,7 +266,8 @@ def _plan(
         spec.window_left is not None,
         spec.window_right is not None,
         spec.top_left,
-        not spec.banded and side == _PLAIN_SIDE._replace(dropout=side.dropout) and moving_rows % moving_block == 0,
+        whole,
+        whole and not spec.banded and drops_masks(situation),
         side.dropout,
         has_dlse,
         side.index_dtype,
@@ -357,6 +371,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
+        "WHOLE": variant.whole,
         "ALL_VISIBLE": variant.all_visible,
         "HAS_KEY_LENGTHS": variant.key_lengths_dtype is not None,
         "DROPOUT": variant.dropout,
