@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 import flashtile
 
 ROOT = Path(__file__).parent.parent
+SOURCE = Path(flashtile.__file__).parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -70,6 +72,18 @@ def test_make_targets_exist(path):
     code = re.findall(r"`[^`\n]+`|^```.*?^```$", path.read_text("utf-8"), re.MULTILINE | re.DOTALL)
     for target in {target for snippet in code for target in _TARGET.findall(snippet)}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
+def test_public_names_and_commands_exist(path):
+    text = path.read_text("utf-8")
+    for name in re.findall(r"`flashtile\.(\w+)", text):
+        assert hasattr(importlib.import_module("flashtile"), name) or (SOURCE / name).exists(), f"flashtile.{name}"
+    commands = set(re.findall(r"`flashtile ([a-z-]+)", text))
+    if commands:
+        typer = pytest.importorskip("typer")
+        known = set(typer.main.get_command(importlib.import_module("flashtile.cli.app").app).commands)
+        assert commands <= known
 
 
 def test_the_changelog_knows_this_version():
