@@ -1,8 +1,9 @@
 """Tile sizes of the attention kernels: frozen tables per architecture, and the pure function that reads them.
 
 Nothing is tuned on a user's machine. Rows of the Hopper tables were measured (`tools/tune_attention.py`, H200, bf16,
-4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); the reason stands beside each. Rows of the others follow from
-registers and shared memory. A row that does not fit a device's shared memory is shrunk until it does.
+4 sequences of 4,096 tokens unless said otherwise, heads · head_dim = 2048); the reason stands beside each. Rows of
+the others follow from registers and shared memory. A row that does not fit a device's shared memory is shrunk until
+it does.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ _Table = dict[str, tuple[tuple[int, TileConfig], ...]]
 _HOPPER_FULL: _Table = {
     "forward": (
         (64, TileConfig(128, 64, 8, 3)),  # (1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens)
-        (128, TileConfig(128, 128, 8, 3)),  # (1.09; 64 × 64 on 4 warps 1.14, 256 × 64 on 16 1.19)
+        (128, TileConfig(64, 64, 4, 3)),  # 491 TFLOP/s at 8,192 tokens; 256 × 64 on 16 warps 488, 128 × 128 on 8 457
         (256, TileConfig(128, 64, 8, 2)),  # (1.01; 32 keys in 3 stages 1.19)
         (512, TileConfig(64, 32, 8, 1, 64)),
     ),
@@ -165,7 +166,11 @@ _HOPPER_BANDED: _Table = {
         (128, TileConfig(128, 64, 8, 3)),  # (0.79; 64 × 64 on 4 warps 0.85)
         *_HOPPER_FULL["dq"][2:],
     ),
-    "dkdv": _HOPPER_FULL["dkdv"],  # (1.12, 1.04, 1.92; 128 columns with 64 keys × 32 queries 1.06)
+    "dkdv": (
+        (64, TileConfig(64, 64, 4, 3)),  # (1.10; 32 queries 1.10, slower at 8,192 tokens)
+        (128, TileConfig(32, 64, 4, 3)),  # (8,192 tokens: 1.99; 128 keys × 64 queries on 8 warps 2.04)
+        *_HOPPER_FULL["dkdv"][2:],
+    ),
 }
 
 #: sm_90, a causal mask or a window, short sequences: small tiles waste less at the diagonal.
