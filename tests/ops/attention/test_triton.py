@@ -10,6 +10,7 @@ from itertools import combinations
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import flashtile
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
@@ -201,6 +202,43 @@ def test_dropout_mask_is_the_cpus(backend: str) -> None:
     out = flashtile.attention(*tensors[:3], dropout_p=0.4, dropout_seed=tensors[3], backend=backend)
     kept = flashtile.dropout_mask(seed, 0.4, batch=2, heads=3, seq_q=48, seq_k=48)
     assert torch.equal((out != 0).transpose(1, 2).cpu(), kept)
+
+
+@pytest.mark.gpu
+def test_compiled_training_step_with_dynamic_lengths() -> None:
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(q * 2, k, v, causal=True).square()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for seq in (64, 80, 200):
+        tensors = [torch.randn(2, seq, 2, 64, device="cuda", requires_grad=True) for _ in range(3)]
+        results = []
+        for function in (step, compiled):
+            out = function(*tensors)
+            results.append((out, *torch.autograd.grad(out.sum(), tensors)))
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager)
+
+
+@pytest.mark.gpu
+def test_autocast_and_checkpointing_with_dropout() -> None:
+    q, k, v = (torch.randn(2, 100, 2, 64, device="cuda", requires_grad=True) for _ in range(3))
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flashtile.attention(q, k, v, dropout_p=0.3)
+
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(5)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = (
+                torch.utils.checkpoint.checkpoint(function, q, k, v, use_reentrant=False)
+                if checkpointed
+                else function(q, k, v)
+            )
+        assert out.dtype is torch.bfloat16
+        gradients.append(torch.autograd.grad(out.float().square().sum(), (q, k, v)))
+    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
 @pytest.mark.multi_gpu

