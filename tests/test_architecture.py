@@ -24,6 +24,7 @@ WITHIN_OPERATION = {
     "__init__": set(),
     "api": {"checks", "operator", "philox", "select", "spec"},
     "checks": {"spec"},
+    "explain": {"api", "checks", "cpu", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "philox", "reference", "select", "spec", "triton"},
     "select": {"spec"},
     "philox": {"checks"},
@@ -85,7 +86,8 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            return "" if part in ("select", "triton", "hopper") else "only kernels and select need device facts"
+            allowed = ("explain", "select", "triton", "hopper")
+            return "" if part in allowed else "only kernels, select and explain need device facts"
         if target != "ops":
             return "operations import operations only"
         return _forbidden_within_operation(module, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a device that is present; reads its properties once."""
     if device.type == "cpu":
         return INTERPRETER
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         arch = properties.gcnArchName.split(":")[0]
         return KNOWN_DEVICES.get(arch, DeviceFacts(arch, 64 * _KIB))

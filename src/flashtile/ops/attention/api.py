@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,11 +12,45 @@ from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.spec import BACKENDS, AttentionSpec, SideInputs
 
-_DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
-_PACKED_LAYOUT = ("total", "heads", "head_dim")
+DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
+PACKED_LAYOUT = ("total", "heads", "head_dim")
 
 Align = Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class Options(TypedDict, total=False):
+        """The optional arguments of `attention`, for type checkers: with `return_lse` a call returns a pair."""
+
+        causal: bool
+        align: Align
+        window: Window | None
+        scale: float | None
+        dropout_p: float
+        dropout_seed: Tensor | None
+        key_lengths: Tensor | None
+        deterministic: bool
+        backend: str
+
+    class VarlenOptions(Options, total=False):
+        """The optional arguments of `attention_varlen`, likewise."""
+
+        max_seqlen_q: int | None
+        max_seqlen_k: int | None
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -75,15 +109,41 @@ def attention(
     Reference:
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3.
     """
-    q, k, v = _checked_qkv(q, k, v, _DENSE_LAYOUT)
+    q, k, v = _checked_qkv(q, k, v, DENSE_LAYOUT)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
+
+
+@overload
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention_varlen(
@@ -130,7 +190,7 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
             the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
     """
-    q, k, v = _checked_qkv(q, k, v, _PACKED_LAYOUT)
+    q, k, v = _checked_qkv(q, k, v, PACKED_LAYOUT)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
@@ -140,7 +200,7 @@ def attention_varlen(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = _build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
     side = SideInputs(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -174,7 +234,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _build_spec(
+def build_spec(
     q: Tensor,
     causal: bool,
     align: str,

@@ -39,7 +39,7 @@ def choose_backend(
     requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
 ) -> BackendChoice:
     """The choice, from facts alone."""
-    obstacles = {
+    obstacles: dict[str, str | None] = {
         "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
         "cpu": None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}",
         "reference": None,
@@ -53,7 +53,7 @@ def choose_backend(
     # The interpreter is for testing kernels: it never serves a call that did not ask for it.
     if interpreting:
         obstacles["triton"] = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
-    rejected = {name: obstacles[name] for name in _AUTOMATIC if obstacles[name]}
+    rejected = {name: obstacle for name in _AUTOMATIC if (obstacle := obstacles[name])}
     rejected["reference"] = "it holds the whole score matrix; it runs only when asked for by name"
     for name in _AUTOMATIC:
         if not obstacles[name]:

@@ -1,0 +1,169 @@
+"""What a call would run, told without running it: the same choices that a call makes, with their reasons."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flashtile._backends import devices
+from flashtile.ops.attention import checks, cpu, select
+from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, build_spec
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.triton.configs import LONG, Kernel, Situation, TileConfig, choose_tiles, shared_memory
+
+_KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """A kernel that a call runs.
+
+    Attributes:
+        name: "forward", "dq" or "dkdv"; on the CPU what computes the call.
+        tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
+        shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
+    """
+
+    name: str
+    tiles: TileConfig | None = None
+    shared_memory: int = 0
+
+    def __str__(self) -> str:
+        if self.tiles is None:
+            return self.name
+        tiles = self.tiles
+        chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+        return (
+            f"{self.name}: {tiles.block_m} queries × {tiles.block_n} keys, {tiles.num_warps} warps, "
+            f"{tiles.num_stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}"
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `flashtile.explain`.
+
+    Attributes:
+        backend: "triton", "cpu" or "reference"; None where no backend can serve the call.
+        reason: why that one, or why none.
+        kernels: what it runs, forward and backward.
+        rejected: other backend -> why not.
+        device: the architecture or device that was asked about.
+    """
+
+    backend: str | None
+    reason: str
+    kernels: tuple[KernelChoice, ...]
+    rejected: dict[str, str] = field(default_factory=dict)
+    device: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"backend: {self.backend or 'none'} on {self.device} ({self.reason})"]
+        lines += [f"  {kernel}" for kernel in self.kernels]
+        lines += [f"not {name}: {why}" for name, why in self.rejected.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str = "auto",
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Tells which backend, kernels and tiles a call would take, why, and why not the others. Runs nothing.
+
+    Args:
+        q: as for `attention`, or for `attention_varlen` when `cu_seqlens_q` is given. Tensors on the meta device
+            will do: only shapes and dtypes are read.
+        k: likewise.
+        v: likewise.
+        cu_seqlens_q: as for `attention_varlen`.
+        cu_seqlens_k: likewise.
+        device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or
+            "gfx942". Default: q's.
+
+    The other arguments are those of `attention` and `attention_varlen`. `return_lse` and `deterministic` do not
+    change the choice: every backend returns lse, and the gradients of all are deterministic.
+
+    Raises:
+        TypeError, ValueError: as the call itself would, and for a device that is not known.
+    """
+    packed = cu_seqlens_q is not None
+    checks.check_tensors(q=q, k=k, v=v)
+    checks.check_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT)
+    dropout_p = checks.resolve_dropout(
+        dropout_p, dropout_seed, dropout_seed.device if dropout_seed is not None else q.device
+    )
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
+    side = SideInputs(
+        cu_seqlens_q,
+        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
+        rows_q if max_seqlen_q is None else max_seqlen_q,
+        rows_k if max_seqlen_k is None else max_seqlen_k,
+        key_lengths,
+        dropout_seed,
+    )
+    name, device_type, facts = _resolve_device(q.device if device is None else device)
+    interpreting = device_type == "cpu" and devices.interpreting()
+    choice = select.choose_backend(backend, device_type, q.dtype, devices.triton_missing(), interpreting)
+    kernels = _kernels(choice.backend, q, k, v, side, spec, facts)
+    return Explanation(choice.backend, choice.reason, kernels, choice.rejected, name)
+
+
+def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts]:
+    """Name, device type and facts of a device or of an architecture."""
+    if isinstance(device, str) and device in devices.KNOWN_DEVICES:
+        return device, "cuda", devices.KNOWN_DEVICES[device]
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type == "cuda" and torch.cuda.is_available():
+        index = found.index if found.index is not None else torch.cuda.current_device()
+        facts = devices.device_facts(torch.device("cuda", index))
+        return f"{torch.cuda.get_device_name(index)} ({facts.arch})", "cuda", facts
+    if found.type == "cpu":
+        return "the CPU", "cpu", devices.INTERPRETER
+    raise ValueError(
+        f"device: expected 'cpu', a GPU that is present, or one of {', '.join(devices.KNOWN_DEVICES)}, got {device}; "
+        "name the architecture to ask about a GPU that is not here"
+    )
+
+
+def _kernels(
+    backend: str | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    facts: devices.DeviceFacts,
+) -> tuple[KernelChoice, ...]:
+    if backend == "cpu":
+        return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[1]),)
+    if backend == "reference":
+        return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
+    if backend is None:
+        return ()
+    long = side.max_seqlen_q >= LONG and side.max_seqlen_k >= LONG
+    situation = Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long)
+    tiles = {kernel: choose_tiles(kernel, facts, situation) for kernel in _KERNELS}
+    return tuple(KernelChoice(kernel, cut, shared_memory(kernel, cut, situation)) for kernel, cut in tiles.items())

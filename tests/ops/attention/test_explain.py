@@ -1,0 +1,75 @@
+"""`flashtile.explain` tells what a call would run, from the same choices that the call makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile._backends.devices import KNOWN_DEVICES
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _explain(seq: int = 4096, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, **arguments):
+    tensor = _meta(2, seq, 16, head_dim, dtype=dtype)
+    return flashtile.explain(tensor, tensor, tensor, **arguments)
+
+
+@pytest.mark.parametrize("arch", KNOWN_DEVICES)
+def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -> None:
+    dtype = torch.float16
+    found = _explain(dtype=dtype, device=arch)
+    assert found.backend == "triton" and found.device == arch
+    assert [kernel.name for kernel in found.kernels] == ["forward", "dq", "dkdv"]
+    assert all(kernel.shared_memory <= KNOWN_DEVICES[arch].shared_memory for kernel in found.kernels)
+    assert "the tensors are on cuda" in found.rejected["cpu"]
+
+
+def test_tiles_follow_the_call() -> None:
+    full, causal = (_explain(device="sm_90", head_dim=64, causal=causal).kernels[1].tiles for causal in (False, True))
+    assert full != causal
+    assert _explain(device="sm_90", head_dim=64).kernels[2].tiles != _explain(device="sm_90").kernels[2].tiles
+    assert _explain(device="sm_90", seq=512, causal=True).kernels[2].tiles != _explain(
+        device="sm_90", causal=True
+    ).kernels[2].tiles  # fmt: skip
+
+
+def test_on_the_cpu_it_says_who_computes_and_why() -> None:
+    q = torch.empty(1, 256, 2, 64)
+    assert "PyTorch's CPU flash attention" in str(flashtile.explain(q, q, q, causal=True))
+    windowed = flashtile.explain(q, q, q, window=(16, 0))
+    assert windowed.backend == "cpu" and windowed.kernels[0].name.startswith("flashtile tiles")
+    assert "needs a GPU" in windowed.rejected["triton"] or "interpreted" in windowed.rejected["triton"]
+
+
+def test_packed_calls_are_recognised_by_their_cumulative_lengths() -> None:
+    packed = torch.empty(10, 2, 64)
+    found = flashtile.explain(packed, packed, packed, torch.tensor([0, 4, 10]))
+    assert "packed" in found.kernels[0].name
+
+
+def test_a_backend_that_cannot_serve_is_told_not_raised() -> None:
+    found = _explain(dtype=torch.float64, device="sm_90", backend="triton")
+    assert found.backend is None and "float64" in found.reason and not found.kernels
+    assert str(found).startswith("backend: none")
+
+
+def test_auto_with_no_backend_left_gives_each_reason() -> None:
+    found = _explain(dtype=torch.float64, device="sm_90")
+    assert found.backend is None and "float64" in found.reason
+
+
+@pytest.mark.parametrize("device", ["sm_1", "meta", "nonsense"])
+def test_unknown_devices_raise_and_name_the_known_ones(device: str) -> None:
+    with pytest.raises(ValueError, match=r"device: expected .*sm_90.*gfx942"):
+        _explain(device=device)
+
+
+def test_bad_calls_raise_as_the_call_itself() -> None:
+    with pytest.raises(ValueError, match="window: expected left"):
+        _explain(device="sm_90", window=(-1, 0))
+    with pytest.raises(ValueError, match="dropout_p"):
+        _explain(device="sm_90", dropout_p=1.5)
