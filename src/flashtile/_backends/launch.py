@@ -19,6 +19,8 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends.devices import DeviceFacts, interpreting
 
+_TRITON_3_6 = triton.__version__.startswith("3.6.")
+
 #: Names of element types in Triton signatures.
 ELEMENT_TYPES = {
     torch.float16: "fp16",
@@ -95,17 +97,17 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
 def _direct_run(compiled: CompiledKernel) -> Callable[[int, int, tuple, tuple], None]:
     """Enqueues a loaded kernel: `run(programs, stream, arguments, constants)`.
 
-    On NVIDIA, Triton's launcher object adds scratch memory, which these kernels do not use; its C function is called
-    without that step. Elsewhere, and where a Triton version has another launcher, the object itself is.
+    Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
+    the one version whose C function is known here, that is called directly, which saves a microsecond.
     """
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
-    scratch = getattr(launcher, "global_scratch_size", 1) or getattr(launcher, "profile_scratch_size", 1)
-    enqueue = getattr(launcher, "launch", None)
-    if enqueue is None or scratch or not hasattr(launcher, "launch_pdl"):
+    if not (_TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
         return lambda programs, stream, arguments, constants: launcher(
             programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants
         )
+    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
+    enqueue = launcher.launch
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     fixed = (function, *flags, None, None, metadata, None, None, None)
     return lambda programs, stream, arguments, constants: enqueue(

@@ -226,6 +226,8 @@ def _checked_qkv(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> tu
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
     device_type = q.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v

@@ -35,7 +35,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
             f"q, k, v: expected dtype float16, bfloat16, float32 or float64, got {q.dtype}; cast them first"
         )
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    if k_shape[:-1] != v_shape[:-1]:
+    if k_shape != v_shape and k_shape[:-1] != v_shape[:-1]:
         raise ValueError(
             f"v: expected the {', '.join(layout[:-1])} of k, {tuple(k_shape[:-1])}, got {tuple(v_shape[:-1])}"
         )
@@ -43,13 +43,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
         raise ValueError(
             f"k: expected the batch size of q, {q_shape[0]}, got {k_shape[0]}; expand k and v, or repeat them"
         )
-    if q_shape[-1] != k_shape[-1]:
-        raise ValueError(f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}")
-    for name, head_dim in (("q", q_shape[-1]), ("v", v_shape[-1])):
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {head_dim}; split the head into several"
-            )
+    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
+    if head_dim != k_shape[-1]:
+        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
+        name, wrong = ("v", head_dim_v) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
+        raise ValueError(
+            f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {wrong}; split the head into several"
+        )
     heads_q, heads_kv = q_shape[-2], k_shape[-2]
     if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
         raise ValueError(

@@ -98,6 +98,7 @@ class Plan(NamedTuple):
 
 
 _PLAIN_SIDE = SideShape(None, None, None, False)
+_NO_POINTERS = (pointer(None),) * 4
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -188,6 +189,8 @@ def _positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSp
 
 def _side_pointers(side: SideInputs) -> tuple:
     cu_seqlens_q, cu_seqlens_k, _, _, key_lengths, dropout_seed = side
+    if cu_seqlens_q is None and key_lengths is None and dropout_seed is None:
+        return _NO_POINTERS
     return pointer(cu_seqlens_q), pointer(cu_seqlens_k), pointer(key_lengths), pointer(dropout_seed)
 
 
