@@ -1,22 +1,30 @@
-"""The documents are true: their Python runs, their links lead somewhere, the files and targets they name exist."""
+"""The documents are true: their Python runs and prints what they say, their links lead somewhere, the files, targets
+and names in them exist, and the README's tables are those of the code and of the records."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 
 import flashtile
+from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile.ops.attention.select import choose_backend
+from flashtile.ops.attention.spec import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 _FILE = re.compile(r"`((?:src|tests|docs|examples|benchmarks|\.ci)/[\w./-]+)`")
 _TARGET = re.compile(r"\bmake ([a-z][a-z-]*)\b")
@@ -37,13 +45,19 @@ def _anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if _SNIPPET.search(path.read_text("utf-8"))], ids=_name)
-def test_snippets_run(path, monkeypatch):
-    """All snippets of a document run in order in one namespace. `torch.compile` stops short of generating C++."""
+def test_snippets_run(path, monkeypatch, capsys):
+    """All snippets of a document run in order in one namespace, and print what the document says that they print.
+
+    `torch.compile` stops short of generating C++.
+    """
+    text = path.read_text("utf-8")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch.manual_seed(0)
     namespace = {"__name__": "snippets"}
-    for line, source in _snippets(path.read_text("utf-8")):
+    for line, source in _snippets(text):
         exec(compile("\n" * line + source, str(path), "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert all(expected in printed for expected in _PRINTED.findall(text))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=_name)
@@ -88,3 +102,58 @@ def test_public_names_and_commands_exist(path):
 
 def test_the_changelog_knows_this_version():
     assert f"## [{flashtile.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def _table(text: str, first_column: str) -> list[list[str]]:
+    """Cells of the table whose first heading is given, headings first."""
+    (table,) = re.findall(rf"^\| {re.escape(first_column)} \|.*\n(?:\|.*\n)+", text, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [rows[0], *rows[2:]]
+
+
+def _support(backend: str, device: str, dtype: str) -> str:
+    def served(requested: str) -> bool:
+        return choose_backend(requested, device, getattr(torch, dtype), None, False).backend == backend
+
+    return "auto" if served("auto") else "by name" if served(backend) else "no"
+
+
+def test_support_table_is_that_of_the_code():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (_, _, *dtypes, _), *rows = _table(readme, "backend")
+    written = {(backend.strip("`"), device): cells for backend, device, *cells, _ in rows}
+    for backend, (device, name) in itertools.product(BACKENDS[1:], (("cuda", "GPU"), ("cpu", "CPU"))):
+        cells = [_support(backend, device, dtype) for dtype in dtypes]
+        assert written.get((backend, name), ["no"] * len(dtypes)) == cells
+    assert dtypes == ["float16", "bfloat16", "float32", "float64"]
+    for document in ("README.md", "docs/install.md"):
+        text = (ROOT / document).read_text("utf-8")
+        assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
+
+
+def _milliseconds(record: str) -> dict[str, dict[tuple, float]]:
+    """Implementation -> (head_dim, causal, seq, phase) -> ms, of the rows that have a speed."""
+    times: dict[str, dict[tuple, float]] = {}
+    for row in json.loads((ROOT / "benchmarks/results" / record).read_text("utf-8"))["rows"]:
+        case = row["case"]
+        if row["ms"] is not None:
+            times.setdefault(row["impl"], {})[case["D"], case["causal"], case["S"], row["phase"]] = row["ms"]
+    return times
+
+
+def test_speeds_are_those_of_the_record():
+    times = _milliseconds("h200-attention-portable.json")
+    ours = times["flashtile-triton"]
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for head_dim, mask, seq, *speeds in _table(readme, "head_dim")[1:]:
+        for impl, cell in zip(("flashtile-triton", "flex", "sdpa-flash", "sdpa-cudnn"), speeds, strict=True):
+            for (phase, factor), speed in zip((("fwd", 1), ("bwd", 2.5)), cell.split(" / "), strict=True):
+                length = int(seq.replace(",", ""))
+                flops = factor * 4 * 16384 * length * 2048 / (2 if mask == "causal" else 1)
+                ms = times[impl][int(head_dim), mask == "causal", length, phase]
+                assert round(flops / ms / 1e9) == int(speed), (head_dim, mask, seq, impl)
+    for impl, (_, rows, *cells) in zip(("sdpa-flash", "flex", "sdpa-cudnn"), _table(readme, "against")[1:]):
+        for phase, cell in zip(("fwd", "bwd"), cells, strict=True):
+            ratios = [ms / ours[case] for case, ms in times[impl].items() if case[3] == phase]
+            assert len(ratios) == int(rows)
+            assert cell == f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f})", (impl, phase)
