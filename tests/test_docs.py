@@ -157,3 +157,12 @@ def test_speeds_are_those_of_the_record():
             ratios = [ms / ours[case] for case, ms in times[impl].items() if case[3] == phase]
             assert len(ratios) == int(rows)
             assert cell == f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f})", (impl, phase)
+
+
+def test_host_times_are_those_of_the_record():
+    rows = json.loads((ROOT / "benchmarks/results/h200-host-time.json").read_text("utf-8"))["rows"]
+    times = {(row["impl"], row["phase"]): row["ms"] for row in rows}
+    table = _table((ROOT / "README.md").read_text("utf-8"), "one call, µs")[1:]
+    for phase, (_, *cells) in zip(("fwd-nograd", "fwd", "fwd+bwd"), table, strict=True):
+        for impl, cell in zip(("flashtile-triton", "sdpa-flash", "sdpa-cudnn"), cells, strict=True):
+            assert float(f"{1000 * times[impl, phase]:.3g}") == float(cell), (impl, phase)
