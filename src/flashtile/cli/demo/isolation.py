@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -50,7 +51,11 @@ class PeakMemory:
 
 
 def run_piece(
-    function: Callable[..., Any], *arguments: Any, device: torch.device, on_report: Report = lambda *report: None
+    function: Callable[..., Any],
+    *arguments: Any,
+    device: torch.device,
+    on_report: Report = lambda *report: None,
+    seconds: float | None = None,
 ) -> Any:
     """Calls `function(*arguments, report)` by itself and returns its result.
 
@@ -59,9 +64,10 @@ def run_piece(
         arguments: what can be pickled.
         device: "cpu" starts a process.
         on_report: receives the reports.
+        seconds: after which the process is killed; on a GPU there is no process, and the piece runs to its end.
 
     Raises:
-        PieceFailedError: the function raised, or its process was killed.
+        PieceFailedError: the function raised, its process was killed, or its time was over.
     """
     if device.type == "cuda":
         gc.collect()
@@ -70,10 +76,10 @@ def run_piece(
             return function(*arguments, on_report)
         except torch.OutOfMemoryError as error:
             raise PieceFailedError("out of GPU memory") from error
-    return _in_process(function, arguments, on_report)
+    return _in_process(function, arguments, on_report, seconds)
 
 
-def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Report) -> Any:
+def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Report, seconds: float | None) -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         raise PieceFailedError("measuring memory on a CPU needs forked processes, which this system does not have")
     # Threads that spin while they wait for one another slow everything down tenfold where other programs run too. The
@@ -87,19 +93,27 @@ def _in_process(function: Callable[..., Any], arguments: tuple, on_report: Repor
     process.start()
     sender.close()
     try:
-        while True:
-            kind, value = receiver.recv()
-            if kind == "result":
-                return value
-            if kind == "error":
-                raise PieceFailedError(value)
-            on_report(*value)
+        return _receive(receiver, on_report, seconds)
     except EOFError:
         process.join()
         raise PieceFailedError(f"its process ended with code {process.exitcode}, perhaps for lack of memory") from None
     finally:
         process.kill()
         process.join()
+
+
+def _receive(receiver: Connection, on_report: Report, seconds: float | None) -> Any:
+    """The result of a piece, after its reports."""
+    end = None if seconds is None else time.perf_counter() + seconds
+    while True:
+        if end is not None and not receiver.poll(max(0.0, end - time.perf_counter())):
+            raise PieceFailedError(f"not done after {seconds:.0f} s")
+        kind, value = receiver.recv()
+        if kind == "result":
+            return value
+        if kind == "error":
+            raise PieceFailedError(value)
+        on_report(*value)
 
 
 def _child(sender: Connection, threads: int, function: Callable[..., Any], arguments: tuple) -> None:
