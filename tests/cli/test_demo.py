@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +21,7 @@ from flashtile.cli.demo.isolation import PieceFailedError, run_piece
 from flashtile.cli.demo.results import Results, scaling_table, training_table, verdict
 from flashtile.cli.demo.scaling import Point
 from flashtile.cli.errors import UserError
-from flashtile.models import GPTConfig, flashtile_attention, plain_attention
+from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -39,6 +40,11 @@ not_causal = partial(flashtile.attention, causal=False)
 broken = partial(flashtile.attention, backend="nonsense")
 
 
+def sleeping(q, k, v):
+    time.sleep(30)
+    return flashtile_attention(q, k, v)
+
+
 @pytest.fixture
 def book(tmp_path):
     path = tmp_path / "book.txt"
@@ -52,10 +58,10 @@ def quiet_console():
 
 def results(losses_ours=(5.0, 4.0), losses_plain=(5.0, 4.0), points=(), stopped=None):
     trainings = {
-        "flashtile": training.Training(list(losses_ours), 1000.0, 2**20),
-        "plain": training.Training(list(losses_plain), 500.0, 2**30),
+        "flashtile": training.Training(list(losses_ours), [1.0, 1.0, 1.0], 1000.0, 2**20),
+        "plain": training.Training(list(losses_plain), [1.0, 1.0, 1.0], 500.0, 2**30),
     }
-    comparison = training.compare(TINY, list(losses_ours), list(losses_plain))
+    comparison = training.compare(TINY, *trainings.values())
     return Results(TINY, "a book", trainings, comparison, list(points), stopped or {})
 
 
@@ -86,7 +92,64 @@ def test_demo_detects_a_wrong_attention(book, tmp_path):
 def test_a_wrong_scale_shows_in_the_loss_curve():
     config = replace(TINY, model=GPTConfig(context=64, layers=2, heads=2, width=64), learning_rate=5e-3)
     ours, plain = (training.train(config, SENTENCES, f, 25, lambda *r: None) for f in (no_scale, plain_attention))
-    assert not training.compare(config, ours.losses, plain.losses).agree
+    assert not training.compare(config, ours, plain).agree
+
+
+def off_by_4_percent(q, k, v):
+    return flashtile.attention(q, k, v, causal=True, scale=1.04 * q.shape[-1] ** -0.5)
+
+
+def without_gradient_of_q(q, k, v):
+    return flashtile.attention(q.detach(), k, v, causal=True)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+def test_small_errors_show_in_the_first_gradients(monkeypatch, autocast):
+    monkeypatch.setattr(plan, "_cuda_batch", lambda device: 4)
+    sizes = GPTConfig(context=64, layers=2, heads=2, width=128)
+    config = replace(plan.make_plan(torch.device("cuda" if autocast else "cpu"), 20.0), device=CPU, model=sizes)
+    ours, plain, scaled, missing = (
+        training.train(config, SENTENCES, f, 2, lambda *r: None)
+        for f in (flashtile_attention, plain_attention, off_by_4_percent, without_gradient_of_q)
+    )
+    right = training.compare(config, ours, plain)
+    assert right.agree and right.gradient_difference < config.gradient_tolerance / 4
+    for wrong in (scaled, missing):
+        found = training.compare(config, wrong, plain)
+        assert not found.agree and found.gradient_difference > 4 * config.gradient_tolerance
+
+
+def test_the_learning_rate_warms_up():
+    config = replace(TINY, learning_rate=2.0, warm_up_steps=4)
+    assert [training.learning_rate(config, step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_gradients_are_clipped():
+    torch.manual_seed(0)
+    model = GPT(TINY.model)
+    with torch.no_grad():
+        model.token.weight *= 100  # large logits, large gradients
+    batch = torch.randint(256, (2, 33))
+    model.loss(batch).backward()
+    assert gradient_norm(model) > 2
+    training._step(model, torch.optim.SGD(model.parameters(), lr=0.0), batch, autocast=False)
+    assert gradient_norm(model) == pytest.approx(1.0, rel=1e-3)
+
+
+def gradient_norm(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+
+def test_a_training_stops_when_its_time_is_over():
+    short = training.train(TINY, SENTENCES, flashtile_attention, 500, lambda *r: None, seconds=0.0)
+    assert len(short.losses) == training.FEWEST_STEPS and short.tokens_per_second > 0
+
+
+def test_both_trainings_are_cut_to_the_same_steps(book, tmp_path):
+    config = replace(TINY, max_steps=10_000, seconds=4.0, lengths=(64,))
+    assert run_demo(Options(book, tmp_path, pictures=False), config, quiet_console())
+    found = json.loads((tmp_path / "results.json").read_text())["training"]
+    assert len({len(found[name]["losses"]) for name in ("flashtile", "plain")}) == 1
 
 
 def test_the_same_attention_twice_gives_the_same_losses():
@@ -106,7 +169,7 @@ def test_the_same_attention_twice_gives_the_same_losses():
     ids=str,
 )
 def test_comparison_holds_first_and_later_losses_to_their_tolerances(ours, agree):
-    found = training.compare(TINY, list(ours), [5.0, 4.0])
+    found = results(ours).comparison
     assert found.agree is agree
     assert ("DISAGREE" in verdict(results(ours))) is not agree
 
@@ -135,7 +198,7 @@ def test_memory_of_plain_attention_is_quadratic_and_seen():
 
 
 def test_scaling_stops_where_it_becomes_too_expensive(monkeypatch):
-    monkeypatch.setattr(scaling, "run_piece", lambda measure, plan, attention, length, device: (0.001, 10 * length**2))
+    monkeypatch.setattr(scaling, "run_piece", lambda *arguments, **options: (0.001, 10 * arguments[-1] ** 2, 0.001))
     monkeypatch.setattr(scaling, "free_memory", lambda device: 2 * 10 * 256**2 + 1)
     config = replace(TINY, lengths=(64, 128, 256, 512))
     seen = []
@@ -144,6 +207,31 @@ def test_scaling_stops_where_it_becomes_too_expensive(monkeypatch):
     assert stopped["plain"].startswith("length 512 may need")
     points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, seen.append)
     assert [point.length for point in points] == [64] and "s left" in stopped["plain"]
+
+
+def calls_that_take(monkeypatch, seconds):
+    """Every length takes these seconds a call; memory is ample."""
+    monkeypatch.setattr(scaling, "run_piece", lambda *arguments, **options: (1.0, 1, 1e3 * seconds[arguments[-1]]))
+    monkeypatch.setattr(scaling, "free_memory", lambda device: 2**40)
+
+
+def test_scaling_foresees_what_the_next_length_costs(monkeypatch):
+    config = replace(TINY, lengths=(64, 128, 256))
+    calls_that_take(monkeypatch, {64: 0.01, 128: 1.0})
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda point: None)
+    assert [point.length for point in points] == [64, 128]  # the last doubling cost 100 times as much
+    assert stopped["plain"] == "length 256 may take 201 s of the 60 s left"
+    calls_that_take(monkeypatch, {64: 0.25, 128: 1.0, 256: 4.0})
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda point: None)
+    assert len(points) == 3 and not stopped
+
+
+def test_a_measurement_never_outlasts_the_time(monkeypatch):
+    monkeypatch.setattr(scaling, "_LEAST_SECONDS", 0.5)
+    begin = time.perf_counter()
+    points, stopped = scaling.measure_scaling(TINY, {"slow": sleeping}, 0.5, lambda point: None)
+    assert not points and "not done after" in stopped["slow"]
+    assert time.perf_counter() - begin < 10
 
 
 def test_a_failing_piece_says_why():
@@ -198,7 +286,7 @@ def test_missing_matplotlib_is_explained_before_any_work(book, tmp_path, monkeyp
 
 
 def test_steps_fit_the_time(monkeypatch):
-    trial = training.Training([5.0], TINY.batch * TINY.model.context * 10.0, 0)  # a tenth of a second a step
+    trial = training.Training([5.0], [], TINY.batch * TINY.model.context * 10.0, 0)  # a tenth of a second a step
     monkeypatch.setattr(command, "run_piece", lambda *arguments, device: trial)
     begin = command.time.perf_counter()
     long = replace(TINY, seconds=1000.0, max_steps=77)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,16 +27,16 @@ from flashtile.cli.demo.results import (
 )
 from flashtile.cli.demo.scaling import Point, measure_scaling
 from flashtile.cli.demo.text import load_text
-from flashtile.cli.demo.training import Training, compare, train
+from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, train
 from flashtile.cli.errors import UserError, require
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 
 #: Steps that tell how long a step takes.
 _PILOT_STEPS = 5
-_FEWEST_STEPS = 12
-#: Share of the time that the two trainings may take, and by which everything is measured.
-_TRAINING_SHARE, _MEASURED_SHARE = 0.55, 0.93
+#: Shares of the time: planned for the trial and the two trainings; by which these stop if the machine has turned slower
+#: since the trial; by which everything is measured.
+_TRAINING_SHARE, _TRAINED_SHARE, _MEASURED_SHARE = 0.55, 0.75, 0.93
 
 ATTENTIONS: dict[str, CausalAttention] = {OURS: flashtile_attention, PLAIN: plain_attention}
 
@@ -76,8 +79,9 @@ def run_demo(
     _introduce(console, plan, text, text_name)
 
     steps = options.steps or _steps_that_fit(plan, text, attentions, begin)
-    trainings = {name: _train(console, plan, text, name, attentions[name], steps) for name in (OURS, PLAIN)}
-    comparison = compare(plan, trainings[OURS].losses, trainings[PLAIN].losses)
+    end = math.inf if options.steps else begin + _TRAINED_SHARE * plan.seconds
+    trainings = _train_both(console, plan, text, attentions, steps, end)
+    comparison = compare(plan, trainings[OURS], trainings[PLAIN])
     points, stopped = _measure(console, plan, attentions, begin + _MEASURED_SHARE * plan.seconds)
     results = Results(plan, text_name, trainings, comparison, points, stopped)
     _write(results, options)
@@ -117,10 +121,21 @@ def _steps_that_fit(plan: Plan, text: bytes, attentions: dict[str, CausalAttenti
         trial: Training = run_piece(train, plan, text, attentions[name], _PILOT_STEPS, device=plan.device)
         seconds_per_step += plan.batch * plan.model.context / trial.tokens_per_second
     seconds = _TRAINING_SHARE * plan.seconds - (time.perf_counter() - begin)
-    return max(_FEWEST_STEPS, min(plan.max_steps, int(seconds / seconds_per_step)))
+    return max(FEWEST_STEPS, min(plan.max_steps, int(seconds / seconds_per_step)))
 
 
-def _train(console: Console, plan: Plan, text: bytes, name: str, attention: CausalAttention, steps: int) -> Training:
+def _train_both(
+    console: Console, plan: Plan, text: bytes, attentions: dict[str, CausalAttention], steps: int, end: float
+) -> dict[str, Training]:
+    """Both trainings, the same number of steps of each: less than `steps` where `end` comes first."""
+    half = (end - time.perf_counter()) / 2
+    ours = _train(console, plan, OURS, steps, partial(train, plan, text, attentions[OURS], steps, seconds=half))
+    steps, rest = len(ours.losses), end - time.perf_counter()
+    plain = _train(console, plan, PLAIN, steps, partial(train, plan, text, attentions[PLAIN], steps, seconds=rest))
+    return {OURS: replace(ours, losses=ours.losses[: len(plain.losses)]), PLAIN: plain}
+
+
+def _train(console: Console, plan: Plan, name: str, steps: int, function: Callable[..., Training]) -> Training:
     columns = (
         TextColumn("{task.description:>22}"),
         BarColumn(),
@@ -133,7 +148,7 @@ def _train(console: Console, plan: Plan, text: bytes, name: str, attention: Caus
         def on_step(step: int, loss: float) -> None:
             progress.update(task, completed=step + 1, loss=f"{loss:.3f}")
 
-        return run_piece(train, plan, text, attention, steps, device=plan.device, on_report=on_step)
+        return run_piece(function, device=plan.device, on_report=on_step)
 
 
 def _measure(

@@ -66,6 +66,8 @@ def verdict(results: Results) -> str:
     ours, plain = results.trainings[OURS].losses, results.trainings[PLAIN].losses
     figures = (
         f"first losses differ by {found.first_difference:.1e} (allowed {plan.first_tolerance:g}), "
+        f"first gradients of q, k, v by {_percent(found.gradient_difference)} "
+        f"(allowed {_percent(plan.gradient_tolerance)}), "
         f"the largest difference of {len(ours)} steps is {found.largest_difference:.1e} at step "
         f"{found.largest_at_step + 1} (allowed {plan.tolerance:g})"
     )
@@ -127,6 +129,10 @@ def how_memory_is_measured(plan: Plan) -> str:
 
 def mebibytes(count: int) -> str:
     return f"{count / 2**20:,.1f}" if count < 100 * 2**20 else f"{count / 2**20:,.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %"
 
 
 def _markdown(table: Table) -> str:
