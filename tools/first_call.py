@@ -9,11 +9,18 @@ Triton are. "cold" starts with an empty Triton cache, "cached" with the one that
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+
+import torch
+
+from flashtile.bench.record import make_record, write_record
+
+_CASE = {"B": 2, "S": 1024, "H": 16, "Hkv": 16, "D": 128, "Dv": 128, "causal": True, "dtype": "bf16"}
 
 _PROCESS = """
 import time, torch
@@ -30,18 +37,33 @@ print(time.perf_counter() - begin)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    rows = []
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_CACHE_DIR": cache}
-        seconds = {}
         for name in ("cold", "cached"):
-            command = [sys.executable, "-c", _PROCESS]
-            seconds[name] = float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
-            print(f"{name}: {seconds[name]:.2f} s")
+            seconds = _first_call(cache)
+            print(f"{name}: {seconds:.2f} s")
+            case = {**_CASE, "cache": name}
+            rows.append(
+                {
+                    "op": "attention-first-call",
+                    "phase": "fwd+bwd",
+                    "impl": "flashtile-triton",
+                    "case": case,
+                    "ms": 1000 * seconds,
+                }
+            )
     if arguments.output:
-        with open(arguments.output, "w") as file:
-            json.dump(seconds, file)
+        command = shlex.join(["python", *sys.argv])
+        write_record(make_record(torch.device("cuda"), command, rows), arguments.output)
+
+
+def _first_call(cache: str) -> float:
+    """Seconds of the first call in a new process that uses this Triton cache."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-c", _PROCESS]
+    return float(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
 
 
 if __name__ == "__main__":
