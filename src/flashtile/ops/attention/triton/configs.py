@@ -63,6 +63,9 @@ def tile_width(head_dim: int) -> int:
 
 def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:
     """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit."""
+    if device.is_cuda and device.capability < 80:
+        # Triton has no tensor-core products there: it widens 16-bit operands and multiplies as it does float32.
+        situation = situation._replace(dtype=torch.float32)
     width = _width(situation)
     if situation.dtype is torch.float32:
         table = _FLOAT32
@@ -75,6 +78,8 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
         }[situation.banded, situation.long]
     elif device.is_cuda:
         table = _TENSOR_CORES
+    elif device.arch.startswith("gfx1"):
+        table = _RDNA
     else:
         table = _AMD
     preferred = next(tiles for widest, tiles in table[kernel] if width <= widest)
@@ -197,14 +202,14 @@ _TENSOR_CORES: _Table = {
         (512, TileConfig(32, 16, 8, 1, 64)),
     ),
     "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),
+        (64, TileConfig(32, 64, 4, 3)),  # 64 queries spill under a causal mask (sm_80 2,680 bytes a thread, sm_86 312)
         (128, TileConfig(64, 64, 8, 2)),
         (256, TileConfig(32, 32, 8, 1)),
         (512, TileConfig(16, 16, 8, 1, 64)),
     ),
 }
 
-#: AMD CDNA and RDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
+#: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
 _AMD: _Table = {
     "forward": (
         (64, TileConfig(128, 64, 4, 2)),
@@ -223,6 +228,29 @@ _AMD: _Table = {
         (128, TileConfig(32, 64, 4, 1)),
         (256, TileConfig(32, 32, 4, 1)),
         (512, TileConfig(16, 16, 4, 1, 64)),
+    ),
+}
+
+#: AMD RDNA, 16-bit. A program of as many warps has half the threads of CDNA, and a thread half the registers: these
+#: are the largest tiles that compile without spills, or (dq and dk/dv of 128 and 256 columns) with the fewest.
+_RDNA: _Table = {
+    "forward": (
+        (64, TileConfig(128, 32, 8, 1)),
+        (128, TileConfig(64, 32, 8, 1)),
+        (256, TileConfig(32, 16, 8, 1)),
+        (512, TileConfig(16, 16, 8, 1, 32)),
+    ),
+    "dq": (
+        (64, TileConfig(64, 32, 8, 1)),
+        (128, TileConfig(32, 16, 8, 1)),
+        (256, TileConfig(32, 16, 8, 1)),
+        (512, TileConfig(16, 16, 8, 1, 32)),
+    ),
+    "dkdv": (
+        (64, TileConfig(16, 128, 8, 1)),
+        (128, TileConfig(16, 32, 8, 1)),
+        (256, TileConfig(16, 32, 8, 1)),
+        (512, TileConfig(16, 16, 8, 1, 32)),
     ),
 }
 
