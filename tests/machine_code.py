@@ -1,0 +1,160 @@
+"""Machine code of the attention kernels for GPUs that are not there: what a call would launch, compiled and inspected.
+
+`Call` describes a call from outside. `plan` takes it the way that a real one takes, up to the launch; `compile_call`
+goes on to the binary. Sizes and instructions come from the tools that Triton's own wheel carries.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+
+from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton.configs import LONG, Kernel
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it: what is not named is contiguous, aligned and absent.
+
+    Attributes:
+        sequences: number of sequences of a packed call (`seq_q`, `seq_k` are then totals), None for a dense one.
+        row_stride: distance of the rows of q, where it is not contiguous.
+        misalignment: the addresses of all inputs modulo 16.
+    """
+
+    head_dim: int = 64
+    head_dim_v: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    seq_q: int = 4096
+    seq_k: int = 4096
+    batch: int = 2
+    heads: int = 4
+    heads_kv: int = 4
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    dropout_p: float = 0.0
+    sequences: int | None = None
+    index_dtype: torch.dtype = torch.int32
+    key_lengths_dtype: torch.dtype | None = None
+    has_dlse: bool = False
+    row_stride: int | None = None
+    misalignment: int = 0
+    allow_tf32: bool = False
+
+
+def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a call on `device`, with the `Variant` in the place of the compiled kernel: `plan(...).launch`."""
+    q_shape, k_shape, v_shape = shapes = _shapes(call)
+    q_strides = _strides(q_shape, call.row_stride)
+    dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
+    side = launch.SideShape(
+        call.sequences,
+        None if call.sequences is None else call.index_dtype,
+        call.key_lengths_dtype,
+        call.dropout_p > 0,
+    )
+    window = (call.window_left, call.window_right)
+    spec = AttentionSpec(call.head_dim**-0.5, *window, call.top_left, call.dropout_p)
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "_launcher", lambda _kernel, variant, _device: variant),
+    ):
+        return launch._plan.__wrapped__(
+            kernel,
+            call.dtype,
+            torch.device("cuda", 0),
+            shapes,
+            (q_strides, _strides(k_shape), _strides(v_shape), dout_strides),
+            call.misalignment,
+            call.seq_q >= LONG and call.seq_k >= LONG,
+            side,
+            spec,
+            call.has_dlse,
+            call.allow_tf32,
+        )
+
+
+def _shapes(call: Call) -> tuple[torch.Size, ...]:
+    """Shapes of q, k and v."""
+    outer = () if call.sequences is not None else (call.batch,)
+    return (
+        torch.Size((*outer, call.seq_q, call.heads, call.head_dim)),
+        torch.Size((*outer, call.seq_k, call.heads_kv, call.head_dim)),
+        torch.Size((*outer, call.seq_k, call.heads_kv, call.head_dim_v)),
+    )
+
+
+def _strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int, ...]:
+    *outer, rows, heads, head_dim = shape
+    row_stride = row_stride or heads * head_dim
+    return (*(rows * row_stride for _ in outer), row_stride, head_dim, 1)
+
+
+class Binary(NamedTuple):
+    """A compiled kernel.
+
+    Attributes:
+        variant: what it was compiled for.
+        shared_memory: bytes of on-chip memory of a program.
+        spilled: bytes of a thread's registers that lie in device memory (NVIDIA's stack, AMD's scratch).
+        asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
+    """
+
+    variant: launch.Variant
+    shared_memory: int
+    spilled: int
+    asm: dict[str, str | bytes]
+
+
+def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
+    """The binary that a call launches on an architecture."""
+    device = KNOWN_DEVICES[arch]
+    variant = plan(kernel, device, call).launch
+    compiled = compile_kernel(launch.kernel_source(kernel, variant), device)
+    asm = compiled.asm
+    spilled = _stack(asm["cubin"]) if device.is_cuda else _scratch(asm["amdgcn"])
+    return Binary(variant, compiled.metadata.shared, spilled, asm)
+
+
+def _stack(cubin: bytes) -> int:
+    (stack,) = re.findall(r"STACK:(\d+)", _run_tool("cuobjdump", "-res-usage", cubin))
+    return int(stack)
+
+
+def _scratch(assembly: str) -> int:
+    (scratch,) = re.findall(r"\.private_segment_fixed_size:\s*(\d+)", assembly)
+    return int(scratch)
+
+
+def sass(binary: Binary) -> str:
+    """NVIDIA's machine instructions."""
+    return _run_tool("nvdisasm", "-c", binary.asm["cubin"])
+
+
+def serialised_products(binary: Binary, target: str) -> list[str]:
+    """What ptxas says of matrix products that it makes wait for one another, with its reason (message C7510 and its
+    neighbours): "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
+    messages = _run_tool("ptxas", f"-v --gpu-name={target} --output-file=/dev/null", binary.asm["ptx"].encode())
+    return [line for line in messages.splitlines() if "serialized" in line]
+
+
+def _run_tool(name: str, options: str, data: bytes) -> str:
+    """What one of NVIDIA's tools in Triton's wheel says of a file of `data`, on both its outputs."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        command = [str(_TOOLS / name), *options.split(), file.name]
+        return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout

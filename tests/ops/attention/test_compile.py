@@ -1,0 +1,158 @@
+"""Every Triton kernel compiled ahead of time for every architecture, none of which need be present.
+
+What is held: the tiles of every row fit the on-chip memory, registers spill no more than was measured when the rows
+were chosen, the matrix products of Hopper run asynchronously, and every feature compiles.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile.ops.attention.triton.configs import tile_width
+from machine_code import Call, compile_call, sass, serialised_products
+
+_KERNELS = ("forward", "dq", "dkdv")
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+_DTYPES = {_FP16: "fp16", _BF16: "bf16", _FP32: "fp32"}
+
+#: Head sizes, one for each row of a table. 256 columns only where on-chip memory is small, so that rows shrink.
+_ROWS = dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512)) | dict.fromkeys(
+    ("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512)
+)
+
+#: (head_dim, head_dim_v) that fill their tiles only in part, or differ.
+_ODD_HEADS = ((80, 80), (192, 128))
+
+
+def _matrix() -> list[Any]:
+    """The table rows in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel."""
+    cases = [
+        (arch, kernel, dtype, (width, width))
+        for arch, widths in _ROWS.items()
+        for width in widths
+        for dtype in (_FP16, _FP32)
+        for kernel in _KERNELS
+    ]
+    cases += [(arch, kernel, _BF16, (64, 64)) for arch in _ROWS if arch != "sm_75" for kernel in _KERNELS]
+    cases += [
+        (arch, kernel, _FP16, heads)
+        for arch in ("sm_80", "sm_90", "gfx942")
+        for kernel in _KERNELS
+        for heads in _ODD_HEADS
+    ]
+    return [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}-{_DTYPES[case[2]]}-{case[3][0]}x{case[3][1]}") for case in cases
+    ]
+
+
+#: What a thread may spill, in bytes, by (kernel, columns of a tile); 0 where nothing stands. Measured with Triton 3.6
+#: and rounded up to 64 bytes: a change that spills more than this makes the kernel slower.
+_SPILLS: dict[str, dict[tuple[str, int], int]] = {
+    # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
+    # fastest in spite of the few bytes that lie outside the inner loop's products.
+    "cuda 16-bit": {("dkdv", 128): 64, ("dkdv", 256): 192, ("dkdv", 512): 64},
+    # Ordinary units take whole rows of both operands through registers.
+    "cuda float32": {
+        ("forward", 64): 64, ("forward", 128): 320,
+        ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 2240, ("dq", 512): 64,
+        ("dkdv", 128): 320, ("dkdv", 256): 2304,
+    },
+    # No tensor-core products (see `choose_tiles`), and 64 KiB of on-chip memory: no tiles in flight either.
+    "sm_75 16-bit": {
+        ("forward", 64): 384, ("dq", 64): 320, ("dq", 128): 256, ("dkdv", 64): 384, ("dkdv", 128): 320,
+        ("dkdv", 512): 64,
+    },
+    "sm_75 float32": {("dq", 64): 256, ("dq", 128): 192, ("dkdv", 64): 320, ("dkdv", 128): 256},
+    # Half as many registers in a program as on CDNA.
+    "gfx1100 16-bit": {
+        ("dq", 128): 64, ("dq", 256): 960, ("dkdv", 64): 64, ("dkdv", 128): 256, ("dkdv", 256): 1216,
+    },
+    "gfx1100 float32": {
+        ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
+        ("dq", 64): 1856, ("dq", 128): 1792,
+        ("dkdv", 64): 2560, ("dkdv", 128): 1856, ("dkdv", 512): 384,
+    },
+    "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
+}  # fmt: skip
+
+
+def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> int:
+    precision = "float32" if dtype is _FP32 else "16-bit"
+    family = f"{'cuda' if arch.startswith('sm_') else 'hip'} {precision}"
+    return _SPILLS.get(f"{arch} {precision}", _SPILLS.get(family, {})).get((kernel, width), 0)
+
+
+@pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
+def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0))
+    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+    assert binary.spilled <= _spills_allowed(arch, dtype, kernel, tile_width(max(heads)))
+
+
+_SITUATIONS = {
+    "full": Call(),
+    "banded_short": Call(window_right=0, seq_q=1024, seq_k=1024),
+    "banded_long": Call(window_right=0),
+}
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("situation", _SITUATIONS)
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_hopper_products_are_asynchronous(kernel: str, situation: str, width: int) -> None:
+    binary = compile_call(kernel, "sm_90", _SITUATIONS[situation]._replace(head_dim=width, head_dim_v=width))
+    assert "HGMMA" in sass(binary)
+    assert serialised_products(binary, "sm_90a") == []
+    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, width)
+
+
+class _Feature(NamedTuple):
+    """A call, and what of the variant shows that the feature is in it."""
+
+    call: Call
+    shows: dict[str, Any]
+
+
+_FEATURES = {
+    "all_visible": _Feature(Call(), {"whole": True, "all_visible": True}),
+    "whole": _Feature(Call(window_right=0), {"whole": True, "all_visible": False}),
+    "partial": _Feature(Call(seq_q=4001, seq_k=4001), {"whole": False, "all_visible": False}),
+    "window": _Feature(Call(window_left=99, window_right=9), {"has_left": True, "has_right": True}),
+    "left": _Feature(Call(window_left=99), {"has_left": True, "has_right": False}),
+    "top_left": _Feature(Call(window_right=0, top_left=True), {"top_left": True}),
+    "packed": _Feature(Call(sequences=3), {"packed": True, "index_dtype": torch.int32}),
+    "packed_int64": _Feature(Call(sequences=3, index_dtype=torch.int64), {"packed": True, "index_dtype": torch.int64}),
+    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"key_lengths_dtype": torch.int32}),
+    "dropout": _Feature(Call(dropout_p=0.1), {"dropout": True}),
+    "dlse": _Feature(Call(has_dlse=True), {"has_dlse": True}),
+    "wide_rows": _Feature(Call(row_stride=2**23), {"stride_multiple": 16}),
+    "misaligned": _Feature(Call(misalignment=2), {"pointer_multiple": 2}),
+    "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"precision": "tf32"}),
+    "everything": _Feature(
+        Call(
+            head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,
+            key_lengths_dtype=torch.int64, misalignment=2, row_stride=2**23 + 1,
+        ),
+        {"packed": True, "dropout": True, "pointer_multiple": 2, "stride_multiple": 1, "whole": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("kernel", _KERNELS)
+@pytest.mark.parametrize("feature", _FEATURES)
+def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
+    call, shows = _FEATURES[feature]
+    binary = compile_call(kernel, arch, call)
+    assert {name: getattr(binary.variant, name) for name in shows} == shows
+    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
