@@ -1,0 +1,158 @@
+"""The plan of a launch: how many programs, which arguments, and what decides that a kernel is compiled anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+
+from flashtile.ops.attention.triton.launch import _power_of_two_factor
+from machine_code import Call, plan
+
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+_KERNELS = ("forward", "dq", "dkdv")
+
+#: Where the scalars of a plan start that are not strides; there are two strides for each tensor.
+_SIZES = {"forward": 8, "dq": 12, "dkdv": 12}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_q": 8192, "seq_k": 8192},
+        {"seq_q": 2048, "seq_k": 6144},
+        {"batch": 7},
+        {"window_right": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_other_sizes_need_no_other_binary(kernel: str, change: dict) -> None:
+    call = Call(window_right=0)
+    assert plan(kernel, _HOPPER, call._replace(**change)).launch == plan(kernel, _HOPPER, call).launch
+
+
+@pytest.mark.parametrize("change", [{"seq_q": 5001, "seq_k": 777}, {"batch": 1}, {"sequences": 5}], ids=str)
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel: str, change: dict) -> None:
+    call = Call(sequences=2, seq_q=999, seq_k=1000)
+    variant = plan(kernel, _HOPPER, call._replace(**change)).launch
+    assert variant._replace(tiles=None) == plan(kernel, _HOPPER, call).launch._replace(tiles=None)
+
+
+@pytest.mark.parametrize(
+    "kernel, change, whole, all_visible",
+    [
+        ("forward", {}, True, True),
+        ("forward", {"seq_q": 4001}, True, True),  # the queries do not move
+        ("forward", {"seq_k": 4001}, False, False),
+        ("dq", {"seq_k": 4001}, False, False),
+        ("dkdv", {"seq_k": 4001}, True, True),
+        ("dkdv", {"seq_q": 4001}, False, False),
+        ("forward", {"window_right": 0}, True, False),
+        ("forward", {"window_left": 9}, True, False),
+        ("forward", {"sequences": 2}, False, False),
+        ("forward", {"key_lengths_dtype": torch.int32}, False, False),
+        ("forward", {"head_dim": 256}, True, False),  # the branch costs less than what is gained there
+        ("dkdv", {"head_dim": 256}, False, False),
+        ("forward", {"dropout_p": 0.5}, True, True),
+    ],
+)
+def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_visible: bool) -> None:
+    variant = plan(kernel, _HOPPER, Call()._replace(**change)).launch
+    assert (variant.whole, variant.all_visible) == (whole, all_visible)
+
+
+@pytest.mark.parametrize(
+    "kernel, rows, heads",
+    [("forward", "seq_q", 6), ("dq", "seq_q", 6), ("dkdv", "seq_k", 2)],
+)
+def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
+    call = Call(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=300)
+    result = plan(kernel, _HOPPER, call)
+    tiles = result.launch.tiles
+    block = tiles.block_n if kernel == "dkdv" else tiles.block_m
+    assert result.programs == -(-getattr(call, rows) // block) * 3 * heads
+
+
+@pytest.mark.parametrize("lengths", [(1000,), (0, 1000, 0), (1,) * 1000, (500, 500), (127, 129, 744)], ids=len)
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths: tuple[int, ...]) -> None:
+    result = plan(kernel, _HOPPER, Call(sequences=len(lengths), seq_q=1000, seq_k=1000, heads=3, heads_kv=3))
+    tiles = result.launch.tiles
+    block = tiles.block_n if kernel == "dkdv" else tiles.block_m
+    assert result.programs == (1000 // block + len(lengths) + 1) * 3
+    assert result.programs >= sum(-(-length // block) for length in lengths) * 3
+
+
+@pytest.mark.parametrize(
+    "kernel, change, runs",
+    [
+        ("forward", {"seq_q": 0}, False),
+        ("dq", {"batch": 0}, False),
+        ("dkdv", {"seq_k": 0}, False),
+        ("forward", {"seq_k": 0}, True),  # writes out = 0 and lse = -inf
+        ("dkdv", {"seq_q": 0}, True),  # writes zero gradients
+    ],
+)
+def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs: bool) -> None:
+    assert (plan(kernel, _HOPPER, Call()._replace(**change)).programs > 0) is runs
+
+
+@pytest.mark.parametrize(
+    "kernel, shapes",
+    [
+        ("forward", [(2, 30, 6, 24), (2, 6, 30)]),
+        ("dq", [(2, 30, 6, 40), (2, 6, 30, 4)]),
+        ("dkdv", [(2, 50, 3, 40), (2, 50, 3, 24)]),
+    ],
+)
+def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
+    call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
+    assert [layout.shape for layout in plan(kernel, _HOPPER, call).outputs] == shapes
+
+
+def test_strides_of_a_dense_call() -> None:
+    result = plan("forward", _HOPPER, Call(head_dim=64, head_dim_v=32, heads=4, heads_kv=2, row_stride=1000))
+    assert result.launch.row_strides == (1000, 128, 64, 128)
+    assert result.scalars[:8] == (4096 * 1000, 64, 4096 * 128, 64, 4096 * 64, 32, 4096 * 128, 32)
+    assert result.launch.stride_multiple == 8
+
+
+def test_strides_of_a_packed_call() -> None:
+    result = plan("dkdv", _HOPPER, Call(sequences=2, heads=4))
+    assert result.launch.row_strides == (256,) * 6
+    assert result.scalars[:12] == (0, 64) * 6
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
+    call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
+    sizes = plan(kernel, _HOPPER, call).scalars[_SIZES[kernel] :]
+    assert sizes[:5] == (3, 6, 3, 100, 200)
+    assert sizes[5:7] == (2**29, 7)
+
+
+@pytest.mark.parametrize(
+    "arch, dtype, allow_tf32, precision",
+    [
+        ("sm_90", torch.float32, False, "ieee"),
+        ("sm_90", torch.float32, True, "tf32"),
+        ("sm_90", torch.float16, True, "ieee"),
+        ("gfx942", torch.float32, True, "ieee"),
+    ],
+)
+def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, precision: str) -> None:
+    call = Call(dtype=dtype, allow_tf32=allow_tf32)
+    assert plan("forward", devices.KNOWN_DEVICES[arch], call).launch.precision == precision
+
+
+@pytest.mark.parametrize(
+    "numbers, factor", [((0,), 16), ((64, 48), 16), ((64, 8), 8), ((64, 6), 2), ((1000, 7), 1), ((), 16)]
+)
+def test_power_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
+    assert _power_of_two_factor(*numbers) == factor

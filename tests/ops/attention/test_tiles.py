@@ -1,0 +1,132 @@
+"""The choice of tiles: pure, total, and within every device's on-chip memory."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashtile._backends.devices import INTERPRETER, KNOWN_DEVICES, DeviceFacts
+from flashtile.ops.attention.triton.configs import (
+    Situation,
+    TileConfig,
+    choose_tiles,
+    drops_bounds,
+    drops_masks,
+    shared_memory,
+    tile_width,
+)
+
+_KERNELS = ("forward", "dq", "dkdv")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_WIDTHS = (16, 32, 64, 128, 256, 512)
+_DEVICES = {**KNOWN_DEVICES, "interpreter": INTERPRETER, "unknown_cuda": DeviceFacts("sm_999", 48 * 1024)}
+
+
+def _situations() -> list[Situation]:
+    flags = (False, True)
+    return [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, flags)]
+
+
+def _is_tile_size(size: int) -> bool:
+    return size >= 16 and size & (size - 1) == 0
+
+
+def _is_sane(tiles: TileConfig) -> bool:
+    sizes = _is_tile_size(tiles.block_m) and _is_tile_size(tiles.block_n)
+    return sizes and tiles.num_warps in (4, 8) and tiles.num_stages in (1, 2, 3) and tiles.chunk in (0, 32, 64)
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+@pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
+def test_every_situation_has_tiles_that_fit(kernel: str, device: DeviceFacts) -> None:
+    for situation in _situations():
+        tiles = choose_tiles(kernel, device, situation)
+        assert _is_sane(tiles), (situation, tiles)
+        assert tiles.chunk or shared_memory(kernel, tiles, situation) <= device.shared_memory, (situation, tiles)
+
+
+@given(
+    kernel=st.sampled_from(_KERNELS),
+    device=st.sampled_from(list(_DEVICES.values())),
+    dtype=st.sampled_from(_DTYPES),
+    head_dims=st.tuples(st.integers(1, 512), st.integers(1, 512)),
+    banded=st.booleans(),
+    long=st.booleans(),
+)
+def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, long) -> None:
+    situation = Situation(dtype, *head_dims, banded, long)
+    whole = Situation(dtype, *map(tile_width, head_dims), banded, long)
+    assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, whole)
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+@pytest.mark.parametrize("device", _DEVICES.values(), ids=_DEVICES)
+def test_bfloat16_takes_the_tiles_of_float16(kernel: str, device: DeviceFacts) -> None:
+    for situation in _situations():
+        if situation.dtype is torch.float16:
+            other = situation._replace(dtype=torch.bfloat16)
+            assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, other)
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: str) -> None:
+    device = KNOWN_DEVICES["sm_75"]
+    for situation in _situations():
+        wide = situation._replace(dtype=torch.float32)
+        assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, wide)
+
+
+@pytest.mark.parametrize(
+    "kernel, kib, expected",
+    [
+        pytest.param("forward", 144, TileConfig(128, 64, 8, 3), id="as_the_row_says"),
+        pytest.param("forward", 128, TileConfig(128, 64, 8, 2), id="fewer_stages_first"),
+        pytest.param("forward", 99, TileConfig(128, 32, 8, 2), id="then_fewer_keys"),
+        pytest.param("forward", 56, TileConfig(128, 32, 8, 1), id="then_one_stage"),
+        pytest.param("forward", 32, TileConfig(64, 16, 8, 1), id="then_fewer_queries"),
+        pytest.param("forward", 16, TileConfig(16, 16, 8, 1), id="down_to_the_smallest"),
+        pytest.param("forward", 8, TileConfig(16, 16, 8, 1, 32), id="then_the_head_in_chunks"),
+        pytest.param("dkdv", 99, TileConfig(32, 64, 8, 2), id="dkdv_moves_the_queries"),
+        pytest.param("dkdv", 40, TileConfig(16, 32, 8, 1), id="dkdv_keeps_the_keys"),
+    ],
+)
+def test_a_row_shrinks_in_this_order(kernel: str, kib: int, expected: TileConfig) -> None:
+    situation = Situation(torch.float16, 128, 128, banded=True, long=True)
+    assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), situation) == expected
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_less_memory_never_means_larger_tiles(kernel: str) -> None:
+    situation = Situation(torch.bfloat16, 256, 128, banded=False, long=True)
+    tiles = [choose_tiles(kernel, DeviceFacts("sm_90", kib * 1024), situation) for kib in range(228, 0, -1)]
+    for larger, smaller in pairwise(tiles):
+        assert smaller.block_m <= larger.block_m
+        assert smaller.block_n <= larger.block_n
+        assert smaller.num_stages <= larger.num_stages
+
+
+@pytest.mark.parametrize(
+    "head_dim, width", [(1, 16), (16, 16), (17, 32), (64, 64), (80, 128), (128, 128), (129, 256), (512, 512)]
+)
+def test_tile_width(head_dim: int, width: int) -> None:
+    assert tile_width(head_dim) == width
+
+
+@pytest.mark.parametrize(
+    "kernel, head_dims, bounds, masks",
+    [
+        ("forward", (128, 128), True, True),
+        ("forward", (64, 256), True, False),
+        ("dq", (256, 64), True, False),
+        ("dkdv", (128, 65), True, True),
+        ("dkdv", (129, 64), False, False),
+    ],
+)
+def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bounds: bool, masks: bool) -> None:
+    situation = Situation(torch.float16, *head_dims, banded=False, long=True)
+    assert drops_bounds(kernel, situation) is bounds
+    assert drops_masks(situation) is masks
