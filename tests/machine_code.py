@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
@@ -147,14 +148,23 @@ def sass(binary: Binary) -> str:
 def serialised_products(binary: Binary, target: str) -> list[str]:
     """What ptxas says of matrix products that it makes wait for one another, with its reason (message C7510 and its
     neighbours): "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
-    messages = _run_tool("ptxas", f"-v --gpu-name={target} --output-file=/dev/null", binary.asm["ptx"].encode())
+    messages = _run(_ptxas(target), f"-v --gpu-name={target} --output-file=/dev/null", binary.asm["ptx"].encode())
     return [line for line in messages.splitlines() if "serialized" in line]
 
 
+def _ptxas(target: str) -> str:
+    """The ptxas that Triton uses for a target: its wheel carries two, and a version's PTX may be too new for one."""
+    return get_ptxas(int(re.sub(r"\D", "", target))).path
+
+
 def _run_tool(name: str, options: str, data: bytes) -> str:
-    """What one of NVIDIA's tools in Triton's wheel says of a file of `data`, on both its outputs."""
+    return _run(str(_TOOLS / name), options, data)
+
+
+def _run(program: str, options: str, data: bytes) -> str:
+    """What one of NVIDIA's tools says of a file of `data`, on both its outputs."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        command = [str(_TOOLS / name), *options.split(), file.name]
+        command = [program, *options.split(), file.name]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
