@@ -146,8 +146,8 @@ def sass(binary: Binary) -> str:
 
 
 def serialised_products(binary: Binary, target: str) -> list[str]:
-    """What ptxas says of matrix products that it makes wait for one another, with its reason (message C7510 and its
-    neighbours): "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
+    """What ptxas says of matrix products that it makes wait for one another, with its reason (messages C7510 to
+    C7520): "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
     messages = _run(_ptxas(target), f"-v --gpu-name={target} --output-file=/dev/null", binary.asm["ptx"].encode())
     return [line for line in messages.splitlines() if "serialized" in line]
 
