@@ -59,7 +59,7 @@ def _matrix() -> list[Any]:
 #: and rounded up to 64 bytes (dk/dv of 128 columns: 88 with 3.9). A change that spills more makes the kernel slower.
 _SPILLS: dict[str, dict[tuple[str, int], int]] = {
     # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
-    # fastest in spite of the few bytes that lie outside the inner loop's products.
+    # fastest in spite of these bytes.
     "cuda 16-bit": {("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 192, ("dkdv", 512): 64},
     # Ordinary units take whole rows of both operands through registers.
     "cuda float32": {
