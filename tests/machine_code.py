@@ -48,7 +48,7 @@ class Call(NamedTuple):
     top_left: bool = False
     dropout_p: float = 0.0
     sequences: int | None = None
-    index_dtype: torch.dtype = torch.int32
+    index_dtypes: tuple[torch.dtype, torch.dtype] = (torch.int32, torch.int32)
     key_lengths_dtype: torch.dtype | None = None
     has_dlse: bool = False
     row_stride: int | None = None
@@ -63,7 +63,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> launch.Plan:
     dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
     side = launch.SideShape(
         call.sequences,
-        None if call.sequences is None else call.index_dtype,
+        None if call.sequences is None else call.index_dtypes,
         call.key_lengths_dtype,
         call.dropout_p > 0,
     )

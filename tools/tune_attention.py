@@ -64,7 +64,7 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         all_visible=not causal,
         dropout=False,
         has_dlse=False,
-        index_dtype=None,
+        index_dtypes=None,
         key_lengths_dtype=None,
         precision=precision,
         pointer_multiple=16,

@@ -132,8 +132,10 @@ _FEATURES = {
     "window": _Feature(Call(window_left=99, window_right=9), {"has_left": True, "has_right": True}),
     "left": _Feature(Call(window_left=99), {"has_left": True, "has_right": False}),
     "top_left": _Feature(Call(window_right=0, top_left=True), {"top_left": True}),
-    "packed": _Feature(Call(sequences=3), {"packed": True, "index_dtype": torch.int32}),
-    "packed_int64": _Feature(Call(sequences=3, index_dtype=torch.int64), {"packed": True, "index_dtype": torch.int64}),
+    "packed": _Feature(Call(sequences=3), {"packed": True, "index_dtypes": (torch.int32,) * 2}),
+    "packed_int64": _Feature(
+        Call(sequences=3, index_dtypes=(torch.int32, torch.int64)), {"index_dtypes": (torch.int32, torch.int64)}
+    ),
     "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"key_lengths_dtype": torch.int32}),
     "dropout": _Feature(Call(dropout_p=0.1), {"dropout": True}),
     "dlse": _Feature(Call(has_dlse=True), {"has_dlse": True}),

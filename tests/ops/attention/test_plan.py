@@ -10,7 +10,7 @@ from flashtile._backends import devices
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from flashtile.ops.attention.triton.launch import _power_of_two_factor
+from flashtile.ops.attention.triton.launch import _power_of_two_factor, kernel_source
 from machine_code import Call, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -156,3 +156,12 @@ def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, 
 )
 def test_power_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
     assert _power_of_two_factor(*numbers) == factor
+
+
+def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
+    """int32 lengths for the queries say nothing of those for the keys."""
+    variant = plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).launch
+    source = kernel_source("forward", variant)
+    types = dict(zip(source.function.arg_names, source.types, strict=False))
+    assert types["cu_seqlens_q_ptr"] == "*i32"
+    assert types["cu_seqlens_k_ptr"] == "*i64"

@@ -246,3 +246,26 @@ def test_inputs_on_a_device_that_is_not_current() -> None:
     inputs = make_inputs(with_arguments(_LARGE, causal=True), "cuda:1")
     with torch.cuda.device(0):
         check(with_arguments(_LARGE, causal=True), "triton", "cuda:1", inputs=inputs)
+
+
+def _side_inputs_of_any_layout(device: str) -> None:
+    case = replace(_BASE, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20), key_lengths=(9, 9, 9))
+    inputs = make_inputs(with_arguments(case, dropout_p=0.2), device)
+    expected = run(with_arguments(case, dropout_p=0.2), inputs, "triton")
+    tensors = inputs.tensors
+    tensors["cu_seqlens_q"] = tensors["cu_seqlens_q"].repeat_interleave(2)[::2]
+    tensors["cu_seqlens_k"] = tensors["cu_seqlens_k"].long()
+    tensors["key_lengths"] = tensors["key_lengths"][:1].expand(3)
+    tensors["dropout_seed"] = tensors["dropout_seed"].repeat_interleave(3)[::3]
+    actual = run(with_arguments(case, dropout_p=0.2), inputs, "triton")
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.interpreter
+def test_interpreted_side_inputs_of_any_layout() -> None:
+    _side_inputs_of_any_layout("cpu")
+
+
+@pytest.mark.gpu
+def test_side_inputs_of_any_layout() -> None:
+    _side_inputs_of_any_layout("cuda")

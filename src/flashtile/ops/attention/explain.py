@@ -11,7 +11,7 @@ from flashtile._backends import devices
 from flashtile.ops.attention import checks, cpu, select
 from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, build_spec
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.triton.configs import LONG, Kernel, Situation, TileConfig, choose_tiles, shared_memory
+from flashtile.ops.attention.triton.configs import Kernel, Situation, TileConfig, choose_tiles, is_long, shared_memory
 
 _KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
 
@@ -163,7 +163,7 @@ def _kernels(
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
     if backend is None:
         return ()
-    long = side.max_seqlen_q >= LONG and side.max_seqlen_k >= LONG
+    long = is_long(side.max_seqlen_q, side.max_seqlen_k)
     situation = Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long)
     tiles = {kernel: choose_tiles(kernel, facts, situation) for kernel in _KERNELS}
     return tuple(KernelChoice(kernel, cut, shared_memory(kernel, cut, situation)) for kernel, cut in tiles.items())

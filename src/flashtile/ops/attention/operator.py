@@ -8,6 +8,7 @@ dispatcher, which costs as much host time as the rest of a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -209,6 +210,7 @@ def _forward(
     """Runs the forward of the backend that serves the call."""
     checks.check_values(side, q.shape[0], k.shape[0])
     implementation = select.implementation(q, backend)
+    side = _contiguous_side(side)
     return implementation.forward(_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), side, spec)
 
 
@@ -227,7 +229,7 @@ def _backward(
     """Runs the backward of the backend that serves the call."""
     implementation = select.implementation(q, backend)
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
-    return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec)
+    return implementation.backward(dout, dlse, q, k, v, out, lse, _contiguous_side(side), spec)
 
 
 def _forward_implementation(q, k, v, *rest):
@@ -267,6 +269,16 @@ def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
 def _rows_contiguous(tensor: Tensor) -> Tensor:
     """Kernels take any strides whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _contiguous_side(side: SideInputs) -> SideInputs:
+    """Kernels read the side inputs element after element; a slice or an expanded length is copied."""
+    if side.cu_seqlens_q is None and side.key_lengths is None and side.dropout_seed is None:
+        return side
+    tensors: dict[str, Any] = {
+        name: entry.contiguous() for name, entry in side._asdict().items() if isinstance(entry, Tensor)
+    }
+    return side._replace(**tensors)
 
 
 def _vmap_rule(op: Callable) -> Callable:

@@ -56,6 +56,10 @@ class Situation(NamedTuple):
     long: bool
 
 
+def is_long(max_seqlen_q: int, max_seqlen_k: int) -> bool:
+    return max_seqlen_q >= LONG and max_seqlen_k >= LONG
+
+
 def tile_width(head_dim: int) -> int:
     """Columns of a tile that holds `head_dim`: the next power of two, at least the 16 of a tensor core."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -20,13 +20,13 @@ from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.configs import (
-    LONG,
     Kernel,
     Situation,
     TileConfig,
     choose_tiles,
     drops_bounds,
     drops_masks,
+    is_long,
     tile_width,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
     all_visible: bool
     dropout: bool
     has_dlse: bool
-    index_dtype: torch.dtype | None
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
     key_lengths_dtype: torch.dtype | None
     precision: str
     pointer_multiple: int
@@ -75,7 +75,7 @@ class SideShape(NamedTuple):
     """What a plan needs to know of the side inputs."""
 
     sequences: int | None
-    index_dtype: torch.dtype | None
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
     key_lengths_dtype: torch.dtype | None
     dropout: bool
 
@@ -204,13 +204,13 @@ def _plan_for(
     spec: AttentionSpec,
     has_dlse: bool = False,
 ) -> Plan:
-    cu_seqlens_q, _, max_seqlen_q, max_seqlen_k, key_lengths, dropout_seed = side
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, dropout_seed = side
     if cu_seqlens_q is None and key_lengths is None and dropout_seed is None:
         side_shape = _PLAIN_SIDE
     else:
         side_shape = SideShape(
             None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1,
-            None if cu_seqlens_q is None else cu_seqlens_q.dtype,
+            None if cu_seqlens_q is None else (cu_seqlens_q.dtype, cu_seqlens_k.dtype),
             None if key_lengths is None else key_lengths.dtype,
             dropout_seed is not None,
         )
@@ -226,7 +226,7 @@ def _plan_for(
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride(), dout_stride),
         addresses & 15,
-        max_seqlen_q >= LONG and max_seqlen_k >= LONG,
+        is_long(max_seqlen_q, max_seqlen_k),
         side_shape,
         spec,
         has_dlse,
@@ -273,7 +273,7 @@ def _plan(
         whole and not spec.banded and drops_masks(situation),
         side.dropout,
         has_dlse,
-        side.index_dtype,
+        side.index_dtypes,
         side.key_lengths_dtype,
         _dot_precision(dtype, facts, allow_tf32),
         _power_of_two_factor(misalignment),
@@ -390,9 +390,10 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
 
 def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     """Type of a run-time parameter, and a power of two that divides it."""
+    cu_seqlens_q_dtype, cu_seqlens_k_dtype = variant.index_dtypes or (torch.int32, torch.int32)
     index_dtypes = {
-        "cu_seqlens_q_ptr": variant.index_dtype or torch.int32,
-        "cu_seqlens_k_ptr": variant.index_dtype or torch.int32,
+        "cu_seqlens_q_ptr": cu_seqlens_q_dtype,
+        "cu_seqlens_k_ptr": cu_seqlens_k_dtype,
         "key_lengths_ptr": variant.key_lengths_dtype or torch.int32,
         "dropout_seed_ptr": torch.int64,
     }
