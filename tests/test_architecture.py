@@ -27,13 +27,15 @@ WITHIN_OPERATION = {
     "explain": {"api", "checks", "cpu", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "philox", "reference", "select", "spec", "triton"},
     "select": {"spec"},
-    "philox": {"checks"},
+    "philox": set(),
     "spec": set(),
     "reference": {"philox", "spec"},
     "cpu": {"philox", "spec"},
     "triton": {"philox", "spec"},
     "hopper": {"philox", "spec"},
 }
+#: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
 #: Packages that stand on the public names, as a user does.
 ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "models", "modules", "testing"}
 #: Third-party packages that only these parts may need.
@@ -86,7 +88,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            allowed = ("explain", "select", "triton", "hopper")
+            allowed = COMMON_ON_BACKENDS if module[2] == COMMON else {"explain", "select", "triton", "hopper"}
             return "" if part in allowed else "only kernels, select and explain need device facts"
         if target != "ops":
             return "operations import operations only"
@@ -96,6 +98,10 @@ def _forbidden(module: list[str], name: list[str]) -> str:
 
 def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     operation, part = module[2], module[3] if len(module) > 3 else "__init__"
+    if name[2:3] == [COMMON]:
+        return ""
+    if operation == COMMON:
+        return "what operations share knows none of them"
     if len(name) < 4 or name[2] != operation:
         return "" if len(name) > 3 and name[3] == "api" else "another operation is used through its api"
     if part not in WITHIN_OPERATION:
@@ -121,6 +127,8 @@ def test_imports_follow_the_rule(path):
         ("flashtile.ops.attention.spec", "def f():\n    from flashtile.ops.attention import api"),
         ("flashtile.ops.attention.reference", "from flashtile._backends import devices"),
         ("flashtile.ops.rotary.triton", "from flashtile.ops.attention.triton import tiles"),
+        ("flashtile.ops.common.checks", "from flashtile.ops.attention.spec import AttentionSpec"),
+        ("flashtile.ops.common.checks", "from flashtile._backends import devices"),
         ("flashtile._backends.launch", "from flashtile.ops.attention.spec import AttentionSpec"),
         ("flashtile.models.gpt", "from flashtile.ops.attention.api import attention"),
         ("flashtile.bench.cases", "import flashtile\nflashtile._backends.devices"),

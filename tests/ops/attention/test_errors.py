@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.attention import checks
+from flashtile.ops.attention import checks as attention_checks
+from flashtile.ops.common import checks
 
 
 def dense(**changes: Any) -> Any:
@@ -238,7 +239,7 @@ def test_float64_on_triton_names_the_remedy() -> None:
 
 def test_attribute_error_of_tensors_is_not_disguised(monkeypatch: pytest.MonkeyPatch) -> None:
     # An AttributeError makes the edge look for arguments that are no tensors; one of another cause stays what it is.
-    monkeypatch.setattr(checks, "check_qkv", lambda *_: torch.no_such_name)
+    monkeypatch.setattr(attention_checks, "check_qkv", lambda *_: torch.no_such_name)
     with pytest.raises(AttributeError, match="no_such_name"):
         dense()
 
@@ -265,9 +266,9 @@ def test_values_are_read_on_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", False)
-    assert not checks._readable(OnGpu())
+    assert not checks.readable(OnGpu())
     monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", True)
-    assert checks._readable(OnGpu())
+    assert checks.readable(OnGpu())
 
 
 def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,4 +277,4 @@ def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not checks._readable(OnGpu())
+    assert not checks.readable(OnGpu())

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import math
-import numbers
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.spec import MAX_HEAD_DIM, SideInputs
+from flashtile.ops.common.checks import (
+    FLOAT_DTYPES,
+    as_float,
+    check_choice,
+    check_lengths,
+    check_tensors,
+    raise_not_bool,
+    readable,
+    resolve_dropout,
+)
 
-_INDEX_DTYPES = (torch.int32, torch.int64)
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-#: Opt-in check of the values in `cu_seqlens` and `key_lengths` on a GPU, which costs a synchronisation.
-CHECK_VALUES_ON_GPU = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
+__all__ = [
+    "check_choice",
+    "check_cu_seqlens",
+    "check_lengths",
+    "check_max_seqlen",
+    "check_qkv",
+    "check_tensors",
+    "check_values",
+    "raise_not_bool",
+    "resolve_dropout",
+    "resolve_scale",
+    "resolve_window",
+]
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
@@ -30,7 +46,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
         q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):
         _raise_rank_dtype_device(q, k, v, layout)
-    if q.dtype not in _FLOAT_DTYPES:
+    if q.dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"q, k, v: expected dtype float16, bfloat16, float32 or float64, got {q.dtype}; cast them first"
         )
@@ -78,23 +94,6 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
 
 
-def check_tensors(**tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
-
-
-def raise_not_bool(**flags: bool) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: expected True or False, got {flag!r}; use bool(...)")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
     """The canonical (left, right) of `causal` and `window` together."""
     if window is None:
@@ -118,54 +117,10 @@ def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -
 def resolve_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    scale = _as_float("scale", scale, "reading it would synchronise, multiply q by it instead")
+    scale = as_float("scale", scale, "reading it would synchronise, multiply q by it instead")
     if not abs(scale) < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1/sqrt(head_dim)")
     return scale
-
-
-def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> float:
-    """Checks the dropout arguments; returns the probability as a float."""
-    dropout_p = _as_float("dropout_p", dropout_p, "reading it would synchronise, pass a Python float")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(
-            f"dropout_p: expected a probability in [0, 1), got {dropout_p}; 0.1 drops a tenth of the weights"
-        )
-    if dropout_seed is not None:
-        check_dropout_seed(dropout_seed)
-        _check_device("dropout_seed", dropout_seed, device)
-    return dropout_p
-
-
-def check_dropout_seed(dropout_seed: Tensor) -> None:
-    remedy = "make one with flashtile.draw_dropout_seed(device)"
-    if not isinstance(dropout_seed, Tensor):
-        raise TypeError(f"dropout_seed: expected an int64 tensor, got {type(dropout_seed).__name__}; {remedy}")
-    if dropout_seed.dtype is not torch.int64:
-        raise TypeError(f"dropout_seed: expected dtype int64, got {dropout_seed.dtype}; {remedy}")
-    if dropout_seed.shape != (2,):
-        raise ValueError(f"dropout_seed: expected shape (2,), got {tuple(dropout_seed.shape)}; {remedy}")
-
-
-def _as_float(name: str, value: float, why_not_tensor: str) -> float:
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name}: expected a float, got a Tensor; {why_not_tensor}")
-    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
-        raise TypeError(f"{name}: expected a float, got {value!r}; pass a number")
-    return float(value)
-
-
-def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str) -> None:
-    """Checks shape, dtype and device of a length vector (`cu_seqlens` or `key_lengths`), not its values."""
-    if not isinstance(lengths, Tensor):
-        raise TypeError(
-            f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
-        )
-    if lengths.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
-    if lengths.dim() != 1 or lengths.shape[0] != size:
-        raise ValueError(f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}")
-    _check_device(name, lengths, device)
 
 
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
@@ -182,11 +137,6 @@ def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.d
             name, cu_seqlens, entries, device, "batch + 1 cumulative lengths, as many for keys as for queries"
         )
     return entries - 1
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        raise ValueError(f"{name}: expected the device of q, {device}, got {tensor.device}; move it")
 
 
 def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
@@ -208,14 +158,10 @@ def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
         ("cu_seqlens_q", side.cu_seqlens_q, total_q, side.max_seqlen_q),
         ("cu_seqlens_k", side.cu_seqlens_k, total_k, side.max_seqlen_k),
     ):
-        if cu_seqlens is not None and _readable(cu_seqlens):
+        if cu_seqlens is not None and readable(cu_seqlens):
             _check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
-    if side.key_lengths is not None and _readable(side.key_lengths) and (side.key_lengths < 0).any():
+    if side.key_lengths is not None and readable(side.key_lengths) and (side.key_lengths < 0).any():
         raise ValueError(f"key_lengths: expected lengths of at least 0, got {side.key_lengths.min().item()}")
-
-
-def _readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or (CHECK_VALUES_ON_GPU and not torch.cuda.is_current_stream_capturing())
 
 
 def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:

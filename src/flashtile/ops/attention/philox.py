@@ -17,42 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.checks import check_dropout_seed, resolve_dropout
+from flashtile.ops.common.checks import check_dropout_seed, resolve_dropout
+from flashtile.ops.common.philox import draw_dropout_seed, keep_threshold, philox_words
 
-_ROUNDS = 10
-_MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
-_WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
-_MASK32 = 0xFFFFFFFF
-
-
-def keep_threshold(dropout_p: float) -> int:
-    """The int32 below which a signed random word drops its weight: P(word < threshold) = dropout_p."""
-    return min(round(dropout_p * 2**32), 2**32 - 1) - 2**31
-
-
-def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
-    """Draws a dropout seed from torch's generator of `device`, without synchronising.
-
-    Returns:
-        `[2]` int64 tensor (seed, offset), each in [0, 2³²). `torch.manual_seed` makes it reproducible, and a
-        CUDA graph that captures the draw gets fresh bits at each replay.
-    """
-    return torch.randint(2**32, (2,), dtype=torch.int64, device=device)
-
-
-def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 in int64 arithmetic: four words for each broadcast counter, in the low 32 bits."""
-    c0, c1, c2, c3 = counters
-    key_a, key_b = seed & _MASK32, (seed >> 32) & _MASK32
-    for _ in range(_ROUNDS):
-        # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What
-        # c1 and c3 carry above 32 bits falls away with the next mask.
-        product_a, product_b = c0 * _MULTIPLIER_A, c2 * _MULTIPLIER_B
-        c0 = ((product_b >> 32) ^ c1 ^ key_a) & _MASK32
-        c2 = ((product_a >> 32) ^ c3 ^ key_b) & _MASK32
-        c1, c3 = product_b, product_a
-        key_a, key_b = (key_a + _WEYL_A) & _MASK32, (key_b + _WEYL_B) & _MASK32
-    return c0, c1, c2, c3
+__all__ = ["draw_dropout_seed", "dropout_mask", "keep_threshold", "keep_tile", "philox_words"]
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:

@@ -7,14 +7,12 @@ except that the softmax runs in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.philox import keep_tile
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.common.dispatch import autograd_in_operator
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -40,21 +38,11 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
     """Gradients of (q, k, v) by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
-    with _autograd_in_operator():
+    with autograd_in_operator():
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         outputs = forward(q, k, v, side, spec)
         grads = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
     return tuple(grad.contiguous() for grad in grads)
-
-
-@contextmanager
-def _autograd_in_operator() -> Iterator[None]:
-    """Records autograd in the midst of an operator, below which PyTorch may have switched it off (dispatch modes)."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
-        excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
-        yield
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:

@@ -1,0 +1,1 @@
+"""What every operation needs and none owns: checks of arguments, choice of backend, dropout bits, dispatch."""

@@ -1,0 +1,83 @@
+"""Which backend serves a call: a pure choice from the request, the device and the dtypes, with its reasons."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from flashtile._backends import devices
+
+BACKENDS = ("auto", "reference", "cpu", "triton")
+
+#: In the order in which "auto" tries them.
+_AUTOMATIC = ("triton", "cpu")
+
+
+class BackendChoice(NamedTuple):
+    """The backend that serves a call, and why each other one does not.
+
+    Attributes:
+        backend: "triton", "cpu" or "reference"; None where none can serve the call.
+        reason: why this one.
+        rejected: backend -> why not.
+    """
+
+    backend: str | None
+    reason: str
+    rejected: dict[str, str]
+
+
+def choose_backend(
+    requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
+) -> BackendChoice:
+    """The choice, from facts alone. `dtype` is float64 where any tensor of the call is."""
+    obstacles: dict[str, str | None] = {
+        "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
+        "cpu": None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}",
+        "reference": None,
+    }
+    if requested != "auto":
+        obstacle = obstacles[requested]
+        rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
+        if obstacle:
+            return BackendChoice(None, obstacle, {**rejected, requested: obstacle})
+        return BackendChoice(requested, "asked for by name", rejected)
+    # The interpreter is for testing kernels: it never serves a call that did not ask for it.
+    if interpreting:
+        obstacles["triton"] = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
+    rejected = {name: obstacle for name in _AUTOMATIC if (obstacle := obstacles[name])}
+    rejected["reference"] = "it is the definition, written to be read; it runs only when asked for by name"
+    for name in _AUTOMATIC:
+        if not obstacles[name]:
+            return BackendChoice(name, f"the first choice for {dtype} on {device_type}", rejected)
+    return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
+
+
+def _triton_obstacle(
+    device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
+) -> str | None:
+    if triton_missing:
+        return triton_missing
+    if dtype is torch.float64:
+        return "its kernels take float16, bfloat16 and float32, not float64; cast, or use backend='reference'"
+    if device_type == "cpu" and not interpreting:
+        return "it needs a GPU, and the tensors are on the CPU (TRITON_INTERPRET=1 runs its kernels there for testing)"
+    return None
+
+
+@functools.cache
+def implementation(operation: str, backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
+    """The module that serves a call of an operation: `flashtile.ops.<operation>.{reference, cpu, triton.launch}`.
+
+    Raises:
+        ValueError: the backend asked for, or every one for "auto", cannot serve it.
+    """
+    choice = choose_backend(backend, device_type, dtype, devices.triton_missing(), devices.interpreting())
+    if choice.backend is None:
+        raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
+    part = "triton.launch" if choice.backend == "triton" else choice.backend
+    return importlib.import_module(f"flashtile.ops.{operation}.{part}")

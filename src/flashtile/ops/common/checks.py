@@ -1,0 +1,99 @@
+"""Checks of arguments that several operations take: an error names argument, expectation, what came and the remedy."""
+
+from __future__ import annotations
+
+import numbers
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Opt-in check of the values in index tensors on a GPU, which costs a synchronisation.
+CHECK_VALUES_ON_GPU = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values of an index tensor may be read for a check: on a CPU always, on a GPU only on request."""
+    if tensor.device.type == "cpu":
+        return True
+    return CHECK_VALUES_ON_GPU and not torch.cuda.is_current_stream_capturing()
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+
+
+def check_float_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: expected dtype float16, bfloat16, float32 or float64, got {dtype}; cast it first")
+
+
+def check_device(name: str, tensor: Tensor, device: torch.device, of: str = "q") -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected the device of {of}, {device}, got {tensor.device}; move it")
+
+
+def raise_not_bool(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: expected True or False, got {flag!r}; use bool(...)")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def as_float(name: str, value: float, why_not_tensor: str = "reading it would synchronise, pass a number") -> float:
+    """A number of any type as a float."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a float, got a Tensor; {why_not_tensor}")
+    if isinstance(value, bool) or not isinstance(value, (float, int, numbers.Real)):
+        raise TypeError(f"{name}: expected a float, got {value!r}; pass a number")
+    return float(value)
+
+
+def resolve_dropout(
+    dropout_p: float, dropout_seed: Tensor | None, device: torch.device, dropped: str = "weights", of: str = "q"
+) -> float:
+    """Checks the dropout arguments; returns the probability as a float."""
+    dropout_p = as_float("dropout_p", dropout_p, "reading it would synchronise, pass a Python float")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(
+            f"dropout_p: expected a probability in [0, 1), got {dropout_p}; 0.1 drops a tenth of the {dropped}"
+        )
+    if dropout_seed is not None:
+        check_dropout_seed(dropout_seed)
+        check_device("dropout_seed", dropout_seed, device, of)
+    return dropout_p
+
+
+def check_dropout_seed(dropout_seed: Tensor) -> None:
+    remedy = "make one with flashtile.draw_dropout_seed(device)"
+    if not isinstance(dropout_seed, Tensor):
+        raise TypeError(f"dropout_seed: expected an int64 tensor, got {type(dropout_seed).__name__}; {remedy}")
+    if dropout_seed.dtype is not torch.int64:
+        raise TypeError(f"dropout_seed: expected dtype int64, got {dropout_seed.dtype}; {remedy}")
+    if dropout_seed.shape != (2,):
+        raise ValueError(f"dropout_seed: expected shape (2,), got {tuple(dropout_seed.shape)}; {remedy}")
+
+
+def check_lengths(name: str, lengths: Tensor, size: int, device: torch.device, meaning: str, of: str = "q") -> None:
+    """Checks shape, dtype and device of a vector of integers (lengths, offsets, row numbers), not its values."""
+    if not isinstance(lengths, Tensor):
+        raise TypeError(
+            f"{name}: expected an int32 or int64 tensor, got {type(lengths).__name__}; use torch.tensor(...)"
+        )
+    if lengths.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {lengths.dtype}; cast it")
+    if lengths.dim() != 1 or lengths.shape[0] != size:
+        raise ValueError(f"{name}: expected shape ({size},), {meaning}, got {tuple(lengths.shape)}")
+    check_device(name, lengths, device, of)

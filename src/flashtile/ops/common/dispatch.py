@@ -1,0 +1,48 @@
+"""How a call meets PyTorch's dispatcher: when it may be passed by, and autograd in the midst of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def unobserved(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch's dispatcher would only pass a call on: nothing else intercepts, records or traces it.
+
+    Args:
+        tensors: all tensors of the call, on one device; the first is not None.
+    """
+    for tensor in tensors:
+        if tensor is not None and type(tensor) not in _PLAIN:
+            return False
+    first = tensors[0]
+    assert first is not None
+    return (
+        (first.is_cuda or first.is_cpu)
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def transformed() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+@contextmanager
+def autograd_in_operator() -> Iterator[None]:
+    """Records autograd in the midst of an operator, below which PyTorch may have switched it off (dispatch modes)."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
