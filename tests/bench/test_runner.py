@@ -158,6 +158,41 @@ def test_selecting_implementations():
         select_implementations(["fa4"], CPU)
 
 
+def test_implementations_take_turns_to_and_fro(monkeypatch):
+    monkeypatch.setattr(runner, "_ROUNDS", 2)
+    order = []
+
+    class Recorder:
+        kind = "recorder"
+
+        def __init__(self, label):
+            self.label = label
+
+        def sample(self, seconds):
+            order.append((self.label, seconds))
+            return [1.0]
+
+    entries = []
+    for name in "ab":
+        entry = runner.Prepared(reference(name))
+        entry.timers = {phase: Recorder(name + phase) for phase in runner.PHASES}
+        entries.append(entry)
+    runner._sample_in_turns(entries, 4.0)
+    labels = ["afwd", "bfwd", "abwd", "bbwd", "bfwd", "afwd", "bbwd", "abwd"]
+    assert order == [(label, 2.0) for label in labels]
+
+
+def test_long_calls_stop_when_their_time_is_used_up():
+    calls = []
+    entry = runner.Prepared(reference())
+    entry.timers = {"fwd": PerfCounterTimer(lambda: calls.append(1))}
+    for _ in range(runner._ROUNDS):
+        entry.sample("fwd", 0.0)
+        entry.sample("bwd", 0.0)
+    assert len(calls) == len(entry.samples["fwd"]) == runner._LEAST_SAMPLES < runner._ROUNDS
+    assert not entry.samples["bwd"]
+
+
 def test_perf_counter_timer_takes_at_least_one_sample():
     calls = []
     samples = PerfCounterTimer(lambda: calls.append(1)).sample(0.0)

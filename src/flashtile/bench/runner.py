@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,10 +22,12 @@ from flashtile.bench.verify import Oracle
 
 PHASES = ("fwd", "bwd")
 
-#: Implementations take turns this often, so that a GPU that warms up slows all of them alike.
-_ROUNDS = 3
+#: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
+_ROUNDS = 6
+#: Calls so long that they use the time up in fewer rounds are measured at least this often.
+_LEAST_SAMPLES = 3
 #: Time for the samples of one phase of one implementation, over all rounds.
-_SECONDS = {"cuda": 0.075, "cpu": 0.3}
+_SECONDS = {"cuda": 0.15, "cpu": 0.3}
 
 Row = dict[str, Any]
 
@@ -39,6 +42,17 @@ class Prepared:
     why: dict[str, str] = field(default_factory=dict)
     timers: dict[str, Timer] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def sample(self, phase: str, seconds: float) -> None:
+        """Takes a round's samples of a phase that has a timer and, of the `seconds` of all rounds, time left."""
+        samples = self.samples[phase]
+        if phase not in self.timers or (self.spent[phase] >= seconds and len(samples) >= _LEAST_SAMPLES):
+            return
+        begin = time.perf_counter()
+        with self.implementation.context():
+            samples += self.timers[phase].sample(seconds / _ROUNDS)
+        self.spent[phase] += time.perf_counter() - begin
 
 
 def run_cases(
@@ -46,33 +60,51 @@ def run_cases(
     implementations: Sequence[Implementation],
     device: torch.device,
     on_case: Callable[[int, Case, list[Row]], None] = lambda index, case, rows: None,
+    seconds: float | None = None,
 ) -> list[Row]:
-    """Measures all cases; `on_case` is called with the index, the case and its rows after each."""
+    """Measures all cases.
+
+    Args:
+        cases: what is measured.
+        implementations: in which ways.
+        device: where.
+        on_case: called with the index, the case and its rows after each.
+        seconds: time for the samples of one phase of one implementation; None for the device's default.
+    """
     rows: list[Row] = []
     with side_stream(device):
         for index, case in enumerate(cases):
-            case_rows = run_case(case, implementations, device)
+            case_rows = run_case(case, implementations, device, seconds)
             rows += case_rows
             on_case(index, case, case_rows)
     return rows
 
 
-def run_case(case: Case, implementations: Iterable[Implementation], device: torch.device) -> list[Row]:
+def run_case(
+    case: Case, implementations: Iterable[Implementation], device: torch.device, seconds: float | None = None
+) -> list[Row]:
     """The rows of one case: for each implementation and phase a speed, or the reason why there is none."""
+    rows = _measure(case, implementations, device, _SECONDS[device.type] if seconds is None else seconds)
+    _free(device)
+    return rows
+
+
+def _measure(case: Case, implementations: Iterable[Implementation], device: torch.device, seconds: float) -> list[Row]:
     inputs = make_inputs(case, device)
     oracle = Oracle(case, inputs)
     entries = [_prepare(implementation, case, inputs, oracle) for implementation in implementations]
     for entry in entries:
         _make_timers(entry, device)
-    for _ in range(_ROUNDS):
-        for entry in entries:
-            for phase, timer in entry.timers.items():
-                with entry.implementation.context():
-                    entry.samples[phase] += timer.sample(_SECONDS[device.type] / _ROUNDS)
-    rows = [_row(entry, case, phase) for entry in entries for phase in PHASES]
-    del entries, oracle, inputs
-    _free(device)
-    return rows
+    _sample_in_turns(entries, seconds)
+    return [_row(entry, case, phase) for entry in entries for phase in PHASES]
+
+
+def _sample_in_turns(entries: list[Prepared], seconds: float) -> None:
+    """Samples of one phase from each implementation in turn, to and fro, so that none always follows the same one."""
+    for turn in range(_ROUNDS):
+        for phase in PHASES:
+            for entry in entries if turn % 2 == 0 else entries[::-1]:
+                entry.sample(phase, seconds)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ the GPU is what is measured; longer ones are timed between CUDA events. On a CPU
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ import torch
 _GRAPH_BELOW_MS = 1.0
 _WARM_UP_CALLS = 3
 _ESTIMATE_CALLS = 5
+#: Calls longer than this, in ms, need no warming up, and two of them are enough for an estimate.
+_LONG_MS = 20.0
 
 
 class Timer(Protocol):
@@ -29,11 +32,9 @@ class Timer(Protocol):
 
 
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
-    """Warms the function up and returns its timer."""
+    """The timer of a function that was called before, so that its kernels are compiled."""
     if device.type != "cuda":
         return PerfCounterTimer(function)
-    for _ in range(_WARM_UP_CALLS):
-        function()
     events = EventTimer(function)
     estimate_ms = events.estimate_ms
     if estimate_ms >= _GRAPH_BELOW_MS:
@@ -71,8 +72,10 @@ class EventTimer:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        samples = self._time(_ESTIMATE_CALLS)
-        self.estimate_ms = sorted(samples)[len(samples) // 2]
+        samples = self._time(2)
+        if min(samples) < _LONG_MS:
+            samples = self._time(_WARM_UP_CALLS + _ESTIMATE_CALLS)[_WARM_UP_CALLS:]
+        self.estimate_ms = statistics.median_low(samples)
 
     def sample(self, seconds: float) -> list[float]:
         return self._time(max(1, min(200, int(seconds * 1e3 / self.estimate_ms))))
