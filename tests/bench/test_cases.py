@@ -1,38 +1,14 @@
-"""The benchmark's cases: the tables, their names, and their work."""
+"""The benchmark's cases: their names, their work, their tensors and their records."""
+
+import json
 
 import pytest
 import torch
 
-from flashtile.bench.cases import Case, cpu_cases, cuda_cases, default_cases, make_inputs, select_cases
+from flashtile.bench.cases import Case, make_inputs, packed_case
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-def test_cuda_table_holds_16384_tokens_of_width_2048():
-    cases = cuda_cases()
-    assert all(case.B * case.S == 16384 and case.H * case.D == 2048 and case.dtype == "bf16" for case in cases)
-    rows = {(case.D, case.causal, case.S) for case in cases}
-    expected = {(d, c, s) for d in (64, 128) for c in (False, True) for s in (512, 1024, 2048, 4096, 8192, 16384)}
-    expected |= {(256, c, s) for c in (False, True) for s in (2048, 8192)}
-    assert rows == expected and len(cases) == len(expected)
-
-
-def test_cpu_table_has_both_dtypes_a_window_and_dropout():
-    cases = cpu_cases()
-    assert {case.dtype for case in cases} == {"fp32", "bf16"}
-    assert any(case.window for case in cases) and any(case.dropout_p for case in cases)
-
-
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_quick_is_a_part_of_the_table(device):
-    assert 0 < len(default_cases(device, quick=True)) < len(default_cases(device))
-    assert set(default_cases(device, quick=True)) <= set(default_cases(device))
-
-
-@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
-def test_names_tell_cases_apart(device):
-    names = [case.name for case in default_cases(device)]
-    assert len(set(names)) == len(names)
+CPU = torch.device("cpu")
+PACKED = packed_case([5, 16, 1], heads=2, head_dim=8, causal=True, dtype="fp32")
 
 
 def test_flops_follow_the_convention():
@@ -64,16 +40,34 @@ def test_bytes_count_each_tensor_once():
     assert case.bytes("bwd") == 2 * case.bytes("fwd")
 
 
-def test_select_cases_by_pattern_and_by_word():
-    cases = cuda_cases()
-    assert all(case.name.startswith("d64-causal") for case in select_cases(cases, ["d64-causal-*"]))
-    assert {case.S for case in select_cases(cases, ["s2048"])} == {2048}
-    assert select_cases(cases, []) == cases
+def test_packed_work_is_that_of_each_sequence():
+    one_by_one = [Case(1, seq, 2, 2, 8, 8, causal=True) for seq in PACKED.lengths]
+    for phase in ("fwd", "bwd"):
+        assert PACKED.flops(phase) == sum(case.flops(phase) for case in one_by_one)
+        assert PACKED.bytes(phase) == 2 * sum(case.bytes(phase) for case in one_by_one)  # fp32, not bf16
+    windowed = Case(**{**PACKED.record(), "window": (3, 0), "lengths": PACKED.lengths})
+    assert windowed.visible_pairs() == (1 + 2 + 3 + 4 + 4) + (6 + 13 * 4) + 1
 
 
-def test_select_cases_names_what_there_is():
-    with pytest.raises(ValueError, match="'d65' matches no case; there are: d64-full-s512-bf16"):
-        select_cases(cuda_cases(), ["d65"])
+def test_name_tells_kinds_apart():
+    assert Case(2, 512, 8, 2, 64, 64).name == "d64-full-g4-s512-bf16"
+    assert Case(1, 512, 8, 8, 192, 128, causal=True).name == "d192:128-causal-s512-bf16"
+    assert PACKED.name == "d8-causal-packed22-fp32"
+
+
+@pytest.mark.parametrize("case", [PACKED, Case(1, 8, 2, 1, 8, 4, window=(3, None))], ids=lambda case: case.name)
+def test_case_comes_back_from_its_record(case):
+    assert Case.from_record(json.loads(json.dumps(case.record()))) == case
+
+
+def test_records_have_the_same_keys_for_every_kind():
+    assert set(PACKED.record()) == set(Case(1, 8, 2, 2, 8, 8).record())
+
+
+def test_record_from_before_packed_batches_is_read():
+    record = Case(1, 8, 2, 2, 8, 8).record()
+    del record["lengths"]
+    assert Case.from_record(record) == Case(1, 8, 2, 2, 8, 8)
 
 
 def test_inputs_have_the_shapes_and_are_reproducible():
@@ -82,3 +76,10 @@ def test_inputs_have_the_shapes_and_are_reproducible():
     assert first.q.shape == (2, 16, 4, 8) and first.k.shape == (2, 16, 2, 8)
     assert first.v.shape == (2, 16, 2, 4) and first.dout.shape == (2, 16, 4, 4)
     assert torch.equal(first.q, second.q) and first.dropout_seed is not None
+
+
+def test_packed_inputs_lie_one_after_another():
+    inputs = make_inputs(PACKED, CPU)
+    assert all(t.shape == (22, 2, 8) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    assert inputs.cu_seqlens.tolist() == [0, 5, 21, 22] and inputs.cu_seqlens.dtype is torch.int32
+    assert make_inputs(Case(1, 8, 2, 2, 8, 8), CPU).cu_seqlens is None

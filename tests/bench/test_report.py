@@ -1,14 +1,20 @@
 """Ratios, means and tables, from rows written by hand."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
+import torch
 
 from flashtile.bench.__main__ import main
-from flashtile.bench.cases import Case
+from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.report import case_name, host_table, mean_tables, plain_text, reasons, speed_tables
 from flashtile.bench.summary import geometric_mean, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.tables import tables
 
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results"
+TIMES = {"flashtile-hopper": 1.0, "flashtile-triton": 4.0, "fast": 2.0, "slow": 8.0}
 CASES = [Case(2, 512, 4, 4, 64, 64).record(), Case(1, 1024, 4, 2, 64, 64, window=(8, 0)).record()]
 
 
@@ -63,13 +69,39 @@ def test_speed_table_shows_speeds_gaps_and_ratios():
 
 def test_mean_table_holds_best_and_each_peer():
     lines = {line[0]: line[2:] for line in mean_tables(ROWS)[0].lines}
-    assert lines["flashtile-triton / best peer"] == ["1.00", "0.50", "2.00", "2"]
-    assert lines["flashtile-triton / fast"] == ["0.50", "0.50", "0.50", "1"]
+    lowest_at = ["fast", "b2-h4-d64-full-s512-bf16"]
+    assert lines["flashtile-triton / best peer"] == ["1.00", "0.50", "2.00", "2", *lowest_at]
+    assert lines["flashtile-triton / fast"] == ["0.50", "0.50", "0.50", "1", *lowest_at]
     assert mean_tables([ROWS[0]]) == []
 
 
+def test_means_are_those_of_each_of_our_implementations_phases_and_tables():
+    both = [{**row("", 0, ms, phase), "impl": impl} for phase in ("fwd", "bwd") for impl, ms in TIMES.items()]
+    window = tables(torch.device("cuda"))["window"][0].record()
+    rows = [*both, *({**one, "case": window} for one in both)]
+    default, of_window = mean_tables(rows)
+    assert default.title.endswith("default table") and of_window.title.endswith("window table")
+    assert [line[:3] for line in default.lines if line[0].endswith("best peer")] == [
+        [f"{impl} / best peer", phase, ratio]
+        for impl, ratio in (("flashtile-hopper", "2.00"), ("flashtile-triton", "0.50"))
+        for phase in ("fwd", "bwd")
+    ]
+    assert len(of_window.lines) == len(default.lines)
+
+
+def test_a_packed_case_is_named():
+    packed = packed_case([3, 9], heads=4, head_dim=64, causal=False).record()
+    assert case_name({"case": packed}) == "b2-h4-d64-full-packed12-bf16"
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*attention*.json")), ids=lambda path: path.stem)
+def test_committed_records_are_summarised(path):
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    assert len(speed_tables(rows)) == 2 and mean_tables(rows)[0].title.endswith("default table")
+
+
 def test_reasons_are_counted_once():
-    assert reasons(ROWS) == ["fast: it broke (b1-h4:2-d64-full-w8:0-s1024-bf16 fwd)"]
+    assert reasons(ROWS) == ["fast: it broke (b1-h4:2-d64-full-w8:0-g2-s1024-bf16 fwd)"]
     assert case_name(ROWS[0]) == "b2-h4-d64-full-s512-bf16"
 
 
@@ -90,13 +122,15 @@ def test_module_lists_cases(capsys):
 
 def test_module_measures_and_writes(capsys, tmp_path):
     output = tmp_path / "record.json"
-    options = ["--quick", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash", "--output", str(output)]
-    assert main(["attention", *options]) == 0
+    options = ["--quick", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash", "--seconds", "0.01"]
+    assert main(["attention", *options, "--output", str(output)]) == 0
     printed = capsys.readouterr()
     assert "Attention bwd: TFLOP/s" in printed.out and "[1/1" in printed.err and output.exists()
 
 
-@pytest.mark.parametrize("options", [["--cases", "nothing"], ["--impl", "nobody"]], ids=lambda o: o[0])
+@pytest.mark.parametrize(
+    "options", [["--cases", "nothing"], ["--impl", "nobody"], ["--table", "none"]], ids=lambda o: o[0]
+)
 def test_module_reports_user_mistakes_without_traceback(options, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["attention", *options])

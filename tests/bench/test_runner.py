@@ -2,16 +2,23 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import flashtile
 from flashtile.bench import host_time, runner, verify
-from flashtile.bench.cases import Case, make_inputs
+from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import bench_attention, bench_host_time, command_line
 from flashtile.bench.host_time import run_host_time
-from flashtile.bench.implementations import IMPLEMENTATIONS, Implementation, select_implementations
+from flashtile.bench.implementations import (
+    IMPLEMENTATIONS,
+    Implementation,
+    build_flashtile,
+    select_implementations,
+    torch_varlen_options,
+)
 from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_case, run_cases
 from flashtile.bench.timing import PerfCounterTimer
@@ -22,12 +29,14 @@ CPU = torch.device("cpu")
 # sdpa tells in warnings why it refuses a case.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 SMALL = Case(2, 48, 4, 2, 16, 8, causal=True, dtype="fp32")
+PACKED = packed_case([48, 1, 17], heads=2, head_dim=16, causal=True, dtype="fp32")
 VARIANTS = [
     SMALL,
     Case(2, 48, 2, 2, 16, 16, dtype="bf16"),
     Case(1, 48, 2, 2, 16, 16, causal=True, window=(5, 0), dtype="fp32"),
     Case(1, 48, 2, 2, 16, 16, window=(5, 3), dtype="fp32"),
     Case(2, 48, 4, 2, 16, 16, causal=True, dropout_p=0.3, dtype="fp32"),
+    PACKED,
 ]
 
 
@@ -42,8 +51,8 @@ def reference(name="flashtile-reference", change=lambda out: out, **options):
     """The eager reference as an implementation under test, its output changed."""
 
     def build(case, inputs):
-        arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": "reference"}
-        return lambda q, k, v: change(flashtile.attention(q, k, v, **arguments))
+        attend = build_flashtile("reference")(case, inputs)
+        return lambda q, k, v: change(attend(q, k, v))
 
     return Implementation(name, ("cpu",), build, **options)
 
@@ -116,7 +125,7 @@ def test_peers_on_a_cpu_agree_with_the_oracle_or_say_why(case):
 
 
 def test_flashtile_on_a_cpu_is_right():
-    for row in run_cases([SMALL, VARIANTS[-1]], select_implementations(["flashtile-cpu"], CPU), CPU):
+    for row in run_cases([SMALL, VARIANTS[-2], PACKED], select_implementations(["flashtile-cpu"], CPU), CPU):
         assert row["ms"] is not None, row
 
 
@@ -129,6 +138,8 @@ def test_case_is_the_same_for_every_implementation():
 def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     inputs = make_inputs(case, CPU)
     tensors = [t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    if case.lengths is not None:
+        tensors = [t.unsqueeze(0) for t in tensors]
     whole = verify._reference(case, tensors, inputs.dropout_seed)
     monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.S * 20)
     blocks = verify._reference(case, tensors, inputs.dropout_seed)
@@ -147,15 +158,54 @@ def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):
     assert oracle.judge("fwd", {"out": out}).why is not None
 
 
+def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
+    oracle = Oracle(PACKED, inputs := make_inputs(PACKED, CPU))
+    out = build_flashtile("reference")(PACKED, inputs)(inputs.q, inputs.k, inputs.v)
+    assert oracle.judge("fwd", {"out": out}).why is None
+    out[48] *= 1.1  # the only row of the second sequence
+    assert oracle.judge("fwd", {"out": out}).why is not None
+
+
+def test_oracle_counts_the_work_of_a_packed_batch_by_sequence(monkeypatch):
+    case = packed_case([48, 16], heads=8, head_dim=16, causal=False)
+    monkeypatch.setitem(verify._SCORES, "cpu", 3 * (48**2 + 16**2))
+    assert verify._choose_heads(case, CPU).tolist() == [0, 4, 7]
+
+
 def test_a_large_plain_computation_is_refused_before_it_starts():
     case = Case(64, 65536, 64, 64, 64, 64, dtype="fp32")
     assert "S×S matrices would take" in peer("sdpa-math").unsupported(case, CPU)
 
 
 def test_selecting_implementations():
-    assert select_implementations([], torch.device("cuda"))[0].name == "flashtile-triton"
+    names = [implementation.name for implementation in select_implementations([], torch.device("cuda"))]
+    assert names[0] == "flashtile-triton" and {"fa4", "torch-varlen"} <= set(names)
     with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: flashtile-cpu"):
         select_implementations(["fa4"], CPU)
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-math", "flex"])
+def test_peers_without_packed_batches_say_so(name):
+    assert peer(name).unsupported(PACKED, CPU) == "takes no packed batch"
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn"])
+def test_a_window_cannot_be_reached_through_sdpa(name):
+    assert "has no argument for a window" in peer(name).unsupported(VARIANTS[2], torch.device("cuda"))
+
+
+def test_torch_varlen_is_for_packed_batches():
+    unsupported = peer("torch-varlen").unsupported
+    assert unsupported(SMALL, CPU) == "takes packed batches only" and unsupported(PACKED, CPU) is None
+
+
+def test_torch_varlen_is_told_of_causal_as_its_version_has_it():
+    full, grouped = replace(PACKED, causal=False), replace(PACKED, Hkv=1)
+    first, later = ("max_k", "is_causal", "return_aux"), ("max_k", "window_size", "enable_gqa")
+    assert torch_varlen_options(PACKED, first) == {"is_causal": True}
+    assert torch_varlen_options(PACKED, later) == {"window_size": (-1, 0)}
+    assert torch_varlen_options(full, first) == torch_varlen_options(full, later) == {}
+    assert torch_varlen_options(grouped, later) == {"enable_gqa": True, "window_size": (-1, 0)}
 
 
 def test_implementations_take_turns_to_and_fro(monkeypatch):

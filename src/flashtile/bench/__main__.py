@@ -34,8 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m flashtile.bench", description="Benchmarks of flashtile.")
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="forward and backward, ours beside the peers")
+    attention.add_argument("--table", nargs="+", default=[], help="tables of cases, or 'all'; --list names them")
     attention.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as 'd128-causal-*'")
-    attention.add_argument("--quick", action="store_true", help="a few cases instead of the table")
+    attention.add_argument("--quick", action="store_true", help="a few cases instead of the tables")
+    attention.add_argument("--seconds", type=float, help="time for each phase of each implementation in each case")
     attention.add_argument("--list", action="store_true", help="print the cases and implementations, and stop")
     host_time = commands.add_parser("host-time", help="the host's time for one small call")
     for command in (attention, host_time):
@@ -52,7 +54,8 @@ def _run(options: argparse.Namespace) -> None:
         print(describe_choices(default_device()))
         return
     else:
-        record = bench_attention(options.cases, options.impl, options.quick, options.output, _progress())
+        choice = {"table": options.table, "seconds": options.seconds}
+        record = bench_attention(options.cases, options.impl, options.quick, options.output, _progress(), **choice)
         tables = [*speed_tables(record["rows"]), *mean_tables(record["rows"])]
     for table in tables:
         print(plain_text(table), end="\n\n")

@@ -1,12 +1,14 @@
-"""Cases of the attention benchmark: shapes, their work in FLOPs and bytes, and the tables that are measured.
+"""Cases of the attention benchmark: shapes, their work in FLOPs and bytes, and their tensors.
 
 Shape letters: B batch, S sequence, H query heads, Hkv key/value heads, D head_dim of q and k, Dv head_dim of v.
 """
 
 from __future__ import annotations
 
-import fnmatch
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,12 +21,15 @@ _BACKWARD_FLOPS = 2.5
 
 
 class ChoiceError(ValueError):
-    """A case or an implementation was asked for that is not there."""
+    """A table, a case or an implementation was asked for that is not there."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call with as many queries as keys. Field names are the keys of `case` in a record."""
+    """One attention call with as many queries as keys. Field names are the keys of `case` in a record.
+
+    With `lengths` the batch is packed: B sequences of these lengths, the longest of them S.
+    """
 
     B: int
     S: int
@@ -36,39 +41,71 @@ class Case:
     window: tuple[int | None, int | None] | None = None
     dropout_p: float = 0.0
     dtype: str = "bf16"
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None:
+            assert (self.B, self.S) == (len(self.lengths), max(self.lengths))
+            assert not self.dropout_p, "the check of a packed batch has no dropout"
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Case:
+        """The case of a record's row; keys that an older record does not have take their defaults."""
+        window, lengths = record.get("window"), record.get("lengths")
+        tuples = {
+            "window": None if window is None else tuple(window),
+            "lengths": None if lengths is None else tuple(lengths),
+        }
+        return cls(**{**record, **tuples})
 
     @property
     def name(self) -> str:
         """A readable identifier, such as `d64-causal-s2048-bf16`, that `--cases` patterns match."""
         head_dim = f"d{self.D}" if self.D == self.Dv else f"d{self.D}:{self.Dv}"
         window = "" if self.window is None else "-w" + ":".join("inf" if n is None else str(n) for n in self.window)
+        group = "" if self.H == self.Hkv else f"-g{self.H // self.Hkv}"
         dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
-        return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{dropout}-s{self.S}-{self.dtype}"
+        seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
+        return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}-{seq}-{self.dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @property
+    def tokens(self) -> int:
+        """Queries of the whole batch."""
+        return self.B * self.S if self.lengths is None else sum(self.lengths)
+
     def record(self) -> dict[str, Any]:
         """The `case` object of a record: the same for every implementation."""
-        return {**asdict(self), "window": None if self.window is None else list(self.window)}
+        lists = {
+            "window": None if self.window is None else list(self.window),
+            "lengths": None if self.lengths is None else list(self.lengths),
+        }
+        return {**asdict(self), **lists}
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flashtile.attention`, without the dropout seed."""
         return {"causal": self.causal, "window": self.window, "dropout_p": self.dropout_p}
 
     def visible_pairs(self) -> float:
-        """(query, key) pairs that count as work: S², half of it for causal by convention, exact for a window."""
+        """(query, key) pairs of one head, over the batch, that count as work."""
+        lengths = (self.S,) * self.B if self.lengths is None else self.lengths
+        return sum(count * self._pairs(seq) for seq, count in Counter(lengths).items())
+
+    def _pairs(self, seq: int) -> float:
+        """Of one sequence: seq², half of it for causal by convention, exact for a window."""
         if self.window is None:
-            return self.S**2 / (2 if self.causal else 1)
+            return seq**2 / (2 if self.causal else 1)
         left, right = self.window
-        left = self.S if left is None else left
-        right = 0 if self.causal else self.S if right is None else right
-        return sum(min(self.S - 1, row + right) - max(0, row - left) + 1 for row in range(self.S))
+        left = seq if left is None else left
+        right = 0 if self.causal else seq if right is None else right
+        return sum(min(seq - 1, row + right) - max(0, row - left) + 1 for row in range(seq))
 
     def flops(self, phase: str) -> float:
         """Floating-point operations of phase "fwd" or "bwd"."""
-        forward = 2 * self.B * self.H * self.visible_pairs() * (self.D + self.Dv)
+        forward = 2 * self.H * self.visible_pairs() * (self.D + self.Dv)
         return forward if phase == "fwd" else _BACKWARD_FLOPS * forward
 
     def bytes(self, phase: str) -> int:
@@ -76,27 +113,40 @@ class Case:
         q, out = self.H * self.D, self.H * self.Dv
         key_value = self.Hkv * (self.D + self.Dv)
         elements = q + key_value + out if phase == "fwd" else 2 * (q + key_value + out)
-        return self.B * self.S * elements * self.torch_dtype.itemsize
+        return self.tokens * elements * self.torch_dtype.itemsize
+
+
+def packed_case(lengths: Sequence[int], heads: int, head_dim: int, causal: bool, dtype: str = "bf16") -> Case:
+    """Sequences of these lengths one after another, as many key/value heads as query heads."""
+    sizes = (len(lengths), max(lengths), heads, heads, head_dim, head_dim)
+    return Case(*sizes, causal=causal, dtype=dtype, lengths=tuple(lengths))
 
 
 @dataclass
 class Inputs:
-    """Tensors of a case in flashtile's layout, `[B, S, H, D]`; `dropout_seed` is None without dropout."""
+    """Tensors of a case in flashtile's layout.
+
+    Attributes:
+        q: `[B, S, H, D]`, or `[tokens, H, D]` of a packed batch, and k, v and dout accordingly.
+        dropout_seed: `[2]` int64; None without dropout.
+        cu_seqlens: `[B + 1]` int32, where each sequence of a packed batch starts; None unless packed.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     dropout_seed: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Random normal inputs, drawn on the device."""
     generator = torch.Generator(device).manual_seed(seed)
+    rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
 
     def normal(heads: int, head_dim: int) -> Tensor:
-        shape = (case.B, case.S, heads, head_dim)
-        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+        return torch.randn((*rows, heads, head_dim), generator=generator, device=device).to(case.torch_dtype)
 
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
     return Inputs(
@@ -105,56 +155,10 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         v=normal(case.Hkv, case.Dv),
         dout=normal(case.H, case.Dv),
         dropout_seed=dropout_seed,
+        cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
     )
 
 
-def cuda_cases() -> list[Case]:
-    """16,384 tokens and a model width of 2048 in every case, bf16, as published attention benchmarks use."""
-    lengths = {64: (512, 1024, 2048, 4096, 8192, 16384), 128: (512, 1024, 2048, 4096, 8192, 16384), 256: (2048, 8192)}
-    return [
-        Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, causal=causal)
-        for head_dim, seqs in lengths.items()
-        for causal in (False, True)
-        for seq in seqs
-    ]
-
-
-def cpu_cases() -> list[Case]:
-    """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
-    plain = [
-        Case(1, seq, 4, 4, 64, 64, causal=causal, dtype=dtype)
-        for dtype in ("fp32", "bf16")
-        for causal in (False, True)
-        for seq in (1024, 2048, 4096, 8192)
-    ]
-    window = Case(1, 4096, 4, 4, 64, 64, causal=True, window=(256, 0), dtype="fp32")
-    dropout = Case(1, 2048, 4, 4, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
-    return [*plain, window, dropout]
-
-
-def default_cases(device: torch.device, quick: bool = False) -> list[Case]:
-    """The table for a device; `quick` keeps a few cases that show every kind."""
-    if device.type == "cuda":
-        cases = cuda_cases()
-        return [case for case in cases if case.D == 128 and case.S in (2048, 8192)] if quick else cases
-    cases = cpu_cases()
-    return [case for case in cases if case.S == 1024] if quick else cases
-
-
-def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
-    """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
-
-    Raises:
-        ChoiceError: a pattern matches no case.
-    """
-    if not patterns:
-        return cases
-    chosen: list[Case] = []
-    for pattern in patterns:
-        glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
-        found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
-        if not found:
-            names = ", ".join(case.name for case in cases)
-            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
-        chosen += [case for case in found if case not in chosen]
-    return chosen
+def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """`[batch + 1]` int32: where each sequence starts, and where the last one ends."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from flashtile.bench.cases import Case, default_cases, select_cases
+from flashtile.bench.cases import Case
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.runner import Row, run_cases
+from flashtile.bench.tables import cases_of, select_cases, tables
 
 _HOST_TIME_DEFAULT = {
     "cuda": ["flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
@@ -30,21 +31,26 @@ def bench_attention(
     quick: bool = False,
     output: Path | None = None,
     on_case: Callable[[int, int, Case, list[Row]], None] = lambda index, total, case, rows: None,
+    *,
+    table: Sequence[str] = (),
+    seconds: float | None = None,
 ) -> Record:
     """Measures attention on this machine's device.
 
     Args:
-        cases: patterns of case names, each perhaps several with commas; all cases of the device when empty.
+        cases: patterns of case names, each perhaps several with commas; all cases of the tables when empty.
         impl: names of implementations, likewise; the device's defaults when empty.
-        quick: a few cases instead of the table.
+        quick: a few cases instead of the tables.
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
         on_case: called with index, number of cases, case and its rows after each case.
+        table: names of tables, likewise, or "all"; the device's default table when empty.
+        seconds: time for the samples of one phase of one implementation; None for the device's default.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
     """
     device = default_device()
-    chosen_cases = select_cases(default_cases(device, quick), _split(cases))
+    chosen_cases = select_cases(cases_of(device, _split(table), quick), _split(cases))
     chosen_implementations = select_implementations(_split(impl), device)
     record = make_record(device, command_line(), [])
 
@@ -54,7 +60,7 @@ def bench_attention(
             write_record(record, output)
         on_case(index, len(chosen_cases), case, rows)
 
-    run_cases(chosen_cases, chosen_implementations, device, after_case)
+    run_cases(chosen_cases, chosen_implementations, device, after_case, seconds)
     return record
 
 
@@ -73,10 +79,10 @@ def _split(values: Sequence[str]) -> list[str]:
 
 
 def describe_choices(device: torch.device) -> str:
-    """Names of the cases and implementations of a device, for reading."""
-    cases = "\n  ".join(case.name for case in default_cases(device))
-    names = "\n  ".join(i.name for i in IMPLEMENTATIONS if device.type in i.devices)
-    return f"cases:\n  {cases}\nimplementations:\n  {names}"
+    """Names of the cases of each table and of the implementations of a device, for reading."""
+    lists = {f"cases of table {name}": [case.name for case in cases] for name, cases in tables(device).items()}
+    lists["implementations"] = [i.name for i in IMPLEMENTATIONS if device.type in i.devices]
+    return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
 
 
 def describe_progress(index: int, total: int, case: Case, rows: list[Row], seconds: float) -> str:

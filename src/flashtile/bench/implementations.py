@@ -6,8 +6,9 @@ Each gets inputs in the layout it calls its own, contiguous, so that none pays f
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Implementation:
         devices: device types it is measured on.
         build: makes the function `(q, k, v) -> out` for a case.
         unsupported: why it cannot run a case on a device, or None.
-        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`.
+        heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
         context: what must be entered around its calls.
         default: measured when no `--impl` is given.
     """
@@ -55,10 +56,14 @@ class Implementation:
         return self.name.startswith("flashtile")
 
 
-def _build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
+def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
     def build(case: Case, inputs: Inputs) -> Attention:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
-        return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
+        cu_seqlens = inputs.cu_seqlens
+        if cu_seqlens is None:
+            return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
+        arguments |= {"max_seqlen_q": case.S, "max_seqlen_k": case.S}
+        return lambda q, k, v: flashtile.attention_varlen(q, k, v, cu_seqlens, **arguments)
 
     return build
 
@@ -89,10 +94,41 @@ def _build_flex(case: Case, inputs: Inputs) -> Attention:
 
 
 def _build_fa4(case: Case, inputs: Inputs) -> Attention:
-    from flash_attn.cute import flash_attn_func
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    window = case.window or (None, None)
-    return lambda q, k, v: flash_attn_func(q, k, v, causal=case.causal, window_size=window)[0]
+    mask = {"causal": case.causal, "window_size": case.window or (None, None)}
+    if inputs.cu_seqlens is None:
+        return lambda q, k, v: flash_attn_func(q, k, v, **mask)[0]
+    lengths = {
+        "cu_seqlens_q": inputs.cu_seqlens,
+        "cu_seqlens_k": inputs.cu_seqlens,
+        "max_seqlen_q": case.S,
+        "max_seqlen_k": case.S,
+    }
+    return lambda q, k, v: flash_attn_varlen_func(q, k, v, **lengths, **mask)[0]
+
+
+def _build_torch_varlen(case: Case, inputs: Inputs) -> Attention:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert inputs.cu_seqlens is not None
+    lengths = (inputs.cu_seqlens, inputs.cu_seqlens, case.S, case.S)
+    attend: Callable[..., Any] = varlen_attn
+    options = torch_varlen_options(case, inspect.signature(attend).parameters)
+    return lambda q, k, v: attend(q, k, v, *lengths, **options)
+
+
+def torch_varlen_options(case: Case, offered: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments of `varlen_attn`: its first version has `is_causal`, later ones say it by `window_size`.
+
+    Args:
+        case: without a window, which the first version does not take.
+        offered: names of its parameters.
+    """
+    options: dict[str, Any] = {"enable_gqa": True} if case.H != case.Hkv and "enable_gqa" in offered else {}
+    if case.causal:
+        options |= {"is_causal": True} if "is_causal" in offered else {"window_size": (-1, 0)}
+    return options
 
 
 def _visibility(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
@@ -112,16 +148,28 @@ def _no_dropout(case: Case, device: torch.device) -> str | None:
     return "its dropout bits are its own, so its result cannot be checked" if case.dropout_p else None
 
 
+def _dense_only(case: Case, device: torch.device) -> str | None:
+    return "takes no packed batch" if case.lengths is not None else _no_dropout(case, device)
+
+
 def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
     if case.window is not None and device.type == "cuda":
-        return "takes no window"
-    return _no_dropout(case, device)
+        return "sdpa has no argument for a window, so a window of this kernel cannot be reached through it"
+    return _dense_only(case, device)
 
 
 def _flex_limits(case: Case, device: torch.device) -> str | None:
-    if case.S not in _FLEX_LENGTHS:
+    if case.lengths is None and case.S not in _FLEX_LENGTHS:
         return f"compiles for each shape, so measured at S = {' and '.join(map(str, _FLEX_LENGTHS))} only"
-    return _no_dropout(case, device)
+    return _dense_only(case, device)
+
+
+def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return "torch.nn.attention.varlen is not in this PyTorch"
+    if case.lengths is None:
+        return "takes packed batches only"
+    return "measured without windows" if case.window is not None else _no_dropout(case, device)
 
 
 def _fa4_missing(case: Case, device: torch.device) -> str | None:
@@ -134,9 +182,9 @@ def _plain_limits(case: Case, device: torch.device) -> str | None:
     """The forward's scores and weights, and their gradients, live at once in the backward."""
     needed = 4 * case.B * case.H * case.S**2 * 4
     memory = device_memory(device)
-    if memory is not None and needed > _PLAIN_MEMORY_SHARE * memory:
+    if case.lengths is None and memory is not None and needed > _PLAIN_MEMORY_SHARE * memory:
         return f"its S×S matrices would take about {needed / 2**30:.0f} GiB"
-    return _no_dropout(case, device)
+    return _dense_only(case, device)
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -149,8 +197,8 @@ def device_memory(device: torch.device) -> int | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("flashtile-triton", ("cuda",), _build_flashtile("triton")),
-    Implementation("flashtile-cpu", ("cpu",), _build_flashtile("cpu")),
+    Implementation("flashtile-triton", ("cuda",), build_flashtile("triton")),
+    Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation(
         "sdpa-flash",
         ("cuda", "cpu"),
@@ -178,6 +226,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation("flex", ("cuda",), _build_flex, _flex_limits, heads_first=True),
     Implementation("fa4", ("cuda",), _build_fa4, _fa4_missing),
+    Implementation("torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits),
 )
 
 

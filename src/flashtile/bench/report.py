@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from flashtile.bench.cases import Case
-from flashtile.bench.summary import case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
+from flashtile.bench.tables import table_of
 
 Row = dict[str, Any]
 
@@ -24,9 +25,7 @@ class Table:
 
 def case_name(row: Row) -> str:
     """The name of a row's case, with its batch and heads."""
-    values = {f.name: row["case"][f.name] for f in fields(Case)}
-    window = values["window"]
-    case = Case(**{**values, "window": None if window is None else tuple(window)})
+    case = Case.from_record(row["case"])
     heads = f"h{case.H}" if case.H == case.Hkv else f"h{case.H}:{case.Hkv}"
     return f"b{case.B}-{heads}-{case.name}"
 
@@ -47,18 +46,35 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table of geometric means of our speed over the best peer's and over each peer's; none without a peer."""
+    """Of each table of cases, the geometric means of our speed over the best peer's and over each peer's.
+
+    None without a peer.
+    """
+    by_table: dict[str, list[Row]] = {}
+    for row in rows:
+        by_table.setdefault(table_of(Case.from_record(row["case"])), []).append(row)
+    found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
+    return [table for table in found if table.lines]
+
+
+def _mean_table(name: str, rows: Sequence[Row]) -> Table:
     lines = []
     for against in ("best peer", *peers(rows)):
         found = ratios_to_best(rows) if against == "best peer" else ratios_to_peer(rows, against)
         for ours in dict.fromkeys(ratio.ours for ratio in found):
             for phase in _phases(rows):
-                values = [ratio.value for ratio in found if ratio.ours == ours and ratio.phase == phase]
-                if values:
-                    figures = (geometric_mean(values), min(values), max(values))
-                    lines.append([f"{ours} / {against}", phase, *(f"{f:.2f}" for f in figures), str(len(values))])
-    headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases"]
-    return [Table("Our speed over the peers'", headings, lines)] if lines else []
+                chosen = [ratio for ratio in found if ratio.ours == ours and ratio.phase == phase]
+                if chosen:
+                    lines.append([f"{ours} / {against}", phase, *_mean_cells(chosen)])
+    headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
+    return Table(f"Our speed over the peers': {name} table", headings, lines)
+
+
+def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
+    values = [ratio.value for ratio in ratios]
+    lowest = min(ratios, key=lambda ratio: ratio.value)
+    figures = (geometric_mean(values), min(values), max(values))
+    return [*(f"{f:.2f}" for f in figures), str(len(values)), lowest.peer, case_name({"case": lowest.case})]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:

@@ -4,7 +4,8 @@ The oracle is `flashtile.attention(backend="reference")` in float64, and the tol
 (`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
 sums over all queries. Where all heads would be too much work, evenly spaced ones are, the first and the last of the
 batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on a
-head's index. Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
+head's index. Of a packed batch, the chosen heads of every sequence are checked. Queries go through in blocks, so that
+no fp64 matrix grows past `_SCORES`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Oracle:
         self._eager = _reference(case, picked, inputs.dropout_seed)
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
-        """Compares the tensors of phase "fwd" or "bwd", given as `[B, S, heads, D]`."""
+        """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
         worst, wrong = 0.0, []
         for name in TENSORS[phase]:
             found, exact = self._pick(results[name]), self._exact[name]
@@ -60,36 +61,48 @@ class Oracle:
         return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
 
     def _pick(self, tensor: Tensor) -> Tensor:
-        """The chosen key/value heads of a `[B, S, heads, D]` tensor, or the query heads that read them."""
-        grouped = tensor.detach().unflatten(2, (self._case.Hkv, -1))  # [B, S, Hkv, group or 1, D]
+        """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`."""
+        grouped = tensor.detach().unflatten(-2, (self._case.Hkv, -1))  # [..., Hkv, group or 1, D]
+        if self._case.lengths is not None:
+            return grouped.transpose(0, 1)[self._heads]
         if self._case.dropout_p:
             return grouped[:1, :, : self._heads.numel()].flatten(2, 3)
         batch, head = self._heads // self._case.Hkv, self._heads % self._case.Hkv
-        return grouped.transpose(1, 2)[batch, head]  # [n, S, group or 1, D]
+        return grouped.transpose(1, 2)[batch, head]
 
 
 def _choose_heads(case: Case, device: torch.device) -> Tensor:
-    """Indices `batch * Hkv + head` of the key/value heads to check."""
-    scores_per_head = case.S**2 * (case.H // case.Hkv)
-    affordable = max(2, _SCORES[device.type] // scores_per_head)
+    """Indices of the key/value heads to check: `batch * Hkv + head`, or `head` of a packed batch."""
+    batch, pairs = (case.B, case.S**2) if case.lengths is None else (1, sum(seq**2 for seq in case.lengths))
+    affordable = max(2, _SCORES[device.type] // (pairs * (case.H // case.Hkv)))
     if case.dropout_p:
         return torch.arange(min(affordable, case.Hkv), device=device)
-    total = case.B * case.Hkv
+    total = batch * case.Hkv
     return torch.linspace(0, total - 1, min(affordable, total), device=device).round().long()
 
 
 def _reference(case: Case, tensors: list[Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
-    """Output and gradients of the eager reference in the tensors' dtype, by blocks of queries."""
+    """Output and gradients of the eager reference in the tensors' dtype, sequence by sequence of a packed batch."""
+    if case.lengths is None:
+        return _reference_in_blocks(case, tensors, dropout_seed)
+    sequences = zip(*(tensor.split(case.lengths, 1) for tensor in tensors), strict=True)
+    results = [_reference_in_blocks(case, list(parts), dropout_seed) for parts in sequences]
+    return {name: torch.cat([result[name] for result in results], 1) for name in results[0]}
+
+
+def _reference_in_blocks(case: Case, tensors: list[Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
+    """The same for `[n, S, heads, D]`, by blocks of queries."""
     q, k, v, dout = tensors
+    seq = q.shape[1]
     # A block's last query must be its last key's diagonal, which holds for causal, and matters not without a band;
     # dropout bits count rows from the start.
     whole = case.dropout_p or (case.window is not None and not case.causal)
-    block = case.S if whole else max(1, _SCORES[q.device.type] // (q.shape[0] * q.shape[2] * case.S))
+    block = seq if whole else max(1, _SCORES[q.device.type] // (q.shape[0] * q.shape[2] * seq))
     dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (k, v))
     outs, dqs = [], []
-    for start in range(0, case.S, block):
-        stop = min(start + block, case.S)
-        keys = stop if case.causal else case.S
+    for start in range(0, seq, block):
+        stop = min(start + block, seq)
+        keys = stop if case.causal else seq
         block_inputs = [t.clone().requires_grad_() for t in (q[:, start:stop], k[:, :keys], v[:, :keys])]
         out = flashtile.attention(*block_inputs, **case.arguments(), dropout_seed=dropout_seed, backend="reference")
         block_dq, block_dk, block_dv = torch.autograd.grad(out, block_inputs, dout[:, start:stop])

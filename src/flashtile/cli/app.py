@@ -149,11 +149,17 @@ def warmup(
 
 @bench.command("attention")
 def bench_attention(
+    table: Annotated[
+        list[str] | None, typer.Option(help="Table of cases, or 'all'; --list names them. Repeat, or commas.")
+    ] = None,
     cases: Annotated[
         list[str] | None, typer.Option(help="Pattern of case names, such as 'd128-causal-*'; repeat, or commas.")
     ] = None,
     impl: _Impl = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases instead of the table.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few cases instead of the tables.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(help="Time for each phase of each implementation in each case.")
+    ] = None,
     output: _Record = None,
     show: Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")] = False,
 ) -> None:
@@ -175,7 +181,9 @@ def bench_attention(
             line = commands.describe_progress(index, total, case, rows, time.perf_counter() - begin)
             console.print(line, style="dim", markup=False, soft_wrap=True)
 
-        record = commands.bench_attention(cases or (), impl or (), quick, output, on_case)
+        record = commands.bench_attention(
+            cases or (), impl or (), quick, output, on_case, table=table or (), seconds=seconds
+        )
         show_attention_record(console, record["rows"], output)
         return True
 

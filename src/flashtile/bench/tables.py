@@ -1,0 +1,149 @@
+"""The tables of cases that are measured, by name, and choosing from them.
+
+Every device has the table "default". On a GPU there are also the kinds of attention beside the plain one: "grouped"
+heads, "mla" (head sizes 192 and 128), "window" and "varlen" (packed batches).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+import random
+from collections.abc import Sequence
+
+import torch
+
+from flashtile.bench.cases import Case, ChoiceError, packed_case
+
+DEFAULT = "default"
+ALL = "all"
+
+
+def cuda_cases() -> list[Case]:
+    """16,384 tokens and a model width of 2048 in every case, bf16, as published attention benchmarks use."""
+    lengths = {64: (512, 1024, 2048, 4096, 8192, 16384), 128: (512, 1024, 2048, 4096, 8192, 16384), 256: (2048, 8192)}
+    return [
+        Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, causal=causal)
+        for head_dim, seqs in lengths.items()
+        for causal in (False, True)
+        for seq in seqs
+    ]
+
+
+def cpu_cases() -> list[Case]:
+    """Four heads of 64, 1k to 8k tokens, both dtypes, and one case each for a window and for dropout."""
+    plain = [
+        Case(1, seq, 4, 4, 64, 64, causal=causal, dtype=dtype)
+        for dtype in ("fp32", "bf16")
+        for causal in (False, True)
+        for seq in (1024, 2048, 4096, 8192)
+    ]
+    window = Case(1, 4096, 4, 4, 64, 64, causal=True, window=(256, 0), dtype="fp32")
+    dropout = Case(1, 2048, 4, 4, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
+    return [*plain, window, dropout]
+
+
+def grouped_cases() -> list[Case]:
+    """64 query heads and 8 key/value heads of 128, batch 2."""
+    return [
+        Case(2, seq, 64, 8, 128, 128, causal=causal)
+        for causal in (False, True)
+        for seq in (2048, 4096, 8192, 16384, 32768)
+    ]
+
+
+def mla_cases() -> list[Case]:
+    """128 heads of 192 for q and k and of 128 for v, as multi-head latent attention has them in training."""
+    return [Case(1, 8192, 128, 128, 192, 128, causal=causal) for causal in (False, True)]
+
+
+def window_cases() -> list[Case]:
+    """128 keys visible, the query's own among them."""
+    return [Case(1, 8192, 128, 128, 64, 64, causal=True, window=(127, 0))]
+
+
+def varlen_cases() -> list[Case]:
+    """One packed batch of 65,536 tokens, with heads × head_dim = 2048 as in the default table."""
+    lengths = long_tailed_lengths()
+    return [
+        packed_case(lengths, 2048 // head_dim, head_dim, causal) for head_dim in (64, 128) for causal in (False, True)
+    ]
+
+
+def long_tailed_lengths(total: int = 65536) -> list[int]:
+    """Lengths from 16 to 16,384 of log-normal distribution (median 768, sigma 1.4), always the same, `total` tokens."""
+    generator = random.Random(0)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        drawn = round(generator.lognormvariate(math.log(768), 1.4))
+        lengths.append(min(max(drawn, 16), 16384, left))
+    return lengths
+
+
+def tables(device: torch.device) -> dict[str, list[Case]]:
+    """Name -> cases of a device's tables, the default one first."""
+    if device.type != "cuda":
+        return {DEFAULT: cpu_cases()}
+    return {
+        DEFAULT: cuda_cases(),
+        "grouped": grouped_cases(),
+        "mla": mla_cases(),
+        "window": window_cases(),
+        "varlen": varlen_cases(),
+    }
+
+
+def table_of(case: Case) -> str:
+    """The table that has a case; "default" for a case of none."""
+    return _tables_by_case().get(case, DEFAULT)
+
+
+@functools.cache
+def _tables_by_case() -> dict[Case, str]:
+    return {case: name for name, cases in tables(torch.device("cuda")).items() for case in cases}
+
+
+def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[Case]:
+    """The cases of the named tables, the default one when none is named, every one for "all".
+
+    Args:
+        device: whose tables.
+        names: of tables.
+        quick: a few cases that show every kind, instead of all.
+
+    Raises:
+        ChoiceError: there is no table of a name.
+    """
+    known = tables(device)
+    unknown = [name for name in names if name not in (*known, ALL)]
+    if unknown:
+        there_are = ", ".join((*known, ALL))
+        raise ChoiceError(f"--table: no {', '.join(unknown)} on {device.type}; there are: {there_are}")
+    chosen = list(known) if ALL in names else list(dict.fromkeys(names)) or [DEFAULT]
+    return [case for name in chosen for case in (_few(known[name], device) if quick else known[name])]
+
+
+def _few(cases: list[Case], device: torch.device) -> list[Case]:
+    """Those of a long table that show every kind; a short one as it is."""
+    head_dim, lengths = (128, (2048, 8192)) if device.type == "cuda" else (64, (1024,))
+    return [case for case in cases if case.D == head_dim and case.S in lengths] or cases
+
+
+def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
+    """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
+
+    Raises:
+        ChoiceError: a pattern matches no case.
+    """
+    if not patterns:
+        return cases
+    chosen: list[Case] = []
+    for pattern in patterns:
+        glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
+        found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]
+        if not found:
+            names = ", ".join(case.name for case in cases)
+            raise ChoiceError(f"--cases: {pattern!r} matches no case; there are: {names}")
+        chosen += [case for case in found if case not in chosen]
+    return chosen
