@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from flashtile.bench.implementations import (
     IMPLEMENTATIONS,
     Implementation,
     build_flashtile,
+    hopper_limits,
     select_implementations,
     torch_varlen_options,
 )
@@ -179,7 +181,7 @@ def test_a_large_plain_computation_is_refused_before_it_starts():
 
 def test_selecting_implementations():
     names = [implementation.name for implementation in select_implementations([], torch.device("cuda"))]
-    assert names[0] == "flashtile-triton" and {"fa4", "torch-varlen"} <= set(names)
+    assert names[:2] == ["flashtile-hopper", "flashtile-triton"] and {"fa4", "torch-varlen"} <= set(names)
     with pytest.raises(ValueError, match="--impl: no fa4 on cpu; there are: flashtile-cpu"):
         select_implementations(["fa4"], CPU)
 
@@ -206,6 +208,32 @@ def test_torch_varlen_is_told_of_causal_as_its_version_has_it():
     assert torch_varlen_options(PACKED, later) == {"window_size": (-1, 0)}
     assert torch_varlen_options(full, first) == torch_varlen_options(full, later) == {}
     assert torch_varlen_options(grouped, later) == {"enable_gqa": True, "window_size": (-1, 0)}
+
+
+class Answer(NamedTuple):
+    backend: str | None
+    reason: str = "too odd a shape"
+
+
+@pytest.mark.parametrize("case", [SMALL, PACKED], ids=lambda case: case.name)
+def test_hopper_asks_flashtile(case, monkeypatch):
+    asked = []
+
+    def explain(q, k, v, *, backend, device, **options):
+        asked.append((q.shape, k.shape, v.shape, backend, options["causal"], options.get("max_seqlen_q")))
+        return Answer(None if case is SMALL else "hopper")
+
+    monkeypatch.setattr(flashtile, "explain", explain)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert hopper_limits(case, torch.device("cuda")) == ("too odd a shape" if case is SMALL else None)
+    inputs = make_inputs(case, CPU)
+    shapes = (inputs.q.shape, inputs.k.shape, inputs.v.shape)
+    assert asked == [(*shapes, "hopper", True, case.S if case is PACKED else None)]
+
+
+def test_hopper_is_not_asked_elsewhere(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert hopper_limits(SMALL, torch.device("cuda")) == "its kernels are for sm_90"
 
 
 def test_implementations_take_turns_to_and_fro(monkeypatch):

@@ -16,7 +16,7 @@ from flashtile.bench.runner import Row, run_cases
 from flashtile.bench.tables import cases_of, select_cases, tables
 
 _HOST_TIME_DEFAULT = {
-    "cuda": ["flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
+    "cuda": ["flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
     "cpu": ["flashtile-cpu", "sdpa-flash"],
 }
 

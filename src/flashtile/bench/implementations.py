@@ -164,6 +164,21 @@ def _flex_limits(case: Case, device: torch.device) -> str | None:
     return _dense_only(case, device)
 
 
+def hopper_limits(case: Case, device: torch.device) -> str | None:
+    """Why flashtile's kernels for Hopper would not serve a case, in flashtile's own words."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "its kernels are for sm_90"
+    rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
+    shapes = ((*rows, case.H, case.D), (*rows, case.Hkv, case.D), (*rows, case.Hkv, case.Dv))
+    q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in shapes)
+    packed: dict[str, Any] = {}
+    if case.lengths is not None:
+        cu_seqlens = torch.empty(case.B + 1, dtype=torch.int32, device="meta")
+        packed = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
+    answer = flashtile.explain(q, k, v, **packed, **case.arguments(), backend="hopper", device=device)
+    return answer.reason if answer.backend is None else None
+
+
 def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return "torch.nn.attention.varlen is not in this PyTorch"
@@ -197,6 +212,7 @@ def device_memory(device: torch.device) -> int | None:
 
 
 IMPLEMENTATIONS = (
+    Implementation("flashtile-hopper", ("cuda",), build_flashtile("hopper"), hopper_limits),
     Implementation("flashtile-triton", ("cuda",), build_flashtile("triton")),
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation(
