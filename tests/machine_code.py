@@ -1,7 +1,7 @@
-"""Machine code of the attention kernels for GPUs that are not there: what a call would launch, compiled and inspected.
+"""Machine code of kernels for GPUs that are not there: what a call would launch, compiled and inspected.
 
-`Call` describes a call from outside. `plan` takes it the way that a real one takes, up to the launch; `compile_call`
-goes on to the binary. Sizes and instructions come from the tools that Triton's own wheel carries.
+For attention, `Call` describes a call from outside. `plan` takes it the way that a real one takes, up to the launch;
+`compile_call` goes on to the binary. Sizes and instructions come from the tools that Triton's own wheel carries.
 """
 
 from __future__ import annotations
@@ -125,9 +125,17 @@ def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
     device = KNOWN_DEVICES[arch]
     variant = plan(kernel, device, call).launch
     compiled = compile_kernel(launch.kernel_source(kernel, variant), device)
-    asm = compiled.asm
-    spilled = _stack(asm["cubin"]) if device.is_cuda else _scratch(asm["amdgcn"])
-    return Binary(variant, compiled.metadata.shared, spilled, asm)
+    return Binary(variant, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
+
+
+def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
+    """Bytes of a thread's registers that lie in device memory."""
+    return _stack(asm["cubin"]) if device.is_cuda else _scratch(asm["amdgcn"])
+
+
+def instructions(asm: dict[str, str | bytes]) -> str:
+    """NVIDIA's machine instructions."""
+    return _run_tool("nvdisasm", "-c", asm["cubin"])
 
 
 def _stack(cubin: bytes) -> int:
@@ -141,8 +149,7 @@ def _scratch(assembly: str) -> int:
 
 
 def sass(binary: Binary) -> str:
-    """NVIDIA's machine instructions."""
-    return _run_tool("nvdisasm", "-c", binary.asm["cubin"])
+    return instructions(binary.asm)
 
 
 def serialised_products(binary: Binary, target: str) -> list[str]:

@@ -148,7 +148,7 @@ def test_file_is_short_and_says_what_it_is(path):
         assert ast.get_docstring(ast.parse(text)), "the first line of a module says what it holds"
 
 
-@pytest.mark.parametrize("module", ["flashtile", "flashtile.models", "flashtile.testing"])
+@pytest.mark.parametrize("module", ["flashtile", "flashtile.models", "flashtile.modules", "flashtile.testing"])
 def test_public_names_have_docstrings(module):
     namespace = importlib.import_module(module)
     public = {name: getattr(namespace, name) for name in namespace.__all__ if name != "__version__"}

@@ -3,6 +3,7 @@
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
+from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 
 __version__ = "0.1.0"
 __all__ = [
@@ -11,6 +12,10 @@ __all__ = [
     "attention",
     "attention_varlen",
     "draw_dropout_seed",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
     "dropout_mask",
     "explain",
+    "layer_norm",
+    "rms_norm",
 ]

@@ -78,6 +78,12 @@ def interpreting() -> bool:
 
 
 @functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU (AMD: compute units); one for the interpreter."""
+    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
     """Facts of a device that is present; reads its properties once."""
     if device.type == "cpu":

@@ -41,6 +41,8 @@ class KernelSource(NamedTuple):
         constants: value of each `tl.constexpr` parameter by name.
         num_warps: warps per program.
         num_stages: depth of the software pipeline of loads.
+        max_registers: of a thread, so that programs which stay on a multiprocessor fit there together; None = free.
+            Only NVIDIA's compiler takes it.
     """
 
     function: Any
@@ -49,6 +51,7 @@ class KernelSource(NamedTuple):
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
@@ -62,6 +65,8 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     ast = ASTSource(source.function, signature, constexprs=source.constants, attrs=attributes)
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
+    if source.max_registers and device.is_cuda:
+        options["maxnreg"] = source.max_registers
     return triton.compile(ast, target=_target(device), options=options)
 
 

@@ -1,0 +1,299 @@
+"""The public norms: what a user calls. They check, flatten to rows, build the spec, and hand on to the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
+from flashtile.ops.layer_norm import checks
+from flashtile.ops.layer_norm.operator import run_norm
+from flashtile.ops.layer_norm.spec import NormSpec, Operands
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_weight: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """Layer norm over the last dimension: `(x - mean) / sqrt(variance + eps) · weight + bias`.
+
+    Statistics and arithmetic are float32 (float64 for float64), whatever the dtypes of the tensors.
+
+    Args:
+        x: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
+        weight: `[hidden]` in any of these dtypes, or None for 1.
+        bias: `[hidden]`, or None for 0.
+        eps: added to the variance.
+        zero_centered_weight: the factor is `1 + weight`.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        `[..., hidden]` in x's dtype.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+
+    Reference:
+        Ba, Kiros, Hinton, "Layer Normalization" (2016).
+    """
+    return _plain(x, weight, bias, eps, False, zero_centered_weight, backend)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_weight: bool = False,
+    backend: str = "auto",
+) -> Tensor:
+    """RMS norm over the last dimension: `x / sqrt(mean(x²) + eps) · weight + bias`.
+
+    Arguments, result and errors as in `layer_norm`; `eps` is added to the mean square.
+
+    Reference:
+        Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    return _plain(x, weight, bias, eps, True, zero_centered_weight, backend)
+
+
+def dropout_add_layer_norm(
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float = 0.0,
+    epsilon: float = 1e-5,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+    *,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    zero_centered_weight: bool = False,
+    x0_subset: Tensor | None = None,
+    out_subset: Tensor | None = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    dropout_seed: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Dropout, addition and layer norm in one pass over memory.
+
+    ::
+
+        x = dropout(x0 · rowscale · rowscale_const · layerscale) + dropout(x1) + residual
+        z = layer_norm(x) · weight + bias          z1 = layer_norm(x) · weight1 + bias1
+
+    Differentiable in x0, x1, residual, layerscale, weights and biases, also through the returned x. The sum is rounded
+    to its dtype before it is normalised, so that z is the norm of the x that is returned.
+
+    Args:
+        x0: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
+        residual: `[..., hidden]` in any of these dtypes, which becomes the dtype of x; or None for 0.
+        weight: `[hidden]` in any dtype, or None for 1.
+        bias: `[hidden]`, or None for 0.
+        dropout_p: probability, in [0, 1), that an element is dropped; the others are scaled by 1/(1 - p).
+        epsilon: added to the variance.
+        rowscale: `[...]`, a factor for each row of x0 (stochastic depth); no gradient flows to it.
+        layerscale: `[hidden]`, a factor for each column of x0.
+        prenorm: also return x, the residual of the next layer.
+        residual_in_fp32: x is float32 where there is no residual to say so.
+        return_dropout_mask: also return which elements of x0 (and of x1) were kept.
+        x1: `[..., hidden]` in x0's dtype: a second branch (parallel residual); not with scales or x0_subset.
+        weight1: `[hidden]`: a second output of the same x.
+        bias1: `[hidden]`, only with weight1.
+        zero_centered_weight: the factors are `1 + weight` and `1 + weight1`.
+        x0_subset: integers: x has this shape (and `hidden`), and its row takes row `i - 1` of x0, or 0 where `i = 0`.
+        out_subset: integers, one for each row of x, which goes to row `i - 1` of z, or nowhere where `i = 0`. In
+            both subsets a row is named at most once. Rows of z that none names are 0.
+        rowscale_const: a factor on all of x0.
+        out_numrows: rows of z, with out_subset.
+        dropout_seed: `[2]` int64 tensor from `flashtile.draw_dropout_seed`, on x0's device; drawn from torch's
+            generator when left out, so that `torch.manual_seed` reproduces a run.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        z `[..., hidden]` in x0's dtype, or `[out_numrows, hidden]` with out_subset. Where more is asked for, a tuple
+        in this order: z, z1 (with weight1), x (prenorm), and of the dropout masks (bool, True = kept) that of x0, and
+        that of x1 where there is one.
+
+    Raises:
+        TypeError, ValueError: as `layer_norm`. The numbers in subsets are checked on a CPU always, on a GPU only with
+            the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
+    """
+    operands = Operands(
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
+    )
+    scalars = (False, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
+    return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
+
+
+def dropout_add_rms_norm(
+    x0: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    epsilon: float = 1e-5,
+    rowscale: Tensor | None = None,
+    layerscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+    *,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    zero_centered_weight: bool = False,
+    x0_subset: Tensor | None = None,
+    out_subset: Tensor | None = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    dropout_seed: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, ...]:
+    """Dropout, addition and RMS norm in one pass over memory: `dropout_add_layer_norm` with `rms_norm` in it."""
+    operands = Operands(
+        x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
+    )
+    scalars = (True, epsilon, dropout_p, rowscale_const, zero_centered_weight, residual_in_fp32, out_numrows)
+    return _dropout_add_norm(operands, *scalars, prenorm, return_dropout_mask, backend)
+
+
+def _plain(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    rms: bool,
+    zero_centered: bool,
+    backend: str,
+) -> Tensor:
+    checks.check_input("x", x)
+    checks.check_parameter("weight", weight, x, "x")
+    checks.check_parameter("bias", bias, x, "x")
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.raise_not_bool(zero_centered_weight=zero_centered)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
+    z, _, _ = run_norm(Operands(rows, weight=weight, bias=bias), spec, backend)
+    return z if x.dim() == 2 else z.view(x.shape)
+
+
+def _dropout_add_norm(
+    operands: Operands,
+    rms: bool,
+    epsilon: float,
+    dropout_p: float,
+    rowscale_const: float,
+    zero_centered: bool,
+    residual_in_fp32: bool,
+    out_numrows: int,
+    prenorm: bool,
+    return_dropout_mask: bool,
+    backend: str,
+) -> Tensor | tuple[Tensor, ...]:
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.raise_not_bool(
+        zero_centered_weight=zero_centered,
+        residual_in_fp32=residual_in_fp32,
+        prenorm=prenorm,
+        return_dropout_mask=return_dropout_mask,
+    )
+    rowscale_const = checks.resolve_rowscale_const(rowscale_const)
+    shape = _check_operands(operands, rowscale_const)
+    dropout_p = checks.resolve_dropout(dropout_p, operands.dropout_seed, operands.x0.device, "elements", "x0")
+    if not dropout_p:
+        operands = operands._replace(dropout_seed=None)
+    elif operands.dropout_seed is None:
+        operands = operands._replace(dropout_seed=draw_dropout_seed(operands.x0.device))
+    flat = _flatten(operands)
+    spec = NormSpec(
+        rms,
+        checks.resolve_epsilon("epsilon", epsilon),
+        dropout_p,
+        rowscale_const,
+        zero_centered,
+        _sum_dtype(operands, residual_in_fp32),
+        checks.resolve_out_rows(operands.out_subset, out_numrows, flat.rows),
+    )
+    z, z1, x = run_norm(flat, spec, backend)
+    out_shape = shape if operands.out_subset is None else z.shape
+    results = [z.view(out_shape)]
+    if z1 is not None:
+        results.append(z1.view(out_shape))
+    if prenorm:
+        results.append(x.view(shape))
+    if return_dropout_mask:
+        results += _masks(operands, flat, dropout_p)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _check_operands(operands: Operands, rowscale_const: float) -> torch.Size:
+    """Checks the tensors; returns the shape of x."""
+    x0 = operands.x0
+    checks.check_input("x0", x0)
+    shape = x0.shape
+    if operands.x0_subset is not None:
+        checks.check_subset("x0_subset", operands.x0_subset, x0.device)
+        shape = torch.Size((*operands.x0_subset.shape, x0.shape[-1]))
+    if operands.out_subset is not None:
+        checks.check_subset("out_subset", operands.out_subset, x0.device)
+        checks.check_rows("out_subset", operands.out_subset, shape[:-1].numel())
+    checks.check_summand("residual", operands.residual, x0, shape, same_dtype=False)
+    checks.check_summand("x1", operands.x1, x0, shape, same_dtype=True)
+    if operands.x1 is not None:
+        checks.check_parallel(
+            rowscale=operands.rowscale,
+            layerscale=operands.layerscale,
+            x0_subset=operands.x0_subset,
+            rowscale_const=rowscale_const != 1.0,
+        )
+    for name in ("weight", "bias", "weight1", "bias1", "layerscale"):
+        checks.check_parameter(name, getattr(operands, name), x0, "x0")
+    if operands.bias1 is not None and operands.weight1 is None:
+        raise ValueError("bias1: expected None without weight1, got a tensor; give weight1 for a second output")
+    checks.check_rowscale(operands.rowscale, x0)
+    return shape
+
+
+def _flatten(operands: Operands) -> Operands:
+    """Matrices as rows, row numbers and factors of rows as vectors."""
+    columns = operands.x0.shape[-1]
+    changes = {
+        name: tensor.reshape(-1, columns) if name in ("x0", "residual", "x1") else tensor.reshape(-1)
+        for name in ("x0", "residual", "x1", "rowscale", "x0_subset", "out_subset")
+        if (tensor := getattr(operands, name)) is not None
+    }
+    return operands._replace(**changes)
+
+
+def _sum_dtype(operands: Operands, residual_in_fp32: bool) -> torch.dtype:
+    if operands.residual is not None:
+        return operands.residual.dtype
+    dtype = operands.x0.dtype
+    return torch.float32 if residual_in_fp32 and dtype is not torch.float64 else dtype
+
+
+def _masks(operands: Operands, flat: Operands, dropout_p: float) -> list[Tensor]:
+    """Which elements of x0, and of x1 where there is one, were kept: bool, of their shapes."""
+    tensors = [operands.x0] if operands.x1 is None else [operands.x0, operands.x1]
+    if flat.dropout_seed is None:
+        return [torch.ones_like(tensor, dtype=torch.bool) for tensor in tensors]
+    rows, columns = flat.x0.shape
+    return [
+        keep_rows(flat.dropout_seed, dropout_p, stream, rows, columns).view(tensor.shape)
+        for stream, tensor in enumerate(tensors)
+    ]

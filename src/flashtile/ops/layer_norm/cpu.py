@@ -1,0 +1,246 @@
+"""The CPU backend: PyTorch's own fused layer norm where it has one, and blocks of rows that stay in cache elsewhere.
+
+Sums and gradients are float32 (float64 for float64) and rounded where they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.philox import keep_rows
+from flashtile.ops.layer_norm.spec import (
+    Gradients,
+    Normalised,
+    NormSpec,
+    Operands,
+    Saved,
+    Wanted,
+    is_modified,
+    makes_sum,
+    present_gradients,
+    statistics_dtype,
+)
+
+#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
+_BLOCK = 1 << 17
+
+
+def forward(operands: Operands, spec: NormSpec) -> Normalised:
+    """See `spec`. Shapes as in `Operands`."""
+    x = _add(operands, spec) if makes_sum(operands, spec) else None
+    # Outputs come in the dtype of what is normalised, so that must not be narrower than x0.
+    summed = operands.x0 if x is None else x.to(torch.promote_types(x.dtype, operands.x0.dtype))
+    z, mean, rstd = _output(summed, operands.weight, operands.bias, spec)
+    z1 = None
+    if operands.weight1 is not None:
+        z1, _, _ = _output(summed, operands.weight1, operands.bias1, spec)
+        z1 = _put(z1.to(operands.x0.dtype), operands.out_subset, spec.out_rows)
+    return Normalised(_put(z.to(operands.x0.dtype), operands.out_subset, spec.out_rows), z1, x, mean, rstd)
+
+
+def backward(
+    dz: Tensor, dz1: Tensor | None, dx: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted
+) -> Gradients:
+    """See `spec.Gradients`."""
+    present = present_gradients(dz, saved, spec, wanted)
+    gradient, dweight, dbias = _norm_backward(dz, saved.weight, saved.bias, saved, spec, wanted)
+    dweight1 = dbias1 = None
+    if dz1 is not None:
+        of_second, dweight1, dbias1 = _norm_backward(dz1, saved.weight1, saved.bias1, saved, spec, wanted)
+        gradient += of_second
+    if dx is not None:
+        gradient += dx
+    dsum = gradient.to(spec.sum_dtype) if present[0] else None
+    dx1 = _dropped(gradient, 1, saved, spec).to(dz.dtype) if present[2] else None
+    dx0 = dlayerscale = None
+    if present[1]:
+        # Where dsum is the same memory, it must not change.
+        dx0, dlayerscale = _x0_gradients(
+            gradient.clone() if dsum is gradient else gradient, dz.dtype, saved, spec, wanted
+        )
+    return Gradients(dsum, dx0, dx1, dweight, dbias, dweight1, dbias1, dlayerscale)
+
+
+def _add(operands: Operands, spec: NormSpec) -> Tensor:
+    """x `[R, N]` in sum_dtype."""
+    x0, residual, x1 = operands.x0, operands.residual, operands.x1
+    if not is_modified(operands, spec) and x1 is None:
+        return x0.to(spec.sum_dtype) if residual is None else torch.add(x0, residual).to(spec.sum_dtype)
+    x = x0.to(statistics_dtype(x0.dtype), copy=True)
+    if operands.rowscale is not None:
+        x *= operands.rowscale[:, None]
+    if operands.layerscale is not None:
+        x *= operands.layerscale
+    x = _pick(_dropped(x, 0, operands, spec), operands.x0_subset)
+    if spec.rowscale_const != 1.0:
+        x *= spec.rowscale_const
+    if x1 is not None:
+        x += _dropped(x1.to(x.dtype), 1, operands, spec)
+    if residual is not None:
+        x += residual
+    return x.to(spec.sum_dtype)
+
+
+def _output(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The norm of x in x's dtype, mean and rstd `[R]`."""
+    weight, bias = _parameters(x, weight, bias, spec)
+    if spec.rms:
+        return _rms(x, weight, bias, spec)
+    z, mean, rstd = torch.native_layer_norm(x, x.shape[1:], weight, bias, spec.epsilon)
+    return z, mean.view(-1), rstd.view(-1)
+
+
+def _parameters(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias as PyTorch's kernels take them. Those of float32 make them keep float32 statistics."""
+    dtype = statistics_dtype(x.dtype)
+    if weight is not None:
+        weight = weight.to(dtype) + 1 if spec.zero_centered else weight.to(dtype)
+    elif x.dtype is not dtype:
+        weight = x.new_ones(x.shape[1], dtype=dtype)
+    return weight, None if bias is None else bias.to(dtype)
+
+
+def _rms(x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec) -> tuple[Tensor, Tensor | None, Tensor]:
+    z, rstd = torch.empty_like(x), x.new_empty(x.shape[0], dtype=statistics_dtype(x.dtype))
+    for rows in _blocks(x):
+        block = x[rows].to(rstd.dtype)
+        squares = torch.linalg.vector_norm(block, dim=1).square_().div_(x.shape[1])
+        rstd[rows] = squares.add_(spec.epsilon).rsqrt_()
+        block = block * rstd[rows, None]
+        if weight is not None:
+            block *= weight
+        if bias is not None:
+            block += bias
+        z[rows] = block
+    return z, None, rstd
+
+
+def _norm_backward(
+    dz: Tensor, weight: Tensor | None, bias: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the norm of x for one output: x's in float32, weight's and bias's in their dtypes."""
+    x, dz = saved.x, _pick(dz, saved.out_subset)
+    of_weight, of_bias = (wanted.weights and parameter is not None for parameter in (weight, bias))
+    full_weight, _ = _parameters(x, weight, bias, spec)
+    if spec.rms:
+        dx, dweight, dbias = _rms_backward(dz, x, saved.rstd, full_weight, of_weight, of_bias)
+    else:
+        dx, dweight, dbias = _layer_backward(dz, saved, full_weight, of_weight, of_bias)
+    return (
+        dx,
+        dweight.to(weight.dtype) if of_weight and weight is not None else None,
+        dbias.to(bias.dtype) if of_bias and bias is not None else None,
+    )
+
+
+def _layer_backward(
+    dz: Tensor, saved: Saved, weight: Tensor | None, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's own, in float32: given narrow tensors, it would add up the parameters' gradients in their dtype."""
+    x, mean, rstd = saved.x, saved.mean, saved.rstd
+    assert mean is not None
+    if weight is None and of_bias:
+        weight = rstd.new_ones(x.shape[1])
+
+    def differentiate(rows: slice) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_layer_norm_backward(
+            dz[rows].to(rstd.dtype),
+            x[rows].to(rstd.dtype),
+            x.shape[1:],
+            mean[rows, None],
+            rstd[rows, None],
+            weight,
+            weight,  # stands for the bias, of which only the dtype counts
+            [True, of_weight, of_bias],
+        )
+
+    if x.dtype is rstd.dtype or not x.shape[0]:
+        dx, dweight, dbias = differentiate(slice(None))
+        return dx, dweight, dbias
+    dx = torch.empty_like(x, dtype=rstd.dtype)
+    dweight, dbias = (x.new_zeros(x.shape[1], dtype=rstd.dtype) for _ in range(2))
+    for rows in _blocks(x):
+        dx[rows], of_block, of_block_bias = differentiate(rows)
+        if of_weight:
+            dweight += of_block
+        if of_bias:
+            dbias += of_block_bias
+    return dx, dweight, dbias
+
+
+def _rms_backward(
+    dz: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None, of_weight: bool, of_bias: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx = torch.empty_like(x, dtype=rstd.dtype)
+    dweight, dbias = (x.new_zeros(x.shape[1], dtype=rstd.dtype) for _ in range(2))
+    for rows in _blocks(x):
+        upstream = dz[rows].to(rstd.dtype)
+        xhat = x[rows].to(rstd.dtype) * rstd[rows, None]
+        if of_bias:
+            dbias += upstream.sum(dim=0)
+        if of_weight:
+            dweight += (upstream * xhat).sum(dim=0)
+        if weight is not None:
+            upstream = upstream * weight
+        along = torch.linalg.vecdot(upstream, xhat).div_(x.shape[1])
+        dx[rows] = upstream.addcmul(xhat, along[:, None], value=-1).mul_(rstd[rows, None])
+    return dx, dweight, dbias
+
+
+def _x0_gradients(
+    gradient: Tensor, dtype: torch.dtype, saved: Saved, spec: NormSpec, wanted: Wanted
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x0 and of layerscale, from that of the sum, which is overwritten."""
+    dx0 = gradient
+    if spec.rowscale_const != 1.0:
+        dx0 *= spec.rowscale_const
+    dx0 = _put(dx0, saved.x0_subset, wanted.x0_rows)
+    if saved.rowscale is not None:
+        dx0 *= saved.rowscale[:, None]
+    dx0 = _dropped(dx0, 0, saved, spec)
+    dlayerscale = None
+    if saved.layerscale is not None:
+        if wanted.weights and saved.x0 is not None:
+            dlayerscale = torch.linalg.vecdot(dx0, saved.x0.to(dx0.dtype), dim=0).to(saved.layerscale.dtype)
+        dx0 *= saved.layerscale
+    return dx0.to(dtype), dlayerscale
+
+
+def _dropped(x: Tensor, stream: int, tensors: Operands | Saved, spec: NormSpec) -> Tensor:
+    """x without what dropout drops, and the rest scaled; x itself without dropout."""
+    if tensors.dropout_seed is None:
+        return x
+    kept = keep_rows(tensors.dropout_seed, spec.dropout_p, stream, x.shape[0], x.shape[1])
+    return torch.where(kept, x / (1 - spec.dropout_p), 0)
+
+
+def _pick(matrix: Tensor, subset: Tensor | None) -> Tensor:
+    """Rows of a matrix by number from 1; 0 is a row of zeros."""
+    if subset is None:
+        return matrix
+    picked = matrix.new_zeros(subset.shape[0], matrix.shape[1])
+    present = subset.nonzero().view(-1)
+    picked[present] = matrix[subset[present].long() - 1]
+    return picked
+
+
+def _put(matrix: Tensor, subset: Tensor | None, rows: int) -> Tensor:
+    """The inverse of `_pick`: each row at its number from 1, those of number 0 nowhere, and zeros elsewhere."""
+    if subset is None:
+        return matrix
+    placed = matrix.new_zeros(rows, matrix.shape[1])
+    present = subset.nonzero().view(-1)
+    placed[subset[present].long() - 1] = matrix[present]
+    return placed
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK // x.shape[1])
+    return (slice(first, first + rows) for first in range(0, x.shape[0], rows))

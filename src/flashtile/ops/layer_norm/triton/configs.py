@@ -1,0 +1,106 @@
+"""How the norm kernels are cut: frozen rows, and the pure functions that read them.
+
+Nothing is tuned on a user's machine. The numbers follow from registers: a program holds whole rows in float32, and a
+thread should have from 8 to 32 of their elements, which is one to four loads of 16 bytes of a 16-bit tensor. Fewer
+leave too little in flight, more spill.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile._backends.devices import DeviceFacts
+
+
+class RowConfig(NamedTuple):
+    """How a kernel is cut.
+
+    Attributes:
+        rows: rows of a tile.
+        block_n: columns of a tile.
+        num_warps: warps of 32 threads per program.
+        num_stages: tiles in flight from device memory, with the one that is worked on.
+        programs_per_multiprocessor: of a kernel whose programs stay; 0 = one program for each tile.
+    """
+
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+    programs_per_multiprocessor: int = 0
+
+    @property
+    def max_registers(self) -> int | None:
+        """Registers of a thread, such that all programs of a multiprocessor are there at once; None where free."""
+        threads = self.programs_per_multiprocessor * self.num_warps * 32
+        return _REGISTERS // threads if threads else None
+
+    def looped(self, width: int) -> bool:
+        """Whether a row takes several tiles."""
+        return width > self.block_n
+
+
+#: Registers of a multiprocessor of any NVIDIA GPU since 2018.
+_REGISTERS = 65536
+
+#: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile.
+_FORWARD = (
+    (2048, RowConfig(1, 2048, 4)),  # 16 elements to a thread, 16 programs to a multiprocessor
+    (4096, RowConfig(1, 4096, 8)),  # the same
+    (8192, RowConfig(1, 8192, 8)),  # 32 elements: the exchange of the two sums costs less among fewer warps
+    (16384, RowConfig(1, 16384, 16)),  # the same; 64 would spill
+    (65536, RowConfig(1, 4096, 8)),  # looped
+)
+
+#: The same with sums over rows: each takes as many registers as the tile itself, and the tile is in them several
+#: times. 16 elements to a thread take 128 registers, and programs of 16 warps together fill the register file.
+_BACKWARD = (
+    (2048, RowConfig(1, 2048, 4, 3, 4)),
+    (4096, RowConfig(1, 4096, 8, 3, 2)),
+    (8192, RowConfig(1, 8192, 16, 3, 1)),
+    (65536, RowConfig(4, 1024, 8, 3, 2)),  # looped; four rows share the traffic of the partial sums
+)
+
+#: Much in registers (more than two sums, dropout, or a float32 stream with a gradient from above): half as many.
+_BACKWARD_HEAVY = (
+    (1024, RowConfig(1, 1024, 4, 3, 4)),
+    (2048, RowConfig(1, 2048, 8, 3, 2)),
+    (4096, RowConfig(1, 4096, 16, 3, 1)),
+    (65536, RowConfig(4, 1024, 16, 3, 1)),
+)
+
+#: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
+REDUCE = RowConfig(64, 32, 4)
+
+
+def forward_config(width: int, device: DeviceFacts) -> RowConfig:
+    return _row(_FORWARD, width, device)
+
+
+def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowConfig:
+    """The cut of the backward kernel.
+
+    Args:
+        width: columns of a row.
+        sums: how many sums over rows the kernel keeps.
+        bytes_per_column: of all that it loads for one element.
+        dropout: whether it makes dropout bits.
+        device: facts.
+    """
+    table = _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
+    config = _row(table, width, device)
+    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together. Beside them warps
+    # exchange sums: of rows, and, where partial sums are in memory, of columns.
+    tile = config.rows * config.block_n
+    exchange = 8 * tile if config.looped(width) else 4096
+    room = device.shared_memory // config.programs_per_multiprocessor - exchange
+    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
+
+
+def _row(table: tuple[tuple[int, RowConfig], ...], width: int, device: DeviceFacts) -> RowConfig:
+    """The cut of rows of a width; a program has as many threads on a GPU of 64-thread warps as on others."""
+    config = next(config for widest, config in table if width <= widest)
+    block_n = max(16, 1 << (width - 1).bit_length())
+    if block_n < config.block_n == table[0][0]:
+        config = config._replace(rows=config.block_n // block_n, block_n=block_n)
+    return config._replace(num_warps=max(1, config.num_warps * 32 // device.warp_size))

@@ -1,0 +1,226 @@
+"""Every norm kernel compiled ahead of time for every architecture, none of which need be present.
+
+What is held: nothing spills more than was found when the cuts were chosen, memory is read and written 16 bytes at a
+time, the backward reads ahead, and programs that stay on a multiprocessor fit there together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
+from flashtile.ops.layer_norm.triton import launch
+from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
+from machine_code import instructions, spilled_bytes
+
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it.
+
+    Attributes:
+        tensors: names of the optional tensors that are there.
+        misalignment: the addresses of all tensors modulo 16.
+    """
+
+    width: int
+    dtype: torch.dtype = _BF16
+    sum_dtype: torch.dtype = _BF16
+    weight_dtype: torch.dtype = _BF16
+    tensors: tuple[str, ...] = ("weight", "bias")
+    rms: bool = False
+    dropout_p: float = 0.0
+    rows: int = 4096
+    misalignment: int = 0
+
+    def spec(self) -> NormSpec:
+        return NormSpec(self.rms, 1e-5, self.dropout_p, 1.0, False, self.sum_dtype, self.rows)
+
+    def dtypes(self, fields: tuple[str, ...]) -> dict[str, torch.dtype | None]:
+        """By name; None for a tensor that is not there."""
+        found = dict.fromkeys(("weight", "bias", "weight1", "bias1", "layerscale"), self.weight_dtype)
+        found |= {
+            "x0": self.dtype,
+            "x1": self.dtype,
+            "residual": self.sum_dtype,
+            "rowscale": _FP32,
+            "x": self.sum_dtype,
+        }
+        found |= {"x0_subset": torch.int32, "out_subset": torch.int64, "dropout_seed": torch.int64}
+        found |= {"mean": _FP32, "rstd": _FP32}
+        always = {"x", "rstd"} | (set() if self.rms else {"mean"})
+        always |= {"dropout_seed"} if self.dropout_p else set()
+        always |= {"x0"} if "residual" in fields or "layerscale" in self.tensors else set()
+        return {name: found[name] if name in always or name in self.tensors else None for name in fields}
+
+
+def forward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a forward call, with the `Variant` in the place of the compiled kernel."""
+    dtypes = call.dtypes(Operands._fields)
+    modified = bool(call.dropout_p) or {"rowscale", "layerscale", "x0_subset", "x1", "residual"} & set(call.tensors)
+    strides = (call.width, call.width if "x1" in call.tensors else 0, call.width if "residual" in call.tensors else 0)
+    return _planned(
+        launch._forward_plan, device, tuple(dtypes.values()), call.rows, call.width, strides, call.misalignment,
+        bool(modified or call.dtype is not call.sum_dtype), call.spec(),
+    )  # fmt: skip
+
+
+def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a backward call with a gradient of x from above where there is a residual."""
+    dtypes = call.dtypes(Saved._fields)
+    residual = "residual" in call.tensors
+    own = bool(call.dropout_p) or call.dtype is not call.sum_dtype or "layerscale" in call.tensors
+    parameters = (dtypes[name] is not None for name in ("weight", "bias", "weight1", "bias1", "layerscale"))
+    present = (residual or not own, own, own and "x1" in call.tensors, *parameters)
+    return _planned(
+        launch._backward_plan, device, (call.dtype, call.sum_dtype if residual else None, *dtypes.values()), present,
+        call.rows, call.width, (call.width, 0, call.width if residual else 0, call.width, call.width),
+        call.misalignment, call.spec(),
+    )  # fmt: skip
+
+
+def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> launch.Plan:
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "multiprocessors", return_value=132),
+        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
+    ):
+        return plan.__wrapped__(*arguments, torch.device("cuda", 0))
+
+
+_PLANS = {"forward": forward_plan, "backward": backward_plan}
+_EVERYTHING = ("weight", "bias", "residual", "weight1", "bias1", "layerscale", "rowscale", "x0_subset", "out_subset")
+
+_CALLS = {
+    "1024": Call(1024),
+    "4096": Call(4096),
+    "8192": Call(8192),
+    "16384": Call(16384),
+    "65536": Call(MAX_COLUMNS),
+    "fp32": Call(4096, _FP32, _FP32, _FP32),
+    "mixed": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=("weight", "bias", "residual"), dropout_p=0.1),
+    "rms": Call(4096, tensors=("weight",), rms=True),
+    "odd": Call(1001, tensors=("weight", "bias", "residual")),
+    "parallel": Call(4096, tensors=("weight", "bias", "residual", "x1", "weight1", "bias1"), dropout_p=0.1),
+    "everything": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
+    "everything_looped": Call(20000, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
+}
+#: What is compiled for architectures that nobody has run these kernels on.
+_ELSEWHERE = ("4096", "65536", "everything")
+
+#: What a thread may spill, in bytes, where it is not 0.
+_SPILLS = {
+    ("sm_75", "backward", "everything"): 16,
+    ("sm_90", "backward", "everything_looped"): 16,
+    ("sm_120", "backward", "everything"): 32,
+}
+
+
+def _matrix() -> list[Any]:
+    cases = [(arch, kernel, name) for arch in devices.KNOWN_DEVICES for kernel in _PLANS for name in _ELSEWHERE]
+    cases += [("sm_90", kernel, name) for kernel in _PLANS for name in _CALLS if name not in _ELSEWHERE]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+def _compiled(arch: str, kernel: str, call: Call) -> tuple[launch.Variant, Any]:
+    device = devices.KNOWN_DEVICES[arch]
+    if arch == "sm_75":  # no bfloat16 there
+        dtypes = {name: getattr(call, name) for name in ("dtype", "sum_dtype", "weight_dtype")}
+        call = call._replace(**{name: _FP16 if dtype is _BF16 else dtype for name, dtype in dtypes.items()})
+    variant = _PLANS[kernel](device, call).launch
+    return variant, compile_kernel(launch.kernel_source(variant), device)
+
+
+@pytest.mark.parametrize("arch, kernel, name", _matrix())
+def test_fits(arch: str, kernel: str, name: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    variant, compiled = _compiled(arch, kernel, _CALLS[name])
+    together = max(1, variant.config.programs_per_multiprocessor)
+    assert compiled.metadata.shared * together <= device.shared_memory
+    assert spilled_bytes(compiled.asm, device) <= _SPILLS.get((arch, kernel, name), 0)
+
+
+@pytest.mark.parametrize("name", ["1024", "4096", "8192", "16384", "65536", "fp32", "rms"])
+@pytest.mark.parametrize("kernel", _PLANS)
+def test_memory_is_read_and_written_16_bytes_at_a_time(kernel: str, name: str) -> None:
+    _, compiled = _compiled("sm_90", kernel, _CALLS[name])
+    code = instructions(compiled.asm)
+    rows = 2 * 16 if kernel == "forward" else 16
+    wide = code.count("LDG.E.128") + code.count("LDGSTS.E.BYPASS.128") + code.count("LDGSTS.E.BYPASS.LTC128B.128")
+    assert wide, "rows are read in whole vectors"
+    assert code.count("STG.E.128") + code.count("STG.E.EF.128"), "rows are written in whole vectors"
+    narrow = [line for line in code.splitlines() if "STG.E" in line and ".128" not in line]
+    assert len(narrow) <= rows, "only statistics are written otherwise"
+    if kernel == "backward":
+        assert "LDGSTS" in code, "the next rows are read while these are worked on"
+
+
+def test_dropout_bits_are_made_where_they_are_used() -> None:
+    """Without dropout as with it, only the two sums of a row pass through shared memory."""
+    call = Call(4096, tensors=("weight", "bias", "residual"))
+    exchanges = [
+        instructions(_compiled("sm_90", "forward", call._replace(dropout_p=p))[1].asm).count("STS") for p in (0.0, 0.1)
+    ]
+    assert exchanges[0] == exchanges[1]
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_reduce_compiles(name: str) -> None:
+    device = devices.KNOWN_DEVICES["sm_90"]
+    variant = backward_plan(device, _CALLS[name]).reduce
+    compiled = compile_kernel(launch.kernel_source(variant), device)
+    assert not spilled_bytes(compiled.asm, device)
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+
+
+@pytest.mark.parametrize("plan", [forward_plan, backward_plan])
+def test_other_numbers_of_rows_need_no_other_binary(plan: Any) -> None:
+    assert plan(_HOPPER, Call(1000)).launch == plan(_HOPPER, Call(1000, rows=77)).launch
+
+
+@pytest.mark.parametrize(
+    "misalignment, width, multiples", [(0, 4096, (16, 16)), (2, 4096, (2, 16)), (0, 1001, (16, 1)), (8, 1004, (8, 4))]
+)
+def test_alignment(misalignment: int, width: int, multiples: tuple[int, int]) -> None:
+    variant = forward_plan(_HOPPER, Call(width, misalignment=misalignment)).launch
+    assert (variant.pointer_multiple, variant.stride_multiple) == multiples
+
+
+@pytest.mark.parametrize("rows, programs", [(0, 0), (1, 1), (100, 100), (263, 263), (10**6, 264)])
+def test_backward_programs_stay(rows: int, programs: int) -> None:
+    plan = backward_plan(_HOPPER, Call(4096, rows=rows))
+    assert (plan.programs, plan.sums) == (programs, 2)
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("width", [1, 16, 17, 100, 1024, 1025, 2048, 4097, 8192, 8193, 16385, MAX_COLUMNS])
+def test_cuts_are_sound(width: int, arch: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    configs = [forward_config(width, device)]
+    configs += [
+        backward_config(width, sums, size, dropout, device)
+        for sums in range(6) for size in (4, 6, 12, 20) for dropout in (False, True)
+    ]  # fmt: skip
+    for config in configs:
+        assert config.num_warps * device.warp_size <= 1024
+        assert config.block_n & (config.block_n - 1) == 0 and config.rows & (config.rows - 1) == 0
+        assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32
+        assert config.num_stages >= 1
+        assert config.looped(width) or config.block_n < max(32, 2 * width)

@@ -1,0 +1,57 @@
+"""The CPU backend of the norms against the fp64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing import NormCase, check_norm, make_norm_inputs
+from norm_cases import DTYPES, EDGES, PAIRS, parameters
+
+
+@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+def test_agrees_with_the_oracle(case: NormCase) -> None:
+    check_norm(case, "cpu")
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("case", parameters(DTYPES))
+def test_dtypes_agree_with_the_oracle(case: NormCase, rms: bool) -> None:
+    check_norm(replace(case, rms=rms, shape=(40,), hidden=300), "cpu")
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_float64(rms: bool) -> None:
+    double = torch.float64
+    check_norm(NormCase(rms=rms, dtype=double, residual_dtype=double, weight_dtype=double), "cpu")
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_strided_inputs(rms: bool) -> None:
+    case = NormCase(shape=(4, 6), hidden=10, rms=rms, residual_dtype=torch.float32)
+    inputs = make_norm_inputs(case)
+    inputs.differentiable["x0"] = inputs.differentiable["x0"].transpose(0, 1).contiguous().transpose(0, 1)
+    inputs.differentiable["residual"] = inputs.differentiable["residual"][:1, :, :1].expand(4, 6, 10)
+    inputs.differentiable["weight"] = inputs.differentiable["weight"].repeat_interleave(2)[::2]
+    inputs.upstream[0] = inputs.upstream[0][..., :1].expand(4, 6, 10)
+    check_norm(case, "cpu", inputs=inputs)
+
+
+def test_a_large_mean_does_not_swallow_the_variance() -> None:
+    x = torch.randn(8, 1000) + 1e4
+    expected = torch.nn.functional.layer_norm(x.double(), (1000,))
+    assert (flashtile.layer_norm(x) - expected).abs().max() < 5e-3
+
+
+def test_narrow_statistics_are_float32() -> None:
+    # Statistics kept in bfloat16 would make the gradient wrong in its second digit.
+    x = (torch.randn(50, 512) * 3 + 5).bfloat16().requires_grad_()
+    weight = torch.ones(512, dtype=torch.bfloat16)
+    dz = torch.randn(50, 512).bfloat16()
+    (narrow,) = torch.autograd.grad(flashtile.layer_norm(x, weight), x, dz)
+    wide = x.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.layer_norm(wide, (512,)), wide, dz.double())
+    assert (narrow - expected).abs().max() < 2**-7 * expected.abs().max()

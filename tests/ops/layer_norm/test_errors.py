@@ -1,0 +1,115 @@
+"""Bad input: each error names the argument, what was expected, what came and the remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+
+_FP64, _BF16 = torch.float64, torch.bfloat16
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", grad: bool = False) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
+
+
+def numbers(*values: int) -> torch.Tensor:
+    return torch.tensor(values)
+
+
+BAD_SUMS = {
+    "x0-list": (TypeError, {"x0": [1.0]}, ("x0: expected a torch.Tensor", "got list", "torch.as_tensor")),
+    "x0-int": (TypeError, {"x0": zeros(3, 8, dtype=torch.int32)}, ("x0: expected dtype float16", "int32", "cast")),
+    "x0-scalar": (ValueError, {"x0": zeros()}, ("x0: expected shape (..., hidden)", "got ()")),
+    "x0-empty": (ValueError, {"x0": zeros(3, 0)}, ("x0: expected a last dimension from 1 to 65536, got 0",)),
+    "x0-wide": (ValueError, {"x0": zeros(1, 65537)}, ("from 1 to 65536, got 65537",)),
+    "residual-shape": (ValueError, {"residual": zeros(8)}, ("residual: expected shape (3, 8), got (8,)", "expand")),
+    "residual-device": (ValueError, {"residual": zeros(3, 8, device="meta")}, ("residual: expected the device of x0",)),
+    "residual-double": (TypeError, {"residual": zeros(3, 8, dtype=_FP64)}, ("residual: expected float64 exactly",)),
+    "weight-shape": (ValueError, {"weight": zeros(7)}, ("weight: expected shape (8,)", "got (7,)")),
+    "weight-double": (TypeError, {"weight": zeros(8, dtype=_FP64)}, ("weight: expected float64 exactly where x0 is",)),
+    "bias-shape": (ValueError, {"bias": zeros(1, 8)}, ("bias: expected shape (8,)", "got (1, 8)")),
+    "bias-number": (TypeError, {"bias": 1.0}, ("bias: expected a torch.Tensor, got float",)),
+    "layerscale": (ValueError, {"layerscale": zeros(3)}, ("layerscale: expected shape (8,)", "got (3,)")),
+    "rowscale": (ValueError, {"rowscale": zeros(8)}, ("rowscale: expected shape (3,)", "got (8,)", "reshape")),
+    "rowscale-grad": (ValueError, {"rowscale": zeros(3, grad=True)}, ("rowscale:", "no gradient", "detach")),
+    "x1-shape": (ValueError, {"x1": zeros(3, 9)}, ("x1: expected shape (3, 8), got (3, 9)",)),
+    "x1-dtype": (TypeError, {"x1": zeros(3, 8, dtype=_BF16)}, ("x1: expected the dtype of x0", "bfloat16", "cast")),
+    "x1-rowscale": (
+        ValueError,
+        {"x1": zeros(3, 8), "rowscale": zeros(3)},
+        ("rowscale: expected None together with x1", "scale x0 and x1 before"),
+    ),
+    "x1-const": (ValueError, {"x1": zeros(3, 8), "rowscale_const": 2.0}, ("rowscale_const: expected None",)),
+    "bias1": (ValueError, {"bias1": zeros(8)}, ("bias1: expected None without weight1", "give weight1")),
+    "weight1-shape": (ValueError, {"weight1": zeros(9)}, ("weight1: expected shape (8,)",)),
+    "p-one": (ValueError, {"dropout_p": 1.0}, ("dropout_p: expected a probability in [0, 1), got 1.0",)),
+    "p-tensor": (TypeError, {"dropout_p": zeros()}, ("dropout_p: expected a float, got a Tensor",)),
+    "seed-dtype": (TypeError, {"dropout_seed": zeros(2)}, ("dropout_seed: expected dtype int64", "draw_dropout_seed")),
+    "epsilon-negative": (ValueError, {"epsilon": -1.0}, ("epsilon: expected a finite number of at least 0, got -1.0",)),
+    "epsilon-text": (TypeError, {"epsilon": "small"}, ("epsilon: expected a float, got 'small'",)),
+    "const-nan": (ValueError, {"rowscale_const": float("nan")}, ("rowscale_const: expected a finite number",)),
+    "prenorm": (TypeError, {"prenorm": 1}, ("prenorm: expected True or False, got 1",)),
+    "in-fp32": (TypeError, {"residual_in_fp32": None}, ("residual_in_fp32: expected True or False, got None",)),
+    "backend": (ValueError, {"backend": "cuda"}, ("backend: expected one of 'auto'", "got 'cuda'")),
+    "triton": (ValueError, {"backend": "triton"}, ("backend: 'triton' cannot serve this call", "needs a GPU")),
+    "subset-float": (TypeError, {"x0_subset": zeros(3)}, ("x0_subset: expected dtype int32 or int64",)),
+    "subset-range": (ValueError, {"x0_subset": numbers(1, 4)}, ("x0_subset: expected numbers from 1 to 3", "got 4")),
+    "subset-negative": (ValueError, {"x0_subset": numbers(-1, 0)}, ("x0_subset:", "got -1")),
+    "subset-twice": (ValueError, {"x0_subset": numbers(2, 2)}, ("x0_subset: expected each row at most once", "row 2")),
+    "subset-residual": (
+        ValueError,
+        {"x0_subset": numbers(1, 2), "residual": zeros(3, 8)},
+        ("residual: expected shape (2, 8), got (3, 8)",),
+    ),
+    "out-size": (ValueError, {"out_subset": numbers(1, 2)}, ("out_subset: expected 3 numbers", "got 2")),
+    "out-range": (ValueError, {"out_subset": numbers(1, 0, 2), "out_numrows": 1}, ("out_subset: expected", "got 2")),
+    "out-numrows": (ValueError, {"out_numrows": 2}, ("out_numrows: expected 0 without out_subset, got 2",)),
+    "out-numrows-float": (TypeError, {"out_numrows": 2.0}, ("out_numrows: expected an int, got 2.0",)),
+    "out-numrows-negative": (
+        ValueError,
+        {"out_numrows": -1, "out_subset": numbers(0, 0, 0)},
+        ("out_numrows: expected at least 0, got -1",),
+    ),
+}
+
+
+@pytest.mark.parametrize("function", [flashtile.dropout_add_layer_norm, flashtile.dropout_add_rms_norm])
+@pytest.mark.parametrize("name", BAD_SUMS)
+def test_dropout_add(name: str, function: Any) -> None:
+    if name == "triton" and torch.cuda.is_available():
+        pytest.skip("tensors on the CPU are an error everywhere, but Triton's interpreter may be on")
+    error, changes, message = BAD_SUMS[name]
+    arguments = {"x0": torch.randn(3, 8), "residual": None, "weight": None, "bias": None, **changes}
+    with pytest.raises(error, match=".*".join(map(re.escape, message))):
+        function(**arguments)
+
+
+@pytest.mark.parametrize("function", [flashtile.layer_norm, flashtile.rms_norm])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"x": None}, "x: expected a torch.Tensor, got NoneType"),
+        ({"x": zeros(3, dtype=torch.int64)}, "x: expected dtype float16"),
+        ({"weight": zeros(3)}, r"weight: expected shape \(8,\), the last dimension of x, got \(3,\)"),
+        ({"bias": zeros(8, device="meta")}, "bias: expected the device of x, cpu, got meta; move it"),
+        ({"eps": float("inf")}, "eps: expected a finite number"),
+        ({"zero_centered_weight": 0}, "zero_centered_weight: expected True or False"),
+        ({"backend": "fast"}, "backend: expected one of"),
+    ],
+    ids=str,
+)
+def test_plain(changes: dict[str, Any], message: str, function: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**{"x": torch.randn(2, 8), **changes})
+
+
+def test_float64_on_triton_says_what_to_do() -> None:
+    from flashtile.ops.common.backends import choose_backend
+
+    choice = choose_backend("triton", "cuda", _FP64, None, False)
+    assert choice.backend is None and "float64" in choice.reason and "backend='reference'" in choice.reason

@@ -1,0 +1,247 @@
+"""The norms as a part of PyTorch: dispatcher, compiler, autograd to any order, transforms, modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flashtile
+from flashtile.ops.layer_norm.spec import NormSpec, Operands, Wanted
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+
+_SEED = torch.tensor([5, 6])
+_SUBSET = torch.tensor([0, 3, 1, 0, 2, 4])
+
+
+def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+#: Name -> tensors that take a gradient, by shape, and what else the call gets.
+CASES: dict[str, tuple[dict[str, tuple[int, ...]], dict[str, Any]]] = {
+    "plain": ({"x0": (4, 5)}, {}),
+    "residual": ({"x0": (4, 5), "residual": (4, 5), "weight": (5,), "bias": (5,)}, {"prenorm": True}),
+    "dropout": (
+        {"x0": (4, 5), "residual": (4, 5), "weight": (5,), "layerscale": (5,)},
+        {"dropout_p": 0.3, "dropout_seed": _SEED, "prenorm": True, "zero_centered_weight": True},
+    ),
+    "parallel": (
+        {"x0": (4, 5), "x1": (4, 5), "weight": (5,), "bias": (5,), "weight1": (5,), "bias1": (5,)},
+        {"dropout_p": 0.3, "dropout_seed": _SEED},
+    ),
+    "subset": (
+        {"x0": (4, 5), "residual": (6, 5), "weight": (5,)},
+        {"x0_subset": _SUBSET, "out_subset": _SUBSET, "out_numrows": 5, "rowscale_const": 1.5, "prenorm": True},
+    ),
+}
+all_cases = pytest.mark.parametrize("case", CASES)
+
+
+def problem(case: str, rms: bool, backend: str, dtype: torch.dtype = torch.float64) -> tuple[Callable, list[Tensor]]:
+    """A function of the tensors that take a gradient, and these."""
+    shapes, options = CASES[case]
+    inputs = [leaf(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes.values())]
+    call = flashtile.dropout_add_rms_norm if rms else flashtile.dropout_add_layer_norm
+
+    def function(*tensors: Tensor) -> Any:
+        arguments = {"residual": None, "weight": None, "bias": None, **dict(zip(shapes, tensors)), **options}
+        return call(**arguments, backend=backend)
+
+    return function, inputs
+
+
+def results(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = [leaf(*o.shape, dtype=o.dtype, seed=7).detach() for o in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@all_cases
+@both_norms
+@both_backends
+def test_gradcheck(case: str, rms: bool, backend: str) -> None:
+    assert gradcheck(*problem(case, rms, backend))
+
+
+@all_cases
+@both_norms
+@both_backends
+def test_gradgradcheck(case: str, rms: bool, backend: str) -> None:
+    assert gradgradcheck(*problem(case, rms, backend), fast_mode=True)
+
+
+def test_third_derivative() -> None:
+    function, inputs = problem("residual", False, "cpu")
+    x0 = inputs[0]
+
+    def second(x0: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(function(x0, *inputs[1:])[0].sin().sum(), x0, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x0, create_graph=True)[0]
+
+    assert gradcheck(second, x0, atol=1e-4)
+
+
+@both_backends
+def test_only_some_want_a_gradient(backend: str) -> None:
+    x, weight = leaf(3, 8), leaf(8, seed=1)
+    dz = torch.randn(3, 8)
+    both = torch.autograd.grad(flashtile.layer_norm(x, weight, backend=backend), (x, weight), dz)
+    (dx,) = torch.autograd.grad(flashtile.layer_norm(x, weight.detach(), backend=backend), x, dz)
+    (dweight,) = torch.autograd.grad(flashtile.layer_norm(x.detach(), weight, backend=backend), weight, dz)
+    assert_equal([dx, dweight], list(both))
+
+
+# --- the dispatcher -------------------------------------------------------------------------------------------------
+
+
+def op_arguments(case: str, rms: bool) -> tuple[Operands, NormSpec]:
+    shapes, options = CASES[case]
+    tensors = {name: leaf(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    tensors |= {name: value for name, value in options.items() if isinstance(value, Tensor)}
+    operands = Operands(**tensors)
+    scalars = (options.get("dropout_p", 0.0), options.get("rowscale_const", 1.0), "zero_centered_weight" in options)
+    return operands, NormSpec(rms, 1e-5, *scalars, torch.float32, options.get("out_numrows", operands.rows))
+
+
+@all_cases
+@both_norms
+@both_backends
+def test_opcheck(case: str, rms: bool, backend: str) -> None:
+    operands, spec = op_arguments(case, rms)
+    forward, backward = torch.ops.flashtile.layer_norm_forward, torch.ops.flashtile.layer_norm_backward
+    torch.library.opcheck(forward.default, (*operands, *spec, backend))
+    z, *rest = (t.detach() for t in forward(*operands, *spec, backend))
+    z1 = rest.pop(0) if operands.weight1 is not None else None
+    x = operands.x0.detach() if len(rest) == 1 + (not rms) else rest.pop(0)
+    mean = None if rms else rest.pop(0)
+    x0 = None if operands.layerscale is None else operands.x0.detach()
+    others = [t if t is None else t.detach() for t in operands[3:]]
+    wanted = Wanted(operands.x0.shape[0], operands.residual is not None, operands.x1 is not None, True)
+    dz1 = None if z1 is None else torch.randn_like(z1)
+    saved = (torch.randn_like(z), dz1, torch.randn_like(x), x, x0, mean, *rest, *others)
+    torch.library.opcheck(backward.default, (*saved, *spec, *wanted, backend))
+
+
+def test_dispatch_modes_see_the_operator() -> None:
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        results(*problem("residual", False, "cpu"))
+    assert torch.ops.flashtile.layer_norm_forward.default in seen
+    assert torch.ops.flashtile.layer_norm_backward.default in seen
+
+
+@all_cases
+def test_fake_tensors_give_shapes_without_computing(case: str) -> None:
+    function, inputs = problem(case, False, "cpu", torch.float32)
+    real = results(function, inputs)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = results(function, [mode.from_tensor(t) for t in inputs])
+    assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
+
+
+def test_checkpointing_draws_the_same_dropout() -> None:
+    x = leaf(20, 30)
+    call = lambda x: flashtile.dropout_add_layer_norm(x, None, None, None, 0.5).sin()  # noqa: E731
+    torch.manual_seed(1)
+    plain = torch.autograd.grad(call(x).sum(), x)
+    torch.manual_seed(1)
+    checkpointed = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), x)
+    assert_equal(list(checkpointed), list(plain))
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@all_cases
+@both_norms
+def test_compiled_equals_eager(case: str, rms: bool) -> None:
+    function, inputs = problem(case, rms, "cpu", torch.float32)
+    assert_equal(
+        results(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs), results(function, inputs)
+    )
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_one_compilation_serves_all_sizes() -> None:
+    compilations = []
+    compiler = torch._dynamo.lookup_backend("aot_eager")
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return compiler(graph, inputs)
+
+    function = lambda x, r: flashtile.dropout_add_layer_norm(x, r, None, None, prenorm=True)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend=counting)
+    for rows in (3, 5, 8):
+        inputs = [leaf(2, rows, 7), leaf(2, rows, 7, seed=1)]
+        assert_equal(results(compiled, inputs), results(function, inputs))
+    assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_with_one_tensor_in_several_places() -> None:
+    function = lambda x, w: flashtile.dropout_add_layer_norm(x, x, w, w, x1=x, weight1=w, prenorm=True)  # noqa: E731
+    inputs = [leaf(4, 6), leaf(6, seed=1)]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(results(compiled, inputs), results(function, inputs))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_by_the_default_compiler() -> None:
+    # Nothing but the operator: what the compiler makes of others takes long to build.
+    function = lambda x, w: flashtile.rms_norm(x, w)  # noqa: E731
+    inputs = [leaf(4, 6), leaf(6, seed=1)]
+    torch.testing.assert_close(results(torch.compile(function, fullgraph=True), inputs), results(function, inputs))
+
+
+# --- torch.func -----------------------------------------------------------------------------------------------------
+
+
+def test_transforms() -> None:
+    x, weight = leaf(3, 4, 6).detach(), leaf(6, seed=1).detach()
+    call = lambda x, weight: flashtile.layer_norm(x, weight)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(call, (0, None))(x, weight), call(x, weight))
+    loss = lambda x, weight: call(x, weight).sin().sum()  # noqa: E731
+    by_func = torch.func.grad(loss, (0, 1))(x, weight)
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    torch.testing.assert_close(by_func, torch.autograd.grad(loss(*leaves), leaves))
+    tangents = torch.randn_like(x), torch.randn_like(weight)
+    _, along = torch.func.jvp(loss, (x, weight), tangents)
+    torch.testing.assert_close(along, sum((g * t).sum() for g, t in zip(by_func, tangents)))
+
+
+def test_transforms_refuse_a_named_backend() -> None:
+    with pytest.raises(ValueError, match=r"backend: expected 'auto' or 'reference' under torch.func transforms"):
+        torch.func.vmap(lambda x: flashtile.layer_norm(x, backend="cpu"))(torch.randn(3, 4))
