@@ -28,6 +28,7 @@ WITHIN_OPERATION = {
     "operator": {"checks", "cpu", "hopper", "philox", "reference", "select", "spec", "triton"},
     "select": {"spec"},
     "philox": set(),
+    "tables": set(),
     "spec": set(),
     "reference": {"philox", "spec"},
     "cpu": {"philox", "spec"},

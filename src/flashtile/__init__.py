@@ -4,11 +4,17 @@ from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
+from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
+from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
 
 __version__ = "0.1.0"
 __all__ = [
     "Explanation",
+    "RotaryScaling",
     "__version__",
+    "apply_rotary",
+    "apply_rotary_kv",
+    "apply_rotary_qkv",
     "attention",
     "attention_varlen",
     "draw_dropout_seed",
@@ -18,4 +24,7 @@ __all__ = [
     "explain",
     "layer_norm",
     "rms_norm",
+    "rotary_frequencies",
+    "rotary_tables",
+    "xpos_scale",
 ]

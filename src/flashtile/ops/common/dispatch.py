@@ -38,6 +38,15 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refuse_named_backend(backend: str) -> None:
+    """Under transforms PyTorch's own operations compute a call: a backend asked for by name would not run."""
+    if backend not in ("auto", "reference"):
+        raise ValueError(
+            f"backend: expected 'auto' or 'reference' under torch.func transforms, got {backend!r}; the transforms "
+            "work on PyTorch's own operations"
+        )
+
+
 @contextmanager
 def autograd_in_operator() -> Iterator[None]:
     """Records autograd in the midst of an operator, below which PyTorch may have switched it off (dispatch modes)."""

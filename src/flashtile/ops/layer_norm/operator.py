@@ -62,11 +62,7 @@ def run_norm(operands: Operands, spec: NormSpec, backend: str) -> tuple[Tensor, 
 
 def _transformed(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
     """Under `torch.func` transforms and forward-mode differentiation, PyTorch's own operations compute the norm."""
-    if backend not in ("auto", "reference"):
-        raise ValueError(
-            f"backend: expected 'auto' or 'reference' under torch.func transforms, got {backend!r}; the transforms "
-            "work on PyTorch's own operations"
-        )
+    dispatch.refuse_named_backend(backend)
     return reference.forward(operands, spec)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
@@ -182,7 +183,9 @@ def _forward_plan(
         *(None if spec.rms else torch.float32, torch.float32),
     )
     kernel = "forward_looped" if config.looped(width) else "forward"
-    variant = Variant(kernel, pointers, flags, width, _factor(misalignment), _factor(*strides), config)
+    variant = Variant(
+        kernel, pointers, flags, width, power_of_two_factor(misalignment), power_of_two_factor(*strides), config
+    )
     scalars = (*strides, rows, keep_threshold(spec.dropout_p), *_scale_factors(spec), spec.epsilon)
     return Plan(_launcher(variant, device), -(-rows // config.rows), scalars)
 
@@ -220,7 +223,9 @@ def _backward_plan(
         *(dz_dtype if present[2] else None, torch.float32),
     )
     kernel = "backward_looped" if config.looped(width) else "backward"
-    variant = Variant(kernel, pointers, flags, width, _factor(misalignment), _factor(*strides), config)
+    variant = Variant(
+        kernel, pointers, flags, width, power_of_two_factor(misalignment), power_of_two_factor(*strides), config
+    )
     tiles = -(-rows // config.rows)
     programs = min(tiles, multiprocessors(device) * config.programs_per_multiprocessor)
     scalars = (*strides, rows, keep_threshold(spec.dropout_p), *_scale_factors(spec))
@@ -242,12 +247,6 @@ def _scale_factors(spec: NormSpec) -> tuple[float, float]:
     """Of x0 and of x1."""
     keep_scale = 1 / (1 - spec.dropout_p)
     return spec.rowscale_const * keep_scale, keep_scale
-
-
-def _factor(*numbers: int) -> int:
-    """The largest power of two up to 16 that divides all the numbers."""
-    bits = functools.reduce(int.__or__, numbers, 16)
-    return bits & -bits
 
 
 @functools.cache

@@ -1,0 +1,100 @@
+"""Rotary position embedding as a module, with cached tables."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys, in place, by tables that are made once and grow with the sequences.
+
+    Args:
+        dim: elements of a head that are rotated; even.
+        base: of the frequencies `base ** (-2i / dim)`.
+        interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + dim / 2])`.
+        scale_base: with a number, xPos: queries grow and keys decay with the position (`flashtile.xpos_scale`).
+        device: of the frequencies.
+        scaling: to contexts longer than those trained on (`flashtile.RotaryScaling`).
+    """
+
+    inv_freq: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+        scaling: flashtile.RotaryScaling | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.base = base
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.scaling = scaling
+        frequencies = flashtile.rotary_frequencies(dim, base, scaling, device)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self._tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+
+    def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """cos and sin of at least so many positions, and with xPos those of the keys; float32."""
+        made = self._tables
+        if made is None or made[0].shape[0] < positions or made[0].device != device:
+            self._tables = made = self._make_tables(positions, device)
+        return made
+
+    def _make_tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        # Always float32, and outside of autograd and inference mode, so that one call's tables serve any other.
+        with torch.inference_mode(False), torch.no_grad():
+            cos, sin = flashtile.rotary_tables(positions, self.dim, self.base, self.scaling, device=device)
+            if self.scale_base is None:
+                return cos, sin, None, None
+            scale = flashtile.xpos_scale(positions, self.dim, self.scale_base, device=device)
+            return cos * scale, sin * scale, cos / scale, sin / scale
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotates in place.
+
+        Args:
+            qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with
+                num_heads_q; with kv, q alone: `[batch, seq, heads_q, head_dim]`.
+            kv: `[batch, seq, 2, heads_kv, head_dim]`.
+            seqlen_offset: position of the first row, or `[batch]` integers, one for each sequence.
+            max_seqlen: the farthest position plus one, which sizes the tables; needed with offsets in a tensor.
+            num_heads_q: heads of q in the second layout.
+
+        Returns:
+            qkv; with kv, the pair of q and kv.
+        """
+        if isinstance(seqlen_offset, Tensor):
+            if max_seqlen is None:
+                raise ValueError(
+                    "max_seqlen: expected an int together with offsets in a tensor, got None; it sizes the tables, and "
+                    "reading the offsets would synchronise"
+                )
+            positions = max_seqlen
+        else:
+            positions = max(qkv.shape[1] + seqlen_offset, max_seqlen or 0)
+        cos, sin, cos_k, sin_k = self.tables(positions, qkv.device)
+        if kv is None:
+            return flashtile.apply_rotary_qkv(
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, True, seqlen_offset, num_heads_q
+            )
+        q = flashtile.apply_rotary(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        of_keys = (cos, sin) if cos_k is None or sin_k is None else (cos_k, sin_k)
+        return q, flashtile.apply_rotary_kv(kv, *of_keys, self.interleaved, True, seqlen_offset)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scale_base={self.scale_base}"

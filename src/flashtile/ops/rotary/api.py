@@ -1,0 +1,216 @@
+"""The public rotary functions: what a user calls. They check, build the spec, and hand on to the operator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.rotary import checks
+from flashtile.ops.rotary.operator import run_rotary
+from flashtile.ops.rotary.spec import RotarySpec, Rotation
+
+_DENSE = ("batch", "seq", "heads", "head_dim")
+_PACKED = ("total", "heads", "head_dim")
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    conjugate: bool = False,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Rotary position embedding: turns pairs of elements of each head by an angle that grows with the position.
+
+    ::
+
+        (a, b)  ->  (a · cos - b · sin,  a · sin + b · cos)
+
+    Differentiable in x. Arithmetic is float32 (float64 for float64), whatever the dtypes of x and the tables.
+
+    Args:
+        x: `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]` with cu_seqlens; float16, bfloat16, float32,
+            or float64 (CPU and reference only). Any strides.
+        cos: `[positions, rotary_dim / 2]` in any of these dtypes, from `rotary_tables`. Elements from rotary_dim on
+            stay as they are. No gradient flows to it.
+        sin: the same.
+        interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + rotary_dim / 2])`.
+        inplace: write to x, and return it.
+        seqlen_offsets: position of the first row of every sequence, or `[batch]` int32 or int64, one for each.
+        cu_seqlens: `[batch + 1]` int32 or int64: sequence `b` owns the rows from `cu_seqlens[b]` to
+            `cu_seqlens[b + 1]`. Rows past the last one belong to no sequence and stay as they are.
+        max_seqlen: the longest of those sequences, for the check of the tables' length.
+        conjugate: turn the other way, which undoes the rotation.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        The rotated x, of its shape and dtype.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, the tables are too short, or the named backend cannot serve
+            the call. Positions that depend on values in tensors are checked on a CPU always, on a GPU only with
+            the environment variable `FLASHTILE_CHECK_VALUES=1`; a row past the table is then not rotated.
+
+    Reference:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+    """
+    checks.check_input("x", x, _DENSE if cu_seqlens is None else _PACKED)
+    heads = x.shape[-2]
+    return _rotate(
+        "x", x, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
+        conjugate, backend,
+    )  # fmt: skip
+
+
+def apply_rotary_qkv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Rotates the queries and keys of packed qkv in one launch; the values stay as they are.
+
+    Args:
+        qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with num_heads_q;
+            with cu_seqlens `[total, ...]`.
+        cos: for the queries, and for the keys too without cos_k; see `apply_rotary`.
+        sin: the same.
+        cos_k: for the keys (xPos).
+        sin_k: for the keys.
+        interleaved: see `apply_rotary`, as all that follows.
+        inplace: write to qkv, and return it.
+        seqlen_offsets: position of the first row.
+        num_heads_q: heads of q, for the second layout.
+        cu_seqlens: where sequences begin.
+        max_seqlen: the longest of them.
+        backend: which one.
+
+    Returns:
+        qkv of its shape and dtype, rotated.
+
+    Raises:
+        TypeError, ValueError: as `apply_rotary`.
+    """
+    checks.check_tensors(qkv=qkv)
+    rows = 2 if cu_seqlens is None else 1
+    if qkv.dim() == rows + 3 and qkv.shape[rows] == 3:
+        heads_q, heads_rotated, flat = qkv.shape[-2], 2 * qkv.shape[-2], _merge_heads("qkv", qkv, inplace)
+    else:
+        layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "heads_q + 2 heads_kv", "head_dim")
+        checks.check_input("qkv", qkv, layout)
+        heads_q, heads_rotated = checks.check_heads(num_heads_q, qkv.shape[-2])
+        flat = qkv
+    if cos_k is None and sin_k is None:
+        heads_q = heads_rotated
+    rotated = _rotate(
+        "qkv", flat, (cos, sin, cos_k, sin_k), heads_q, heads_rotated, interleaved, inplace, seqlen_offsets, cu_seqlens,
+        max_seqlen, False, backend,
+    )  # fmt: skip
+    return qkv if inplace else rotated.view(qkv.shape)
+
+
+def apply_rotary_kv(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Rotates the keys of packed kv in one launch; the values stay as they are.
+
+    Args:
+        kv: `[batch, seq, 2, heads, head_dim]`, or `[total, 2, heads, head_dim]` with cu_seqlens.
+        cos: for the keys; see `apply_rotary`, as all that follows.
+        sin: the same.
+        interleaved: which elements are a pair.
+        inplace: write to kv, and return it.
+        seqlen_offsets: position of the first row.
+        cu_seqlens: where sequences begin.
+        max_seqlen: the longest of them.
+        backend: which one.
+
+    Returns:
+        kv of its shape and dtype, rotated.
+
+    Raises:
+        TypeError, ValueError: as `apply_rotary`.
+    """
+    layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "2", "heads", "head_dim")
+    checks.check_input("kv", kv, layout)
+    if kv.shape[-3] != 2:
+        raise ValueError(f"kv: expected [{', '.join(layout)}], got shape {tuple(kv.shape)}; stack k and v")
+    heads, flat = kv.shape[-2], _merge_heads("kv", kv, inplace)
+    rotated = _rotate(
+        "kv", flat, (cos, sin, None, None), heads, heads, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen,
+        False, backend,
+    )  # fmt: skip
+    return kv if inplace else rotated.view(kv.shape)
+
+
+def _merge_heads(name: str, packed: Tensor, inplace: bool) -> Tensor:
+    """`[..., parts, heads, head_dim]` as `[..., parts · heads, head_dim]`."""
+    checks.raise_not_bool(inplace=inplace)
+    if inplace and packed.shape[-3] > 1 and packed.stride(-3) != packed.shape[-2] * packed.stride(-2):
+        raise ValueError(
+            f"{name}: expected heads that follow one another in memory for inplace=True, got strides "
+            f"{packed.stride()}; leave inplace out, or make it contiguous"
+        )
+    return packed.flatten(-3, -2)
+
+
+def _rotate(
+    name: str,
+    x: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    heads_q: int,
+    heads_rotated: int,
+    interleaved: bool,
+    inplace: bool,
+    seqlen_offsets: int | Tensor,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    conjugate: bool,
+    backend: str,
+) -> Tensor:
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
+    cos, sin, cos_k, sin_k = tables
+    checks.check_tables(name, x, cos, sin)
+    if (cos_k is None) is not (sin_k is None):
+        raise ValueError("cos_k, sin_k: expected both or neither, got one; pass the pair of tables of the keys")
+    if cos_k is not None and sin_k is not None:
+        checks.check_tables(name, x, cos_k, sin_k, "_k")
+        if cos_k.shape != cos.shape or cos_k.dtype is not cos.dtype:
+            raise ValueError(
+                f"cos_k: expected the shape and dtype of cos, {tuple(cos.shape)} {cos.dtype}, "
+                f"got {tuple(cos_k.shape)} {cos_k.dtype}"
+            )
+    batch = x.shape[0] if cu_seqlens is None else checks.check_sequences(cu_seqlens, x.device, name)
+    offset, offsets = checks.resolve_offsets(seqlen_offsets, batch, x.device, name)
+    checks.check_max_seqlen(max_seqlen)
+    longest = x.shape[1] if cu_seqlens is None else max_seqlen
+    if longest is not None and x.numel():
+        checks.check_table_length(cos, longest, offset, "make the table longer")
+    spec = RotarySpec(interleaved, conjugate, heads_q, heads_rotated, offset)
+    return run_rotary(Rotation(x, cos, sin, cos_k, sin_k, offsets, cu_seqlens), spec, inplace, backend)

@@ -1,0 +1,140 @@
+"""Tables of cosines and sines: frequencies, their scaling to longer contexts, and the decay of xPos."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RotaryScaling:
+    """How angles are made for contexts longer than those trained on.
+
+    With `f[i] = base ** (-2i / dim)` the angle of pair `i` at position `p` is `p · f[i]`, and
+
+    - `"linear"`: `f / factor` (Chen et al., "Extending Context Window of Large Language Models via Positional
+      Interpolation", 2023);
+    - `"ntk"`: base is `base · factor ** (dim / (dim - 2))`: high frequencies stay, the lowest is divided by `factor`;
+    - `"yarn"`: pairs that turn more than `beta_fast` times over `original_length` keep `f`, those that turn less than
+      `beta_slow` times get `f / factor`, a ramp between them; cos and sin are multiplied by `attention_factor` (Peng,
+      Quesnelle, Fan, Shippole, "YaRN", 2023).
+
+    Attributes:
+        kind: which of them.
+        factor: how many times longer.
+        original_length: the context trained on (YaRN).
+        beta_fast: turns from which on a pair is left alone (YaRN).
+        beta_slow: turns up to which a pair is slowed down (YaRN).
+        attention_factor: on cos and sin (YaRN); None = `0.1 · ln(factor) + 1`.
+    """
+
+    kind: Literal["linear", "ntk", "yarn"]
+    factor: float
+    original_length: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "ntk", "yarn"):
+            raise ValueError(f"kind: expected 'linear', 'ntk' or 'yarn', got {self.kind!r}")
+        if not self.factor >= 1:
+            raise ValueError(f"factor: expected at least 1, got {self.factor}; it says how many times longer")
+        if self.kind == "yarn" and not (self.original_length and self.original_length > 0):
+            raise ValueError(
+                f"original_length: expected a positive number for 'yarn', got {self.original_length}; "
+                "it is the context trained on"
+            )
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
+
+
+def rotary_frequencies(
+    dim: int, base: float = 10000.0, scaling: RotaryScaling | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """Radians per position of each pair: float32 `[dim / 2]`, computed in float64.
+
+    Args:
+        dim: elements of a head that are rotated; even.
+        base: of the frequencies `base ** (-2i / dim)`.
+        scaling: to a longer context; see `RotaryScaling`.
+        device: of the result.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 or dim % 2:
+        raise ValueError(f"dim: expected an even number of elements, got {dim!r}; pairs of them rotate")
+    if not base > 0:
+        raise ValueError(f"base: expected a positive number, got {base}; 10000 is usual")
+    if scaling is not None and scaling.kind == "ntk":
+        base = base * scaling.factor ** (dim / (dim - 2)) if dim > 2 else base
+    pair = torch.arange(dim // 2, dtype=torch.float64, device=device)
+    frequencies = base ** (-2 * pair / dim) if dim else pair
+    if scaling is not None and scaling.kind == "linear":
+        frequencies = frequencies / scaling.factor
+    if scaling is not None and scaling.kind == "yarn" and dim:
+        frequencies = torch.lerp(frequencies, frequencies / scaling.factor, _yarn_ramp(pair, dim, base, scaling))
+    return frequencies.float()
+
+
+def _yarn_ramp(pair: Tensor, dim: int, base: float, scaling: RotaryScaling) -> Tensor:
+    """How far each pair is slowed down, from 0 to 1."""
+    assert scaling.original_length is not None
+    length = scaling.original_length
+
+    def pair_of(turns: float) -> float:
+        """The pair that turns so many times over the original length."""
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_of(scaling.beta_slow)), dim - 1)
+    return ((pair - first) / max(last - first, 1e-3)).clamp(0, 1)
+
+
+def rotary_tables(
+    positions: int,
+    dim: int,
+    base: float = 10000.0,
+    scaling: RotaryScaling | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position: each `[positions, dim / 2]`.
+
+    Args:
+        positions: length of the table.
+        dim: elements of a head that are rotated; even.
+        base: of the frequencies `base ** (-2i / dim)`.
+        scaling: to a longer context; see `RotaryScaling`.
+        device: of the tables.
+        dtype: of the tables. Angles are float32; narrower tables lose the high positions.
+
+    Reference:
+        Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
+    """
+    frequencies = rotary_frequencies(dim, base, scaling, device)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return (angles.cos() * magnitude).to(dtype), (angles.sin() * magnitude).to(dtype)
+
+
+def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.device | str | None = None) -> Tensor:
+    """The decay of xPos, float32 `[positions, dim / 2]`: tables of q are multiplied by it, those of k divided.
+
+    Pair `i` at position `p` has `((2i + 0.4 dim) / 1.4 dim) ** ((p - positions // 2) / scale_base)`. The middle of the
+    table has 1, so q and k must come from one table.
+
+    Reference:
+        Sun et al., "A Length-Extrapolatable Transformer" (2022).
+    """
+    step = (torch.arange(0, dim, 2, dtype=torch.float32, device=device) + 0.4 * dim) / (1.4 * dim)
+    power = (torch.arange(positions, dtype=torch.float32, device=device) - positions // 2) / scale_base
+    return step ** power[:, None]

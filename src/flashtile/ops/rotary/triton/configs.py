@@ -1,0 +1,43 @@
+"""How the rotary kernel is cut: a pure function of the heads.
+
+A thread of the four warps of a program should have two loads of 16 bytes of either half of a head in flight: 16 pairs
+of a 16-bit tensor. Heads share the angles of their row, so heads come first, then rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile._backends.devices import DeviceFacts
+
+#: Pairs of a tile: 16 for each of 128 threads.
+_PAIRS = 2048
+
+
+class RotaryConfig(NamedTuple):
+    """How the kernel is cut.
+
+    Attributes:
+        block_s: rows of a tile.
+        block_h: heads of a tile.
+        block_half: pairs of a tile.
+        block_rest: elements past the pairs.
+        num_warps: warps per program.
+    """
+
+    block_s: int
+    block_h: int
+    block_half: int
+    block_rest: int
+    num_warps: int
+
+
+def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> RotaryConfig:
+    block_half = _power_of_two(half)
+    block_h = max(1, min(_power_of_two(heads), _PAIRS // block_half, 16))
+    block_s = max(1, _PAIRS // (block_half * block_h))
+    return RotaryConfig(block_s, block_h, block_half, _power_of_two(head_dim - 2 * half), 128 // device.warp_size)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,61 @@
+"""The rotary module: its tables are cached and grow; it does what the functions do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.modules import RotaryEmbedding
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0], ids=["rotary", "xpos"])
+def test_is_the_functions(scale_base: float | None) -> None:
+    qkv = torch.randn(2, 7, 3, 4, 16)
+    module = RotaryEmbedding(16, scale_base=scale_base)
+    cos, sin = flashtile.rotary_tables(9, 16)
+    scale = torch.ones(9, 8) if scale_base is None else flashtile.xpos_scale(9, 16, scale_base)
+    tables = (cos * scale, sin * scale, cos / scale, sin / scale)
+    expected = flashtile.apply_rotary_qkv(qkv, *tables, seqlen_offsets=2)
+    given = qkv.clone()
+    assert module(given, seqlen_offset=2) is given
+    torch.testing.assert_close(given, expected)
+    q, kv = module(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=2)
+    torch.testing.assert_close(torch.cat((q[:, :, None], kv), dim=2), expected)
+
+
+def test_grouped_heads() -> None:
+    qkv = torch.randn(2, 7, 8, 16)
+    cos, sin = flashtile.rotary_tables(7, 16)
+    expected = flashtile.apply_rotary_qkv(qkv, cos, sin, num_heads_q=4)
+    torch.testing.assert_close(RotaryEmbedding(16)(qkv.clone(), num_heads_q=4), expected)
+
+
+def test_tables_are_made_once_and_grow() -> None:
+    module = RotaryEmbedding(16)
+    with torch.inference_mode():
+        module(torch.randn(1, 20, 3, 2, 16))
+    cos = module.tables(10, torch.device("cpu"))[0]
+    assert cos.shape[0] == 20 and cos is module.tables(20, torch.device("cpu"))[0]
+    assert module.tables(21, torch.device("cpu"))[0].shape[0] == 21
+    leaf = torch.randn(1, 20, 3, 2, 16, requires_grad=True)
+    module(leaf * 1).sum().backward()
+    assert leaf.grad is not None and not module.state_dict()
+
+
+def test_offsets_in_a_tensor_need_a_length() -> None:
+    module, offsets = RotaryEmbedding(16), torch.tensor([3, 5])
+    x = torch.randn(2, 4, 3, 2, 16)
+    with pytest.raises(ValueError, match="max_seqlen: expected an int together with offsets in a tensor"):
+        module(x.clone(), seqlen_offset=offsets)
+    cos, sin = flashtile.rotary_tables(9, 16)
+    expected = flashtile.apply_rotary_qkv(x, cos, sin, seqlen_offsets=offsets)
+    torch.testing.assert_close(module(x.clone(), seqlen_offset=offsets, max_seqlen=9), expected)
+
+
+def test_scaling() -> None:
+    scaling = flashtile.RotaryScaling("yarn", 4.0, original_length=16)
+    x = torch.randn(1, 30, 3, 2, 16)
+    cos, sin = flashtile.rotary_tables(30, 16, scaling=scaling)
+    expected = flashtile.apply_rotary_qkv(x, cos, sin)
+    torch.testing.assert_close(RotaryEmbedding(16, scaling=scaling)(x.clone()), expected)

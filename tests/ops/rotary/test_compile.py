@@ -1,0 +1,118 @@
+"""The rotary kernel compiled ahead of time for every architecture, none of which need be present."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.rotary.spec import RotarySpec
+from flashtile.ops.rotary.triton import launch
+from flashtile.ops.rotary.triton.configs import rotary_config
+from machine_code import instructions, spilled_bytes
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it: contiguous, aligned."""
+
+    shape: tuple[int, ...] = (4, 4096, 32, 128)
+    half: int = 64
+    dtype: torch.dtype = _BF16
+    table_dtype: torch.dtype = _FP32
+    inplace: bool = False
+    interleaved: bool = False
+    heads_q: int = 32
+    heads_rotated: int = 32
+    offsets_dtype: torch.dtype | None = None
+    sequences: int | None = None
+
+
+def plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
+    ):
+        return launch._plan.__wrapped__(
+            call.dtype, call.table_dtype, call.shape, contiguous_strides(call.shape), (8192, call.half),
+            (call.half,) * 2 + ((call.half,) * 2 if call.heads_q < call.heads_rotated else (0, 0)), call.offsets_dtype,
+            None if call.sequences is None else (torch.int32, call.sequences), 0, call.inplace,
+            RotarySpec(call.interleaved, False, call.heads_q, call.heads_rotated, 0), torch.device("cuda", 0),
+        )  # fmt: skip
+
+
+_CALLS = {
+    "plain": Call(),
+    "interleaved": Call(interleaved=True),
+    "inplace": Call(inplace=True, heads_rotated=24, heads_q=24),
+    "partial": Call((4, 4096, 32, 80), 16),
+    "head_96": Call((4, 4096, 32, 96), 48),
+    "fp32": Call(dtype=_FP32),
+    "everything": Call(
+        (16384, 12, 200), 50, interleaved=True, heads_q=4, heads_rotated=8, offsets_dtype=torch.int64, sequences=5
+    ),
+}
+
+
+def _matrix() -> list[Any]:
+    cases = [(arch, name) for arch in devices.KNOWN_DEVICES for name in ("plain", "everything")]
+    cases += [("sm_90", name) for name in _CALLS if name not in ("plain", "everything")]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize("arch, name", _matrix())
+def test_fits(arch: str, name: str) -> None:
+    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
+    if arch == "sm_75":  # no bfloat16 there
+        call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
+    compiled = compile_kernel(launch.kernel_source(plan(device, call).launch), device)
+    assert compiled.metadata.shared <= device.shared_memory
+    # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
+    assert spilled_bytes(compiled.asm, device) <= (16 if (arch, name) == ("sm_90", "everything") else 0)
+
+
+@pytest.mark.parametrize("name", ["plain", "interleaved", "inplace", "partial", "head_96", "fp32"])
+def test_memory_is_read_and_written_16_bytes_at_a_time(name: str) -> None:
+    code = instructions(compile_kernel(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER).asm)
+    assert code.count("STG.E.128") == code.count("STG.E")
+    assert code.count("LDG.E.128") >= code.count("STG.E.128"), "the angles may be read otherwise"
+
+
+@pytest.mark.parametrize("change", [{"shape": (2, 999, 32, 128)}, {"heads_rotated": 20, "heads_q": 20}], ids=str)
+def test_other_sizes_need_no_other_binary(change: dict[str, Any]) -> None:
+    assert plan(_HOPPER, Call(**change)).launch == plan(_HOPPER, Call()).launch
+
+
+@pytest.mark.parametrize(
+    "shape, half, inplace, programs",
+    [
+        ((4, 4096, 32, 128), 64, False, 8192),
+        ((0, 4096, 32, 128), 64, False, 0),
+        ((4, 0, 32, 128), 64, True, 0),
+        ((4, 4, 32, 128), 0, True, 0),
+    ],
+)
+def test_programs(shape: tuple[int, ...], half: int, inplace: bool, programs: int) -> None:
+    assert plan(_HOPPER, Call(shape, half, inplace=inplace)).programs == programs
+
+
+@pytest.mark.parametrize("half", [0, 1, 16, 40, 64, 128, 256, 1000])
+@pytest.mark.parametrize("heads", [1, 3, 32, 100])
+def test_cuts_are_sound(heads: int, half: int) -> None:
+    config = rotary_config(heads, 2 * half + 3, half, _HOPPER)
+    assert config.block_s * config.block_h * config.block_half <= 2048
+    assert config.block_half >= half and config.block_rest >= 3

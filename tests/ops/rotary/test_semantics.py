@@ -1,0 +1,314 @@
+"""What the rotation means: against the formula, on the reference and on the CPU; its tables; bad input; PyTorch."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+
+import flashtile
+from flashtile import RotaryScaling
+from flashtile.ops.rotary.spec import RotarySpec
+
+# PyTorch's own forward mode still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+
+_COS, _SIN = flashtile.rotary_tables(32, 6, dtype=torch.float64)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def turned(x: Tensor, position: int, interleaved: bool) -> Tensor:
+    """One head `[8]` by complex numbers: the first six elements turn."""
+    a, b = (x[0:6:2], x[1:6:2]) if interleaved else (x[:3], x[3:6])
+    frequencies = 10000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+    z = torch.complex(a, b) * torch.polar(torch.ones(3, dtype=torch.float64), position * frequencies)
+    out = x.clone()
+    if interleaved:
+        out[0:6:2], out[1:6:2] = z.real, z.imag
+    else:
+        out[:3], out[3:6] = z.real, z.imag
+    return out
+
+
+@both_backends
+@both_pairings
+def test_is_a_multiplication_of_complex_numbers(interleaved: bool, backend: str) -> None:
+    x = normal(2, 4, 3, 8)
+    out = flashtile.apply_rotary(x, _COS, _SIN, interleaved, seqlen_offsets=torch.tensor([5, 0]), backend=backend)
+    for batch, offset in ((0, 5), (1, 0)):
+        for row in range(4):
+            expected = turned(x[batch, row, 1], row + offset, interleaved)
+            torch.testing.assert_close(out[batch, row, 1], expected, rtol=0, atol=1e-6)  # tables come from float32
+
+
+@both_backends
+@both_pairings
+def test_scores_depend_on_the_distance_alone(interleaved: bool, backend: str) -> None:
+    q, k = normal(1, 1, 1, 6).expand(1, 20, 1, 6), normal(1, 1, 1, 6, seed=1).expand(1, 20, 1, 6)
+    q, k = (flashtile.apply_rotary(t, _COS, _SIN, interleaved, backend=backend)[0, :, 0] for t in (q, k))
+    scores = q @ k.T
+    torch.testing.assert_close(scores[5:, 5:], scores[:-5, :-5], rtol=0, atol=1e-5)
+
+
+@both_backends
+@both_pairings
+def test_conjugate_undoes_it(interleaved: bool, backend: str) -> None:
+    x = normal(2, 4, 3, 8)
+    there = flashtile.apply_rotary(x, _COS, _SIN, interleaved, backend=backend)
+    back = flashtile.apply_rotary(there, _COS, _SIN, interleaved, conjugate=True, backend=backend)
+    torch.testing.assert_close(back, x, rtol=0, atol=1e-6)
+
+
+@both_backends
+def test_packed_sequences_begin_anew(backend: str) -> None:
+    x, cu_seqlens = normal(10, 2, 8), torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    out = flashtile.apply_rotary(x, _COS, _SIN, cu_seqlens=cu_seqlens, max_seqlen=5, backend=backend)
+    for begin, end in ((0, 3), (3, 8)):
+        alone = flashtile.apply_rotary(x[None, begin:end], _COS, _SIN, backend=backend)[0]
+        torch.testing.assert_close(out[begin:end], alone)
+    assert torch.equal(out[8:], x[8:]), "rows of no sequence stay"
+
+
+@both_backends
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+def test_packed_projections(inplace: bool, backend: str) -> None:
+    qkv, options = normal(2, 5, 3, 4, 8), {"inplace": inplace, "backend": backend}
+    q, k, v = (t.clone() for t in qkv.unbind(2))
+    q, k = flashtile.apply_rotary(q, _COS, _SIN), flashtile.apply_rotary(k, 2 * _COS, 2 * _SIN)
+    kv = flashtile.apply_rotary_kv(qkv[:, :, 1:].clone(), 2 * _COS, 2 * _SIN, **options)
+    torch.testing.assert_close(kv, torch.stack((k, v), dim=2))
+    grouped = torch.cat((qkv[:, :, 0], qkv[:, :, 1, :2], qkv[:, :, 2, :2]), dim=2)
+    grouped = flashtile.apply_rotary_qkv(grouped, _COS, _SIN, 2 * _COS, 2 * _SIN, num_heads_q=4, **options)
+    torch.testing.assert_close(grouped, torch.cat((q, k[:, :, :2], v[:, :, :2]), dim=2))
+    given = qkv.clone()
+    out = flashtile.apply_rotary_qkv(given, _COS, _SIN, 2 * _COS, 2 * _SIN, **options)
+    torch.testing.assert_close(out, torch.stack((q, k, v), dim=2))
+    assert torch.equal(given, out if inplace else qkv)
+
+
+@both_backends
+def test_in_place_on_views(backend: str) -> None:
+    whole = normal(2, 8, 5, 3)
+    x = whole.permute(0, 2, 3, 1)  # a last dimension that is not contiguous
+    expected = flashtile.apply_rotary(x.contiguous(), _COS, _SIN, backend=backend)
+    assert flashtile.apply_rotary(x, _COS, _SIN, inplace=True, backend=backend) is x
+    torch.testing.assert_close(whole.permute(0, 2, 3, 1), expected)
+
+
+@both_backends
+def test_in_place_is_noticed_by_autograd(backend: str) -> None:
+    x = normal(1, 4, 2, 8)
+    weight = normal(1, 4, 2, 8, seed=1).requires_grad_()
+    product = (weight * x).sum()
+    flashtile.apply_rotary(x, _COS, _SIN, inplace=True, backend=backend)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_tables() -> None:
+    cos, sin = flashtile.rotary_tables(1000, 64)
+    angles = torch.arange(1000.0)[:, None] * (10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)).float()
+    torch.testing.assert_close(cos, angles.cos())
+    torch.testing.assert_close(sin, angles.sin())
+    assert flashtile.rotary_tables(3, 64, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
+
+
+def test_linear_scaling_interpolates_positions() -> None:
+    plain = flashtile.rotary_tables(50, 32)
+    scaled = flashtile.rotary_tables(200, 32, scaling=RotaryScaling("linear", 4.0))
+    for expected, actual in zip(plain, scaled, strict=True):
+        torch.testing.assert_close(actual[::4], expected, rtol=0, atol=1e-5)
+
+
+def test_ntk_scaling_slows_the_lowest_frequency_alone() -> None:
+    plain = flashtile.rotary_frequencies(32)
+    scaled = flashtile.rotary_frequencies(32, scaling=RotaryScaling("ntk", 4.0))
+    ratio = plain / scaled
+    torch.testing.assert_close(ratio[[0, -1]], torch.tensor([1.0, 4.0]))
+    assert (ratio.diff() > 0).all()
+
+
+def test_yarn_scaling_slows_by_turns() -> None:
+    scaling = RotaryScaling("yarn", 8.0, original_length=2048)
+    plain, scaled = (flashtile.rotary_frequencies(128, scaling=s) for s in (None, scaling))
+    turns = 2048 * plain / (2 * math.pi)
+    # The ramp runs between whole pairs, so one pair on either side may be in it.
+    torch.testing.assert_close(scaled[turns > 32 * 1.2], plain[turns > 32 * 1.2])
+    torch.testing.assert_close(scaled[turns < 1 / 1.2], plain[turns < 1 / 1.2] / 8)
+    between = (plain / scaled)[(turns < 32 / 1.2) & (turns > 1.2)]
+    assert (between > 1).all() and (between < 8).all() and (between.diff() > 0).all()
+    cos, _ = flashtile.rotary_tables(3, 128, scaling=scaling)
+    torch.testing.assert_close(cos[0], torch.full((64,), 0.1 * math.log(8) + 1))
+    cos, _ = flashtile.rotary_tables(3, 128, scaling=RotaryScaling("yarn", 8.0, 2048, attention_factor=1.0))
+    torch.testing.assert_close(cos[0], torch.ones(64))
+
+
+def test_xpos_cancels_but_for_the_distance() -> None:
+    scale = flashtile.xpos_scale(20, 8, 16.0).double()
+    products = scale[:, None] / scale[None]  # [query, key, pair]
+    torch.testing.assert_close(products[5:, 5:], products[:-5, :-5], rtol=1e-5, atol=0)
+    assert (products[10, 0] < 1).all(), "far keys count less"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("cubic", 2.0), "kind: expected 'linear', 'ntk' or 'yarn', got 'cubic'"),
+        (("ntk", 0.5), "factor: expected at least 1, got 0.5"),
+        (("yarn", 2.0), "original_length: expected a positive number for 'yarn', got None"),
+    ],
+)
+def test_bad_scaling(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        RotaryScaling(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, message", [((5,), "dim: expected an even"), ((4, 0.0), "base: expected a positive")]
+)
+def test_bad_frequencies(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flashtile.rotary_frequencies(*arguments)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+_X, _CU = torch.randn(2, 4, 3, 8), torch.tensor([0, 2, 8], dtype=torch.int32)
+_PACKED = {"x": torch.randn(8, 3, 8), "cu_seqlens": _CU}
+_META = torch.zeros(32, 3, device="meta", dtype=torch.float64)
+
+BAD = {
+    "x-list": (TypeError, {"x": [1]}, ("x: expected a torch.Tensor, got list",)),
+    "x-int": (TypeError, {"x": _X.int()}, ("x: expected dtype float16", "int32")),
+    "x-rank": (ValueError, {"x": _X[0]}, ("x: expected 4 dimensions [batch, seq, heads, head_dim]", "cu_seqlens")),
+    "x-packed-rank": (ValueError, {"cu_seqlens": _CU}, ("x: expected 3 dimensions [total, heads, head_dim]",)),
+    "cos-none": (TypeError, {"cos": None}, ("cos: expected a torch.Tensor, got NoneType",)),
+    "cos-rank": (ValueError, {"cos": _COS[0]}, ("cos: expected shape (positions, rotary_dim / 2)", "got (3,)")),
+    "cos-wide": (ValueError, {"cos": torch.ones(9, 5), "sin": torch.ones(9, 5)}, ("head_dim of x, 8, got (9, 5)",)),
+    "cos-short": (ValueError, {"cos": _COS[:3], "sin": _SIN[:3]}, ("cos: expected at least 4 positions", "got 3")),
+    "cos-device": (ValueError, {"cos": _META}, ("cos: expected the device of x, cpu, got meta",)),
+    "cos-grad": (ValueError, {"cos": _COS.clone().requires_grad_()}, ("cos:", "no gradient", "detach")),
+    "sin-shape": (ValueError, {"sin": _SIN[1:]}, ("sin: expected the shape of cos, (32, 3), got (31, 3)",)),
+    "sin-dtype": (TypeError, {"sin": _SIN.float()}, ("sin: expected the dtype of cos", "cast one")),
+    "offset": (ValueError, {"seqlen_offsets": 29}, ("cos: expected at least 33 positions, 4 rows from position 29",)),
+    "offset-negative": (ValueError, {"seqlen_offsets": -1}, ("seqlen_offsets: expected at least 0, got -1",)),
+    "offset-float": (TypeError, {"seqlen_offsets": 1.5}, ("seqlen_offsets: expected an int or an integer tensor",)),
+    "offsets-shape": (ValueError, {"seqlen_offsets": torch.tensor([1])}, ("seqlen_offsets: expected shape (2,)",)),
+    "offsets-far": (ValueError, {"seqlen_offsets": torch.tensor([0, 29])}, ("cos: expected at least 33 positions",)),
+    "offsets-negative": (ValueError, {"seqlen_offsets": torch.tensor([0, -2])}, ("offsets of at least 0, got -2",)),
+    "cu-falls": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([0, 5, 3])}, ("cu_seqlens:", "never decrease")),
+    "cu-starts": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([1, 5])}, ("cu_seqlens: expected to start at 0",)),
+    "cu-total": (ValueError, {**_PACKED, "cu_seqlens": torch.tensor([0, 9])}, ("at most the rows of x, 8, got 9",)),
+    "cu-dtype": (TypeError, {**_PACKED, "cu_seqlens": torch.ones(3)}, ("cu_seqlens: expected dtype int32 or int64",)),
+    "max-seqlen": (TypeError, {**_PACKED, "max_seqlen": 2.0}, ("max_seqlen: expected an int, got 2.0",)),
+    "max-seqlen-far": (ValueError, {**_PACKED, "max_seqlen": 40}, ("cos: expected at least 40 positions",)),
+    "inplace": (TypeError, {"inplace": 1}, ("inplace: expected True or False, got 1",)),
+    "backend": (ValueError, {"backend": "fast"}, ("backend: expected one of 'auto'",)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    error, changes, message = BAD[name]
+    with pytest.raises(error, match=".*".join(map(re.escape, message))):
+        flashtile.apply_rotary(**{"x": _X, "cos": _COS, "sin": _SIN, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"qkv": _X}, r"num_heads_q: expected an int for qkv of 4 dimensions, got None"),
+        ({"qkv": _X, "num_heads_q": 2}, r"leaves an even number of the 3 heads for k and v, got 2"),
+        ({"qkv": torch.randn(2, 4, 2, 3, 8)}, r"qkv: expected 4 dimensions"),
+        ({"cos_k": _COS}, r"cos_k, sin_k: expected both or neither"),
+        ({"cos_k": _COS[1:], "sin_k": _SIN[1:]}, r"cos_k: expected the shape and dtype of cos"),
+        ({"qkv": torch.randn(2, 4, 3, 6, 8)[..., :3, :], "inplace": True}, r"qkv: expected heads that follow one"),
+    ],
+    ids=range(6),
+)
+def test_bad_qkv(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        flashtile.apply_rotary_qkv(**{"qkv": torch.randn(2, 4, 3, 3, 8), "cos": _COS, "sin": _SIN, **changes})
+
+
+def test_bad_kv() -> None:
+    with pytest.raises(ValueError, match=r"kv: expected \[batch, seq, 2, heads, head_dim\], got shape"):
+        flashtile.apply_rotary_kv(torch.randn(2, 4, 3, 3, 8), _COS, _SIN)
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+
+@both_backends
+@both_pairings
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+def test_gradients(inplace: bool, interleaved: bool, backend: str) -> None:
+    x = normal(2, 3, 2, 8).requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return flashtile.apply_rotary(x * 1, _COS, _SIN, interleaved, inplace, backend=backend) * x
+
+    assert gradcheck(function, x) and gradgradcheck(function, x)
+
+
+@both_backends
+def test_gradients_of_packed_projections_in_place(backend: str) -> None:
+    qkv = normal(2, 3, 3, 2, 8).requires_grad_()
+    call = lambda t: flashtile.apply_rotary_qkv(t * 1, _COS, _SIN, 2 * _COS, _SIN, inplace=True, backend=backend)  # noqa: E731
+    assert gradcheck(call, qkv)
+
+
+@both_backends
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_opcheck(packed: bool, backend: str) -> None:
+    x = normal(6, 2, 8) if packed else normal(2, 3, 2, 8)
+    offsets = torch.tensor([1, 2])
+    cu_seqlens = torch.tensor([0, 2, 5]) if packed else None
+    arguments = (_COS, _SIN, 2 * _COS, _SIN, offsets, cu_seqlens, *RotarySpec(False, False, 1, 2, 0), backend)
+    torch.library.opcheck(torch.ops.flashtile.rotary.default, (x, *arguments))
+    torch.library.opcheck(torch.ops.flashtile.rotary_.default, (x, *arguments))
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new", "inplace"])
+def test_compiled_equals_eager(inplace: bool) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor) -> Tensor:
+        return flashtile.apply_rotary_qkv(x * 2, _COS, _SIN, inplace=inplace, seqlen_offsets=1).sin()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        x, dout = normal(2, rows, 3, 2, 8).requires_grad_(), normal(2, rows, 3, 2, 8, seed=1)
+        torch.testing.assert_close(compiled(x), function(x))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
+    torch._dynamo.reset()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 3, 4, 8, requires_grad=True)
+        out = flashtile.apply_rotary(x, _COS, _SIN)
+        out.sum().backward()
+    assert out.shape == x.grad.shape == (2, 3, 4, 8)
+
+
+def test_transforms() -> None:
+    x = normal(4, 2, 3, 2, 8)
+    call = lambda x: flashtile.apply_rotary(x, _COS, _SIN)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
+    _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
+    torch.testing.assert_close(tangent, call(x[1]), rtol=1e-6, atol=1e-6)
