@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
+from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton.configs import LONG, Kernel
@@ -104,6 +105,26 @@ def _strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int
     return (*(rows * row_stride for _ in outer), row_stride, head_dim, 1)
 
 
+def hopper_plan(call: Call) -> hopper_launch.Plan:
+    """The plan of a forward of the Hopper kernels, with the `Variant` in the place of the compiled kernel."""
+    shapes = _shapes(call)
+    window = (call.window_left, call.window_right)
+    with (
+        mock.patch.object(hopper_launch, "multiprocessors", return_value=132),
+        mock.patch.object(hopper_launch, "_launcher", lambda variant, _device: variant),
+    ):
+        return hopper_launch._plan.__wrapped__(
+            call.dtype,
+            torch.device("cuda", 0),
+            shapes,
+            (_strides(shapes[0], call.row_stride), *map(_strides, shapes[1:])),
+            call.sequences,
+            None if call.sequences is None else call.index_dtypes,
+            call.seq_q,
+            AttentionSpec(call.head_dim**-0.5, *window, call.top_left),
+        )
+
+
 class Binary(NamedTuple):
     """A compiled kernel.
 
@@ -114,7 +135,7 @@ class Binary(NamedTuple):
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
     """
 
-    variant: launch.Variant
+    variant: launch.Variant | hopper_launch.Variant
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
@@ -136,6 +157,13 @@ def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
 def instructions(asm: dict[str, str | bytes]) -> str:
     """NVIDIA's machine instructions."""
     return _run_tool("nvdisasm", "-c", asm["cubin"])
+
+
+def compile_hopper(call: Call) -> Binary:
+    """The binary that a forward of the Hopper kernels launches."""
+    variant = hopper_plan(call).launch
+    compiled = compile_kernel(hopper_launch.kernel_source(variant), KNOWN_DEVICES["sm_90"])
+    return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
 def _stack(cubin: bytes) -> int:

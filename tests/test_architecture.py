@@ -24,16 +24,18 @@ WITHIN_OPERATION = {
     "__init__": set(),
     "api": {"checks", "operator", "philox", "select", "spec"},
     "checks": {"spec"},
-    "explain": {"api", "checks", "cpu", "select", "spec", "triton"},
+    "explain": {"api", "checks", "cpu", "hopper", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "philox", "reference", "select", "spec", "triton"},
-    "select": {"spec"},
+    # What the Hopper kernels serve is told by their tables (`hopper.configs`), which need no Triton.
+    "select": {"hopper", "spec"},
+    "plans": {"spec"},
     "philox": set(),
     "tables": set(),
     "spec": set(),
     "reference": {"philox", "spec"},
     "cpu": {"philox", "spec"},
-    "triton": {"philox", "spec"},
-    "hopper": {"philox", "spec"},
+    "triton": {"philox", "plans", "spec"},
+    "hopper": {"philox", "plans", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}

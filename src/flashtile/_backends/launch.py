@@ -8,6 +8,7 @@ compilation for a GPU that is not present, and Triton's interpreter.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends.devices import DeviceFacts, interpreting
 
-_TRITON_3_6 = triton.__version__.startswith("3.6.")
+TRITON_3_6 = triton.__version__.startswith("3.6.")
 
 #: Names of element types in Triton signatures.
 ELEMENT_TYPES = {
@@ -35,8 +36,9 @@ class KernelSource(NamedTuple):
     """One specialisation of a kernel: all that decides its machine code but the target.
 
     Attributes:
-        function: the `@triton.jit` kernel; its run-time parameters come before its constants.
-        types: type of each run-time parameter, in order: "*bf16", "i32", "fp32", ...
+        function: the `@triton.jit` or `@gluon.jit` kernel; its run-time parameters come before its constants.
+        types: type of each run-time parameter, in order: "*bf16", "i32", "fp32", ...; "constexpr" for one that this
+            specialisation does not use: its constant is None, and so is what a launch passes in its place.
         multiples: for each run-time parameter, a power of two that divides it (bytes for pointers).
         constants: value of each `tl.constexpr` parameter by name.
         num_warps: warps per program.
@@ -62,12 +64,19 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     attributes = {
         (index,): [["tt.divisibility", multiple]] for index, multiple in enumerate(source.multiples) if multiple > 1
     }
-    ast = ASTSource(source.function, signature, constexprs=source.constants, attrs=attributes)
+    make_source = _gluon_source() if source.function.is_gluon() else ASTSource
+    ast = make_source(source.function, signature, constexprs=source.constants, attrs=attributes)
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
     return triton.compile(ast, target=_target(device), options=options)
+
+
+def _gluon_source() -> type[ASTSource]:
+    from flashtile._backends.gluon import GluonASTSource
+
+    return GluonASTSource
 
 
 def _target(device: DeviceFacts) -> GPUTarget:
@@ -108,17 +117,24 @@ def _direct_run(compiled: CompiledKernel) -> Callable[[int, int, tuple, tuple], 
     """
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
-    if not (_TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
+    if not (TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
         return lambda programs, stream, arguments, constants: launcher(
             programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants
         )
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
-    enqueue = launcher.launch
+    enqueue = _c_function(launcher.launch)
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     fixed = (function, *flags, None, None, metadata, None, None, None)
     return lambda programs, stream, arguments, constants: enqueue(
         programs, 1, 1, stream, *fixed, *arguments, *constants
     )
+
+
+def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
+    """Triton 3.6 wraps the launch of a kernel with TMA descriptors in a function that encodes them on every call. The
+    arguments here hold them encoded (`tma.descriptor_maker`)."""
+    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    return wrapped.get("launcher", launch)
 
 
 def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:

@@ -21,11 +21,38 @@ def _explain(seq: int = 4096, head_dim: int = 128, dtype: torch.dtype = torch.bf
 @pytest.mark.parametrize("arch", KNOWN_DEVICES)
 def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -> None:
     dtype = torch.float16
-    found = _explain(dtype=dtype, device=arch)
+    found = _explain(dtype=dtype, device=arch, backend="triton")
     assert found.backend == "triton" and found.device == arch
     assert [kernel.name for kernel in found.kernels] == ["forward", "dq", "dkdv"]
     assert all(kernel.shared_memory <= KNOWN_DEVICES[arch].shared_memory for kernel in found.kernels)
-    assert "the tensors are on cuda" in found.rejected["cpu"]
+    automatic = _explain(dtype=dtype, device=arch)
+    assert automatic.backend == ("hopper" if arch == "sm_90" else "triton")
+    assert "the tensors are on cuda" in automatic.rejected["cpu"]
+
+
+def test_forward_and_backward_may_be_of_two_backends() -> None:
+    found = _explain(device="sm_90")
+    assert found.backend == "hopper" and found.kernels[0].backend == "hopper"
+    assert "2 computing warpgroups" in str(found.kernels[0]) and "forward (hopper)" in str(found)
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ({"dropout_p": 0.5}, "dropout"),
+        ({"key_lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "key_lengths"),
+        ({"dtype": torch.float32}, "not float32"),
+        ({"head_dim": 288}, "up to 256 columns, and these 288"),
+        ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),
+        ({"device": "sm_80"}, "for sm_90"),
+    ],
+)
+def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str) -> None:
+    arguments = {"device": "sm_90", **arguments}
+    automatic = _explain(**arguments)
+    assert automatic.backend == "triton" and reason in automatic.rejected["hopper"]
+    by_name = _explain(**arguments, backend="hopper")
+    assert by_name.backend is None and reason in by_name.reason
 
 
 def test_tiles_follow_the_call() -> None:

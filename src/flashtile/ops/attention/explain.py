@@ -10,6 +10,8 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile.ops.attention import checks, cpu, select
 from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, build_spec
+from flashtile.ops.attention.hopper import configs as hopper
+from flashtile.ops.attention.hopper.configs import HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.configs import Kernel, Situation, TileConfig, choose_tiles, is_long, shared_memory
 
@@ -24,20 +26,26 @@ class KernelChoice:
         name: "forward", "dq" or "dkdv"; on the CPU what computes the call.
         tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
         shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
+        backend: whose kernel it is: that of the backward may be another's than that of the forward.
     """
 
     name: str
-    tiles: TileConfig | None = None
+    tiles: TileConfig | HopperConfig | None = None
     shared_memory: int = 0
+    backend: str = ""
 
     def __str__(self) -> str:
-        if self.tiles is None:
-            return self.name
         tiles = self.tiles
-        chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+        if tiles is None:
+            return self.name
+        if isinstance(tiles, HopperConfig):
+            warps, stages, chunk = f"{tiles.consumers} computing warpgroups and a loading warp", tiles.stages, ""
+        else:
+            warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
+            chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
         return (
-            f"{self.name}: {tiles.block_m} queries × {tiles.block_n} keys, {tiles.num_warps} warps, "
-            f"{tiles.num_stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}"
+            f"{self.name} ({self.backend}): {tiles.block_m} queries × {tiles.block_n} keys, {warps}, "
+            f"{stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}"
         )
 
 
@@ -46,7 +54,8 @@ class Explanation:
     """The answer of `flashtile.explain`.
 
     Attributes:
-        backend: "triton", "cpu" or "reference"; None where no backend can serve the call.
+        backend: "hopper", "triton", "cpu" or "reference"; None where no backend can serve the call. Of the forward;
+            that of the backward stands with its kernels.
         reason: why that one, or why none.
         kernels: what it runs, forward and backward.
         rejected: other backend -> why not.
@@ -123,9 +132,22 @@ def explain(
     )
     name, device_type, facts = _resolve_device(q.device if device is None else device)
     interpreting = device_type == "cpu" and devices.interpreting()
-    choice = select.choose_backend(backend, device_type, q.dtype, devices.triton_missing(), interpreting)
-    kernels = _kernels(choice.backend, q, k, v, side, spec, facts)
-    return Explanation(choice.backend, choice.reason, kernels, choice.rejected, name)
+    rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
+
+    def choose(phase: Phase) -> select.BackendChoice:
+        call = None
+        if device_type == "cuda":
+            call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec)
+        return select.choose_backend(backend, device_type, q.dtype, devices.triton_missing(), interpreting, call)
+
+    forward, backward = choose("forward"), choose("backward")
+    kernels = _kernels(forward.backend, backward.backend, q, k, v, side, spec, facts) if forward.backend else ()
+    return Explanation(forward.backend, forward.reason, kernels, forward.rejected, name)
+
+
+def _rows_contiguous(tensor: Tensor) -> Tensor:
+    """The layout that kernels get: the operator makes a last dimension contiguous which is not."""
+    return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts]:
@@ -149,7 +171,8 @@ def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.Devic
 
 
 def _kernels(
-    backend: str | None,
+    forward: str,
+    backward: str | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -157,13 +180,20 @@ def _kernels(
     spec: AttentionSpec,
     facts: devices.DeviceFacts,
 ) -> tuple[KernelChoice, ...]:
-    if backend == "cpu":
+    """The kernels of the backends that serve forward and backward."""
+    if forward == "cpu":
         return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[1]),)
-    if backend == "reference":
+    if forward == "reference":
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
-    if backend is None:
-        return ()
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
     situation = Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long)
-    tiles = {kernel: choose_tiles(kernel, facts, situation) for kernel in _KERNELS}
-    return tuple(KernelChoice(kernel, cut, shared_memory(kernel, cut, situation)) for kernel, cut in tiles.items())
+    kernels = []
+    for kernel in _KERNELS:
+        if kernel == "forward" and forward == "hopper":
+            heads = q.shape[-1], v.shape[-1]
+            config = hopper.choose_config(*heads, side.max_seqlen_q, spec.window_left is not None)
+            kernels.append(KernelChoice(kernel, config, hopper.shared_memory(config, *heads), forward))
+        else:
+            tiles = choose_tiles(kernel, facts, situation)
+            kernels.append(KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton"))
+    return tuple(kernels)

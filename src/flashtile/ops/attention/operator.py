@@ -209,9 +209,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward of the backend that serves the call."""
     checks.check_values(side, q.shape[0], k.shape[0])
-    implementation = select.implementation(q, backend)
-    side = _contiguous_side(side)
-    return implementation.forward(_rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v), side, spec)
+    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    implementation = select.implementation("forward", q, k, v, side, spec, backend)
+    return implementation.forward(q, k, v, _contiguous_side(side), spec)
 
 
 def _backward(
@@ -227,8 +227,8 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs the backward of the backend that serves the call."""
-    implementation = select.implementation(q, backend)
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
+    implementation = select.implementation("backward", q, k, v, side, spec, backend)
     return implementation.backward(dout, dlse, q, k, v, out, lse, _contiguous_side(side), spec)
 
 

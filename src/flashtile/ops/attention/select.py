@@ -1,4 +1,8 @@
-"""Which backend serves a call: a pure choice from the request, the device and the dtype, with its reason."""
+"""Which backend serves a call: a pure choice from facts about it, with its reason.
+
+Forward and backward are chosen apart: (out, lse) mean the same in every backend, so that any backward can follow any
+forward.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,24 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import devices
+from flashtile.ops.attention.hopper import configs as hopper
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 _MODULES = {
     "reference": "flashtile.ops.attention.reference",
     "cpu": "flashtile.ops.attention.cpu",
     "triton": "flashtile.ops.attention.triton.launch",
+    "hopper": "flashtile.ops.attention.hopper.launch",
 }
 #: In the order in which "auto" tries them.
-_AUTOMATIC = ("triton", "cpu")
+_AUTOMATIC = ("hopper", "triton", "cpu")
 
 
 class BackendChoice(NamedTuple):
     """The backend that serves a call, and why each other one does not.
 
     Attributes:
-        backend: "triton", "cpu" or "reference"; None where none can serve the call.
+        backend: "hopper", "triton", "cpu" or "reference"; None where none can serve the call.
         reason: why this one.
         rejected: backend -> why not.
     """
@@ -36,14 +43,26 @@ class BackendChoice(NamedTuple):
 
 
 def choose_backend(
-    requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
+    requested: str,
+    device_type: str,
+    dtype: torch.dtype,
+    triton_missing: str | None,
+    interpreting: bool,
+    hopper_call: hopper.HopperCall | None = None,
 ) -> BackendChoice:
-    """The choice, from facts alone."""
+    """The choice, from facts alone. `hopper_call`: those that decide about the Hopper kernels; None away from a GPU.
+
+    A backward asked for from "hopper" by name goes, where the Hopper kernels have none for it, to the portable kernels.
+    """
+    triton_obstacle = _triton_obstacle(device_type, dtype, triton_missing, interpreting)
     obstacles: dict[str, str | None] = {
-        "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
+        "hopper": _hopper_obstacle(hopper_call, device_type, triton_missing, interpreting),
+        "triton": triton_obstacle,
         "cpu": None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}",
         "reference": None,
     }
+    if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
+        requested = "triton"
     if requested != "auto":
         obstacle = obstacles[requested]
         rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
@@ -75,18 +94,52 @@ def _triton_obstacle(
     return None
 
 
-def implementation(q: Tensor, backend: str) -> ModuleType:
-    """The module (`forward`, `backward`) that serves a call with this q.
+def _hopper_obstacle(
+    call: hopper.HopperCall | None, device_type: str, triton_missing: str | None, interpreting: bool
+) -> str | None:
+    if call is None:
+        return f"its kernels are for sm_90, and the tensors are on {device_type}"
+    if triton_missing:
+        return triton_missing
+    if interpreting:
+        return "Triton's interpreter does not know the language of its kernels"
+    return hopper.obstacle(call)
+
+
+def implementation(
+    phase: hopper.Phase, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> ModuleType:
+    """The module that serves a phase (`forward` or `backward`, its functions) of a call.
 
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
     """
-    return _implementation(backend, q.device.type, q.dtype)
+    device = q.device
+    if not q.is_cuda:
+        return _implementation(backend, device.type, q.dtype, None)
+    arch = devices.device_facts(device).arch
+    return _implementation(backend, device.type, q.dtype, hopper_call(phase, arch, q, k, v, side, spec))
+
+
+def hopper_call(
+    phase: hopper.Phase, arch: str, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> hopper.HopperCall:
+    """The facts that decide whether the Hopper kernels serve a call."""
+    head_dim = q.shape[-1]
+    # Of a scale that is not positive, the sign goes into a copy of q, whose rows lie side by side.
+    aligned = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim % 8 == 0)
+    dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
+    return hopper.HopperCall(
+        phase, arch, q.dtype, head_dim, v.shape[-1], aligned, dropout, key_lengths, spec.deterministic
+    )
 
 
 @functools.cache
-def _implementation(backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
-    choice = choose_backend(backend, device_type, dtype, devices.triton_missing(), devices.interpreting())
+def _implementation(
+    backend: str, device_type: str, dtype: torch.dtype, hopper_call: hopper.HopperCall | None
+) -> ModuleType:
+    triton_missing, interpreting = devices.triton_missing(), devices.interpreting()
+    choice = choose_backend(backend, device_type, dtype, triton_missing, interpreting, hopper_call)
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
     return importlib.import_module(_MODULES[choice.backend])

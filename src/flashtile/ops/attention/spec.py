@@ -19,7 +19,7 @@ from torch import Tensor
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
 
-BACKENDS = ("auto", "reference", "cpu", "triton")
+BACKENDS = ("auto", "reference", "cpu", "triton", "hopper")
 
 
 class AttentionSpec(NamedTuple):

@@ -17,6 +17,7 @@ from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile.ops.attention.philox import keep_threshold
+from flashtile.ops.attention.plans import Layout, SideShape, clipped_window, positive_scale
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.configs import (
@@ -39,9 +40,6 @@ _STRIDED = {
     "dq": ("q", "k", "v", "out", "dout", "dq"),
     "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
 }
-
-#: Windows are clipped to this, far above any sequence and far below overflow.
-_WIDEST_WINDOW = 2**29
 
 
 class Variant(NamedTuple):
@@ -71,23 +69,6 @@ class Variant(NamedTuple):
     tiles: TileConfig
 
 
-class SideShape(NamedTuple):
-    """What a plan needs to know of the side inputs."""
-
-    sequences: int | None
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    key_lengths_dtype: torch.dtype | None
-    dropout: bool
-
-
-class Layout(NamedTuple):
-    """An output: shape, strides and dtype."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Plan(NamedTuple):
     """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
 
@@ -104,7 +85,7 @@ _NO_POINTERS = (pointer(None),) * 4
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
     if spec.scale <= 0:
-        q, spec, _ = _positive_scale(q, spec)
+        q, spec, _ = positive_scale(q, spec)
     plan = _plan_for("forward", q, k, v, None, side, spec)
     out, lse = _outputs(plan, q.device)
     if plan.programs:
@@ -126,7 +107,7 @@ def backward(
     """Runs the dq kernel, then the dk/dv kernel. Deterministic. Returns (dq, dk, dv)."""
     sign = 1
     if spec.scale <= 0:
-        q, spec, sign = _positive_scale(q, spec)
+        q, spec, sign = positive_scale(q, spec)
     dq, statistics = backward_queries(dout, dlse, q, k, v, out, lse, side, spec)
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     return dq if sign == 1 else dq.mul_(sign), dk, dv
@@ -174,17 +155,6 @@ def backward_keys(
 def _outputs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
     first, second = plan.outputs
     return empty(*first, device), empty(*second, device)
-
-
-def _positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
-    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
-
-    Returns:
-        q, the spec, and the factor that leads from the gradient of that q to the gradient of the given one.
-    """
-    if spec.scale < 0:
-        return -q, spec._replace(scale=-spec.scale), -1
-    return torch.zeros_like(q), spec._replace(scale=1.0), 0
 
 
 def _side_pointers(side: SideInputs) -> tuple:
@@ -289,7 +259,7 @@ def _plan(
     scalars = (
         *(stride for batch_stride, _, head_stride in triples for stride in (batch_stride, head_stride)),
         *(batch, heads, heads // heads_kv, rows_q, rows_k),
-        *(0 if side is None else min(side, _WIDEST_WINDOW) for side in (spec.window_left, spec.window_right)),
+        *clipped_window(spec),
         keep_threshold(spec.dropout_p),
         spec.scale,
         1 / (1 - spec.dropout_p),

@@ -1,0 +1,55 @@
+"""Gluon, Triton's lower-level language, under the same names for every version of Triton that flashtile takes.
+
+Kernels import the language from here, and nothing of `triton.experimental` from elsewhere: it is experimental, and its
+names move. What differs between versions is settled here.
+"""
+
+from __future__ import annotations
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+# Renamed in 3.8; 3.9 keeps the old names as deprecated ones.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+if hasattr(tma, "async_atomic_add"):
+    tma_reduce_add = tma.async_atomic_add
+else:
+
+    @builtin
+    def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+        """Adds a tile in shared memory to device memory, as later versions' `tma.async_atomic_add`."""
+        place = _semantic._convert_to_ir_values(coord, require_i64=False)
+        kind = ir.DESCRIPTOR_REDUCE_KIND.ADD
+        _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, place, src.handle)
+
+
+__all__ = [
+    "GluonASTSource",
+    "aggregate",
+    "async_copy",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma_load",
+    "tma_reduce_add",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

@@ -1,0 +1,106 @@
+"""TMA descriptors: what Hopper's copy engine needs to know of a tensor. Made once for an address and a layout.
+
+A kernel parameter of type `descriptor_type` says which box of a tensor a copy moves, and how it lies in shared memory.
+What is outside the tensor is read as zero and never written.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from flashtile._backends.launch import ELEMENT_TYPES, TRITON_3_6
+
+#: CUDA's CUtensorMapDataType.
+_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+#: CUDA's CUtensorMapSwizzle, by the bytes of a row.
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+
+#: Rows of a packed tensor in its descriptor, and the size of the dimensions that only carry coordinates.
+PACKED_ROWS = 2**30
+_UNBOUNDED = 0x7FFF0000
+
+
+class Layout(NamedTuple):
+    """Shape and strides of a tensor in elements."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """A packed tensor `[total, heads, head_dim]` with its rows three times, for the bounds check of one sequence.
+
+    Row `r` of the sequence that has the rows from `begin` to `begin + length` lies at the coordinates
+    `(2³⁰, begin + length, 2³⁰ - length + r)`: the last is out of bounds exactly for `r >= length`. Times their strides
+    they sum to `(begin + r) · stride`, because `2³⁰ · 2³⁴` elements of two bytes or more wrap around 64 bits to 0.
+    """
+    _, heads, head_dim = shape
+    row_stride, head_stride, _ = strides
+    return Layout(
+        (_UNBOUNDED, _UNBOUNDED, PACKED_ROWS, heads, head_dim),
+        (2**34 - row_stride, row_stride, row_stride, head_stride, 1),
+    )
+
+
+def swizzle_bytes(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True) -> int:
+    """Bytes of a row of the box that are swizzled together: those of a wgmma operand; 0 where rows lie as they are."""
+    return min(128, box[-1] * dtype.itemsize) if swizzled else 0
+
+
+def descriptor_type(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True) -> str:
+    """The type of a kernel parameter, as Triton writes it."""
+    return f"tensordesc<{ELEMENT_TYPES[dtype]}[{', '.join(map(str, box))}],{_shared_layout(dtype, box, swizzled)!r}>"
+
+
+def descriptor_maker(
+    dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool = True
+) -> Callable[[int], tuple]:
+    """A function from the address of a tensor to what a launch takes for a parameter of `descriptor_type`.
+
+    It remembers its last answers: encoding a descriptor takes longer than the rest of a launch.
+    """
+    make = _encoded if TRITON_3_6 else _described
+    return functools.lru_cache(maxsize=64)(functools.partial(make, dtype, box, layout, swizzled))
+
+
+def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
+    """For the launcher's C function (see `launch`): the encoded descriptor, then shape and strides."""
+    swizzle = swizzle_bytes(dtype, box, swizzled)
+    # Triton moves wider boxes in several messages.
+    message = (*box[:-1], swizzle // dtype.itemsize) if swizzle else box
+    encode = triton.runtime.driver.active.utils.fill_tma_descriptor
+    arguments = (_SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], list(message), *map(list, layout), 0)
+    return encode(address, *arguments), *layout.shape, *layout.strides
+
+
+def _described(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
+    """For Triton's launcher object, which encodes descriptors itself."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    base = _Address(address, dtype)
+    return (
+        TensorDescriptor(
+            base, list(layout.shape), list(layout.strides), list(box), _shared_layout(dtype, box, swizzled)
+        ),
+    )
+
+
+class _Address(NamedTuple):
+    """What a descriptor reads of its tensor, without keeping the tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _shared_layout(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_bytes(dtype, box, swizzled), 8 * dtype.itemsize, len(box))

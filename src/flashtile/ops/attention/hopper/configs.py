@@ -1,0 +1,224 @@
+"""What the Hopper kernels serve, and how they are cut: frozen rows, and the pure functions that read them.
+
+Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. Nothing here needs Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Phase = Literal["forward", "backward"]
+
+#: Widest head of q and k, and of v.
+MAX_HEAD_DIM = 256
+
+#: Rows of a sequence, or of all sequences of a packed call: see `flashtile._backends.tma.packed_layout`.
+MAX_ROWS = 2**30
+
+#: Query rows of a consumer: those of a warpgroup's matrix product.
+CONSUMER_ROWS = 64
+
+#: Up to this many queries, programs have few tiles, and small ones fill the device better.
+SHORT = 1024
+
+#: Bytes of shared memory that a program may use on sm_90.
+SHARED_MEMORY = 227 * 1024
+
+#: Barriers, the producer's messages, and what Triton passes to its partitions. Measured: up to 600 bytes.
+_OVERHEAD = 1024
+
+
+class HopperConfig(NamedTuple):
+    """How the forward kernel is cut.
+
+    Attributes:
+        consumers: warpgroups that compute, of 64 query rows each.
+        block_n: keys of a tile.
+        stages: key and value tiles in flight.
+        registers: of a consumer's thread.
+        max_registers: of a thread at the start; all of the program's threads have 64 Ki.
+        q_in_registers: a consumer takes its queries into registers; their place is free for the next tile at once.
+        halves: the second half of a tile's exponentials comes after the wait for the product of the tile before.
+    """
+
+    consumers: int
+    block_n: int
+    stages: int
+    registers: int
+    max_registers: int
+    q_in_registers: bool
+    halves: bool
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return CONSUMER_ROWS * self.consumers
+
+
+class HopperCall(NamedTuple):
+    """What decides whether the kernels serve a call.
+
+    Attributes:
+        phase: "forward" or "backward".
+        arch: of the GPU; None on a CPU.
+        head_dim: of q and k.
+        head_dim_v: of v.
+        aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
+        deterministic: the gradients must be the same, bit for bit, in every run.
+    """
+
+    phase: Phase
+    arch: str | None
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    aligned: bool
+    dropout: bool
+    key_lengths: bool
+    deterministic: bool = False
+
+
+def obstacle(call: HopperCall) -> str | None:
+    """Why the Hopper kernels cannot serve a call; None when they can."""
+    if call.arch != "sm_90":
+        return f"its kernels are for sm_90, and the tensors are on {call.arch or 'no GPU'}"
+    if call.phase == "backward" and call.deterministic:
+        return "it adds up dq in no fixed order; with deterministic=True the portable kernels compute the gradients"
+    if call.dtype not in (torch.float16, torch.bfloat16):
+        return f"its kernels take float16 and bfloat16, not {str(call.dtype).removeprefix('torch.')}"
+    if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
+        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dim, call.head_dim_v)}"
+    if call.dropout:
+        return "it has no dropout"
+    if call.key_lengths:
+        return "it has no key_lengths; packed sequences (attention_varlen) do the same"
+    if call.head_dim_v % 8:
+        return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
+    if call.phase == "backward" and call.head_dim % 8:
+        return f"TMA writes rows of whole 16 bytes: head_dim must be a multiple of 8, and is {call.head_dim}"
+    if not call.aligned:
+        return "TMA reads addresses and strides that are multiples of 16 bytes, and those of q, k or v are not"
+    return None
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether TMA can read 16-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples of 16
+    bytes, and a packed one has no more rows than its descriptor."""
+    bits = 0
+    for tensor in tensors:
+        strides = tensor.stride()
+        bits |= tensor.data_ptr() | 2 * (strides[0] | strides[1] | strides[-2])
+        if tensor.shape[-3] > MAX_ROWS:
+            return False
+    return bits % 16 == 0
+
+
+def column_chunks(head_dim: int) -> tuple[int, int]:
+    """Columns of a tile, in one or two powers of two (the second is 0 or at least 16): 96 = 64 + 32, 192 = 128 + 64.
+
+    Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle.
+    """
+    whole = max(16, 1 << (head_dim - 1).bit_length())
+    half = whole // 2
+    if whole <= 64 or head_dim <= half:
+        return whole, 0
+    rest = max(16, 1 << (head_dim - half - 1).bit_length())
+    return (half, rest) if rest < half else (whole, 0)
+
+
+#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+_ROWS = (
+    # Three consumers: more queries per byte of keys (528; two consumers 445). Then 160 registers are too few for
+    # `halves`, and nothing is gained by them at this width.
+    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False)),
+    # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained.
+    (128, 128, HopperConfig(2, 128, 2, 240, 168, True, True)),
+    # Shared memory: the queries stay there, and the output goes where they were.
+    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
+    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, True)),
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, False)),
+)
+
+#: Up to 64 columns, short sequences and windows: fewer rows to fill a tile with, or to mask at the edges of the band.
+#: The next tile's queries arrive early (15-25 % faster up to 1,024 tokens).
+_NARROW_SHORT = HopperConfig(2, 128, 4, 240, 168, True, True)
+
+
+def choose_config(head_dim: int, head_dim_v: int, max_seqlen_q: int, windowed: bool) -> HopperConfig:
+    """The first row that holds the head. `windowed`: keys left of a window are not visible."""
+    if max(head_dim, head_dim_v) <= 64 and (windowed or max_seqlen_q <= SHORT):
+        return _NARROW_SHORT
+    return next(config for widest, widest_v, config in _ROWS if head_dim <= widest and head_dim_v <= widest_v)
+
+
+def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int) -> bool:
+    """Whether the output leaves through the shared memory of the queries: only where it has no room of its own."""
+    return _shared_memory(config, head_dim, head_dim_v, own_out=True) > SHARED_MEMORY
+
+
+def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int) -> int:
+    """Estimate of the shared memory of a program, in bytes; a test compiles every row and holds it to the limit."""
+    return _shared_memory(config, head_dim, head_dim_v, own_out=not out_in_q(config, head_dim, head_dim_v))
+
+
+def _shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, own_out: bool) -> int:
+    width, width_v = sum(column_chunks(head_dim)), sum(column_chunks(head_dim_v))
+    rows = config.block_m * (width + width_v * own_out) + config.block_n * config.stages * (width + width_v)
+    return 2 * rows + _OVERHEAD
+
+
+class BackwardConfig(NamedTuple):
+    """How the main backward kernel is cut.
+
+    Attributes:
+        block_n: keys of a program.
+        block_m: queries of a tile.
+        stages: tiles of queries and of dout in flight.
+        handovers: places for what one warpgroup passes on to another.
+        sum_columns: columns of dq that are multiplied and added to the sums at a time.
+        split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
+            both for half of the keys.
+        registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
+    """
+
+    block_n: int
+    block_m: int
+    stages: int
+    handovers: int
+    sum_columns: int
+    split_roles: bool
+    registers: int
+
+
+#: (widest head_dim and head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+_BACKWARD_ROWS = (
+    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485).
+    (64, BackwardConfig(128, 128, 2, 2, 64, False, 208)),
+    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609.
+    (128, BackwardConfig(128, 64, 3, 2, 64, False, 208)),
+    # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do.
+    (256, BackwardConfig(64, 64, 2, 1, 64, True, 208)),
+)
+
+
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile of the backward: a power of two that a row of the swizzle divides."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def choose_backward_config(head_dim: int, head_dim_v: int) -> BackwardConfig:
+    """The first row that holds the head."""
+    return next(config for widest, config in _BACKWARD_ROWS if max(head_dim, head_dim_v) <= widest)
+
+
+def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:
+    """Estimate of the shared memory of a program of the main backward kernel, in bytes."""
+    width = tile_width(head_dim) + tile_width(head_dim_v)
+    rows = (config.block_n + config.block_m * config.stages) * width
+    kinds = 2 if config.split_roles else 1
+    handed_over = config.handovers * config.block_n * config.block_m * kinds
+    floats = 2 * config.stages * config.block_m + config.sum_columns * CONSUMER_ROWS
+    return 2 * (rows + handed_over) + 4 * floats + _OVERHEAD

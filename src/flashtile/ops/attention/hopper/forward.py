@@ -1,0 +1,402 @@
+"""Forward kernel for Hopper: a producer warp that loads, and warpgroups that multiply and exponentiate ("consumers").
+
+Each program stays on its multiprocessor and takes one tile of query rows after another. Its producer finds the tile,
+tells the consumers, and loads queries, keys and values by TMA into rings; each consumer computes 64 query rows. Per key
+tile, with `c = scale · log2(e)` (letters as in `pieces`)::
+
+    s     = q kᵀ                      [M, N]
+    m'    = max(m, rowmax(s))         [M]
+    p     = exp2(c·s - c·m')          [M, N]
+    alpha = exp2(c·m - c·m')          [M]
+    l     = alpha·l + rowsum(p)       [M], kept as [M, 8]: each thread's own part
+    o     = alpha·o + p v             [M, E]
+
+and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. `p v` of the tile before is in flight while the exponentials of a
+tile are computed. Key tiles come from the last to the first, so that the masked ones of the diagonal
+come first. It is one loop with a branch for masks: accumulators that pass from one loop to another make ptxas serialise
+their products.
+
+Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
+"""
+
+from flashtile._backends.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.pieces import (
+    LN_2,
+    M,
+    coordinates,
+    finish_numbers,
+    hear_tile,
+    join_columns,
+    key_tile_ranges,
+    load_tile,
+    locate_tile,
+    make_mailbox,
+    make_ring,
+    mask_scores,
+    matrix,
+    next_number,
+    place_of,
+    release,
+    row_maximum,
+    row_sums,
+    settled,
+    split_columns,
+    tell_tile,
+    tile_in_order,
+)
+
+
+@aggregate
+class Form:
+    """What the compiled kernel is specialised for; meanings as in `configs.HopperConfig` and `launch.Variant`."""
+
+    CONSUMERS: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    HALVES: gl.constexpr
+    OUT_IN_Q: gl.constexpr
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    TOP_LEFT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT):
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.HALVES = gl.constexpr(HALVES)
+        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.PACKED = gl.constexpr(PACKED)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+
+
+@gluon.jit
+def attention_forward_kernel(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
+    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, scale_log2,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
+):  # fmt: skip
+    """`..._rest_desc`: of the second chunk of columns, or None. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of
+    a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
+    programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0."""
+    form = Form(CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT)
+    q = make_ring(q_desc, q_rest_desc, CONSUMERS, 1)
+    k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
+    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS)
+    if OUT_IN_Q:
+        out = q.tiles
+        out_rest = q.rest
+    else:
+        out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_shape, out_desc.layout)
+        out_rest = out
+        if out_rest_desc is not None:
+            out_rest = gl.allocate_shared_memory(
+                out_desc.dtype, [CONSUMERS] + out_rest_desc.block_shape, out_rest_desc.layout
+            )
+    mailbox = make_mailbox(CONSUMERS)
+    fence_async_shared()
+    producing = (
+        form, q, k, v, mailbox, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+        batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
+    )  # fmt: skip
+    consuming = (
+        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr,
+        heads, rows_q, rows_k, window_left, window_right, scale_log2,
+    )  # fmt: skip
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consumer, (0, consuming)), (_consumer, (1, consuming)), (_producer, producing)],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consumer, (0, consuming)),
+                (_consumer, (1, consuming)),
+                (_consumer, (2, consuming)),
+                (_producer, producing),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _producer(
+    form, q, k, v, mailbox, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+    counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
+):  # fmt: skip
+    """Finds the tiles of this program, and loads what they need as soon as there is a place for it."""
+    ROWS: gl.constexpr = form.CONSUMERS * M
+    UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT
+    told = 0
+    pair = 0
+    number = gl.program_id(0)
+    while number < tiles * lines:
+        tile, line = tile_in_order(number, tiles, lines, UNEVEN)
+        sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
+            tile, line, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k, ROWS, form.PACKED
+        )
+        if first < seq_q:
+            tell_tile(mailbox, told, first, sequence, head, begin_q, seq_q, seq_k, form.PACKED)
+            for which in gl.static_range(form.CONSUMERS):
+                mbarrier.wait(q.empty.index(which), (told & 1) ^ 1)
+                row = first + which * M
+                load_tile(q, which, q_desc, q_rest_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
+            told += 1
+            shift = 0 if form.TOP_LEFT else seq_k - seq_q
+            key_begin, _, _, key_end = key_tile_ranges(
+                first, seq_q, shift, seq_k, window_left, window_right, ROWS, k.ROWS, form.HAS_LEFT, form.HAS_RIGHT
+            )
+            for done in range(0, key_end - key_begin):
+                row = (key_end - 1 - done) * k.ROWS
+                stage, phase = place_of(pair, k.STAGES)
+                mbarrier.wait(k.empty.index(stage), phase ^ 1)
+                load_tile(k, stage, k_desc, k_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+                mbarrier.wait(v.empty.index(stage), phase ^ 1)
+                load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+                pair += 1
+                if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
+                    number = next_number(number, counter_ptr, dynamic)
+        else:
+            number = next_number(number, counter_ptr, dynamic)
+    tell_tile(mailbox, told, -1, 0, 0, 0, 0, 0, form.PACKED)
+    finish_numbers(counter_ptr, dynamic)
+
+
+@gluon.jit
+def _consumer(WHICH: gl.constexpr, inputs):
+    """Computes the `WHICH`-th 64 rows of each tile."""
+    (
+        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr,
+        heads, rows_q, rows_k, window_left, window_right, scale_log2,
+    ) = inputs  # fmt: skip
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
+    heard = 0
+    pair = 0
+    begin = 0
+    seq_q = rows_q
+    seq_k = rows_k
+    tile = hear_tile(mailbox, 0, form.PACKED)
+    while tile[0] >= 0:
+        first = tile[0]
+        sequence = tile[1]
+        head = tile[2]
+        if form.PACKED:
+            begin = tile[3]
+            seq_q = tile[4]
+            seq_k = tile[5]
+        shift = 0 if form.TOP_LEFT else seq_k - seq_q
+        my_first = first + WHICH * M
+        row = my_first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
+        key_begin, full_begin, full_end, key_end = key_tile_ranges(
+            first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
+            form.HAS_LEFT, form.HAS_RIGHT,
+        )  # fmt: skip
+        mbarrier.wait(q.full.index(WHICH), heard & 1)
+        q_tile, q_rest = _take_queries(q, WHICH, s_layout, form)
+        o, o_rest, row_sum, m_scaled, pair = _visit_key_tiles(
+            q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
+            row, shift, seq_k, window_left, window_right, scale_log2, form,
+        )  # fmt: skip
+        if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
+            release(q.empty.index(WHICH))
+        # While the last product is in flight: what comes next, and the statistics.
+        heard += 1
+        tile = hear_tile(mailbox, heard, form.PACKED)
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
+        inverse = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+        lse = gl.where(row_sum == 0.0, float("-inf"), m_scaled * LN_2 + gl.log(row_sum))
+        if form.PACKED:
+            offset = head.to(gl.int64) * rows_q + begin
+        else:
+            offset = (sequence.to(gl.int64) * heads + head) * rows_q
+        gl.store(lse_ptr + offset + row, lse, mask=row < seq_q)
+        if v.REST > 0:
+            o, o_rest = warpgroup_mma_wait(0, [o, o_rest])
+        else:
+            o = warpgroup_mma_wait(0, [o])
+        last_stage, _ = place_of(pair - 1, v.STAGES)
+        release(v.empty.index(last_stage))
+        _store_out(
+            o, o_rest, inverse, out.index(WHICH), out_rest.index(WHICH), out_desc, out_rest_desc,
+            sequence, head, begin, seq_q, my_first, v, form,
+        )  # fmt: skip
+        if form.OUT_IN_Q:
+            tma_store_wait(0)
+            release(q.empty.index(WHICH))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _take_queries(q, WHICH: gl.constexpr, s_layout: gl.constexpr, form):
+    """The operand of the scores, in registers or where it lies; in registers its place is free for the next tile."""
+    q_tile = matrix(q.tiles.index(WHICH), M, q.WIDTH)
+    q_rest = q_tile
+    if q.REST > 0:
+        q_rest = matrix(q.rest.index(WHICH), M, q.REST)
+    if form.Q_IN_REGISTERS:
+        layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+        q_tile = q_tile.load(layout)
+        if q.REST > 0:
+            q_rest = q_rest.load(layout)
+        release(q.empty.index(WHICH))
+    return q_tile, q_rest
+
+
+@gluon.jit
+def _start_scores(q_tile, q_rest, k, stage, zeros):
+    """Starts `s = q kᵀ` with the keys in a place of the ring."""
+    keys = matrix(k.tiles.index(stage), k.ROWS, k.WIDTH)
+    s = warpgroup_mma(q_tile, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if k.REST > 0:
+        keys = matrix(k.rest.index(stage), k.ROWS, k.REST)
+        s = warpgroup_mma(q_rest, keys.permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_values(p, o, o_rest, v, stage):
+    """Starts `o += p v` with the values in a place of the ring."""
+    o = warpgroup_mma(p, matrix(v.tiles.index(stage), v.ROWS, v.WIDTH), o, is_async=True)
+    if v.REST > 0:
+        layout: gl.constexpr = gl.DotOperandLayout(0, o_rest.type.layout, 2)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+        o_rest = warpgroup_mma(p, matrix(v.rest.index(stage), v.ROWS, v.REST), o_rest, is_async=True)
+    return o, o_rest
+
+
+@gluon.jit
+def _visit_key_tiles(
+    q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
+    row, shift, keys, window_left, window_right, scale_log2, form,
+):  # fmt: skip
+    """The online softmax over the key tiles from the last to `key_begin`.
+
+    Returns o and its second chunk with the last product in flight, the row sums in parts, the row maxima in units of
+    log2, and the number of tiles taken from the rings so far.
+    """
+    dtype: gl.constexpr = v.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    PRODUCTS: gl.constexpr = 2 if v.REST > 0 else 1
+    zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
+    o = gl.zeros([M, v.WIDTH], gl.float32, o_layout)
+    o_rest = gl.to_tensor(0)
+    if v.REST > 0:
+        o_rest = gl.zeros([M, v.REST], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.REST, 16]))
+
+    stage, phase = place_of(pair, k.STAGES)
+    mbarrier.wait(k.full.index(stage), phase)
+    s = warpgroup_mma_wait(0, [_start_scores(q_tile, q_rest, k, stage, zeros)])
+    release(k.empty.index(stage))
+    n = key_end - 1
+    if (n < full_begin) | (n >= full_end):
+        s = mask_scores(
+            s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
+        )  # fmt: skip
+    m = row_maximum(s)
+    m_scaled = _finite(m * scale_log2)
+    first_probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
+    row_sum = row_sums(first_probs)
+    p = gl.convert_layout(first_probs.to(dtype), p_layout)
+
+    for done in range(key_begin + 1, key_end):
+        n = key_begin + key_end - 1 - done
+        v_stage = stage
+        v_phase = phase
+        pair += 1
+        stage, phase = place_of(pair, k.STAGES)
+        mbarrier.wait(k.full.index(stage), phase)
+        scores = _start_scores(q_tile, q_rest, k, stage, zeros)
+        mbarrier.wait(v.full.index(v_stage), v_phase)
+        o, o_rest = _start_values(p, o, o_rest, v, v_stage)
+        s = warpgroup_mma_wait(PRODUCTS, [scores])
+        release(k.empty.index(stage))
+        if (n < full_begin) | (n >= full_end):
+            s = mask_scores(
+                s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
+            )  # fmt: skip
+        m_new = gl.maximum(m, row_maximum(s))
+        m_scaled = _finite(m_new * scale_log2)
+        alpha = gl.exp2(m * scale_log2 - m_scaled)
+        m = m_new
+        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        x = s * scale_log2 - m_scaled[:, None]
+        if form.HALVES:
+            # The second half of the exponentials comes after the wait, among the conversions and the rescaling: the
+            # units for exponentials work while the others do.
+            x, x_later = split_columns(x)
+            probs = gl.exp2(x)
+            row_sum = settled(row_sum + row_sums(probs))
+            if v.REST > 0:
+                o, o_rest, probs, x_later = warpgroup_mma_wait(0, [o, o_rest, probs, x_later])
+            else:
+                o, probs, x_later = warpgroup_mma_wait(0, [o, probs, x_later])
+            release(v.empty.index(v_stage))
+            probs_later = gl.exp2(x_later)
+            row_sum += row_sums(probs_later)
+            p = join_columns(probs.to(dtype), probs_later.to(dtype), p_layout)
+        else:
+            probs = gl.exp2(x)
+            row_sum = settled(row_sum + row_sums(probs))
+            if v.REST > 0:
+                o, o_rest, probs = warpgroup_mma_wait(0, [o, o_rest, probs])
+            else:
+                o, probs = warpgroup_mma_wait(0, [o, probs])
+            release(v.empty.index(v_stage))
+            p = gl.convert_layout(probs.to(dtype), p_layout)
+        o, o_rest = _scale_rows(o, o_rest, alpha, v)
+
+    mbarrier.wait(v.full.index(stage), phase)
+    o, o_rest = _start_values(p, o, o_rest, v, stage)
+    return o, o_rest, row_sum, m_scaled, pair + 1
+
+
+@gluon.jit
+def _finite(m):
+    """While a row has seen nothing its maximum is -inf; the difference is then taken against 0, or it would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def _scale_rows(o, o_rest, factor, v):
+    o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+    if v.REST > 0:
+        o_rest = o_rest * gl.convert_layout(factor, gl.SliceLayout(1, o_rest.type.layout))[:, None]
+    return o, o_rest
+
+
+@gluon.jit
+def _store_out(
+    o, o_rest, inverse, out, out_rest, out_desc, out_rest_desc, sequence, head, begin, seq_q, row, v, form
+):  # fmt: skip
+    """Divides by the row sums and starts the store, through shared memory. Rows past the end are not written."""
+    dtype: gl.constexpr = out.dtype
+    o, o_rest = _scale_rows(o, o_rest, inverse, v)
+    tma_store_wait(0)  # of the tile before: until it has been read from there
+    matrix(out, M, v.WIDTH).store(o.to(dtype))
+    if v.REST > 0:
+        matrix(out_rest, M, v.REST).store(o_rest.to(dtype))
+    fence_async_shared()
+    tma_store(out_desc, coordinates(sequence, head, begin, seq_q, row, 0, form.PACKED), out)
+    if v.REST > 0:
+        tma_store(out_rest_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_rest)

@@ -1,0 +1,255 @@
+"""Host side of the Hopper kernels: outputs, descriptors and the launch. The backend module that `select` names.
+
+As in the portable backend, all that a launch needs beside its pointers is a `Plan`, looked up under what the call looks
+like from outside. Descriptors belong to an address as well: a plan holds their makers, which remember.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.devices import device_facts, multiprocessors
+from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.tma import Layout as TensorLayout
+from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
+from flashtile.ops.attention.hopper.backward_launch import backward
+from flashtile.ops.attention.hopper.configs import (
+    CONSUMER_ROWS,
+    HopperConfig,
+    choose_config,
+    column_chunks,
+    out_in_q,
+)
+from flashtile.ops.attention.hopper.forward import attention_forward_kernel
+from flashtile.ops.attention.plans import Layout, clipped_window, positive_scale
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+__all__ = ["backward", "forward", "kernel_source"]
+
+LOG2_E = 1.4426950408889634
+
+#: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
+_MOVED = ("q", "k", "v", "out")
+
+#: Of the producer, a single warp. With the consumers' they make up 504 or 512 on each of 128 lanes.
+_PRODUCER_REGISTERS = 24
+
+
+class Variant(NamedTuple):
+    """All that decides the machine code of the forward kernel. Strides, lengths, batch and heads are no part of it."""
+
+    dtype: torch.dtype
+    chunks: tuple[int, int]
+    chunks_v: tuple[int, int]
+    config: HopperConfig
+    out_in_q: bool
+    packed: bool
+    has_left: bool
+    has_right: bool
+    top_left: bool
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
+
+
+class Plan(NamedTuple):
+    """A launch without its pointers: `launch(programs, *descriptors, *pointers, *scalars)`.
+
+    Attributes:
+        programs: 0 where there is nothing to launch; outputs are then filled.
+        dynamic: programs take tiles as they come, and the launch needs counters.
+        makers: for each of `_MOVED`, of each chunk: what makes its descriptor, or None.
+    """
+
+    launch: Callable[..., None]
+    programs: int
+    dynamic: bool
+    makers: tuple[tuple[Callable[[int], tuple] | None, ...], ...]
+    scalars: tuple[int | float, ...]
+    outputs: tuple[Layout, Layout]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
+    if spec.scale <= 0:
+        q, spec, _ = positive_scale(q, spec)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, *_ = side
+    plan = _plan(
+        q.dtype,
+        q.device,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        *_packing(cu_seqlens_q, cu_seqlens_k),
+        max_seqlen_q,
+        spec,
+    )
+    out, lse = (empty(*layout, q.device) for layout in plan.outputs)
+    if not plan.programs:
+        return out.zero_(), lse.fill_(float("-inf"))
+    descriptors: list = []
+    for tensor, makers in zip((q, k, v, out), plan.makers):
+        address = tensor.data_ptr()
+        for make in makers:
+            descriptors += (None,) if make is None else make(address)
+    counter = _counter(q.device) if plan.dynamic else None
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (lse, counter, cu_seqlens_q, cu_seqlens_k))
+    plan.launch(plan.programs, *descriptors, *pointers, *plan.scalars)
+    return out, lse
+
+
+def _packing(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:
+    """Number of packed sequences, and how their lengths are stored."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return None, None
+    return cu_seqlens_q.shape[0] - 1, (cu_seqlens_q.dtype, cu_seqlens_k.dtype)
+
+
+def _counter(device: torch.device) -> Tensor:
+    """Two int32 zeros, which the last program of a launch sets back to zero.
+
+    Launches that may run at the same time must not share them. Those of one stream run one after the other; but a
+    graph that is being captured may later run on any stream, beside eager calls on this one, so it gets its own.
+    """
+    if torch._C._cuda_getDevice() != device.index:
+        with torch.cuda.device(device):
+            return _counter(device)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _stream_counter(device, torch._C._cuda_getCurrentRawStream(device.index))
+
+
+@functools.cache
+def _stream_counter(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    sequences: int | None,
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
+    max_seqlen_q: int,
+    spec: AttentionSpec,
+) -> Plan:
+    """Everything that can be decided before the tensors' contents are known."""
+    q_shape, _, v_shape = shapes
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
+    packed = sequences is not None
+    batch = q_shape[0] if sequences is None else sequences
+    config = choose_config(head_dim, head_dim_v, max_seqlen_q, spec.window_left is not None)
+    tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
+    lines = heads if packed else batch * heads
+    programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
+    # Where tiles are alike, each program takes its share in turn, which needs no atomics.
+    dynamic = (packed or spec.banded) and tiles * lines > programs
+    variant = Variant(
+        dtype,
+        column_chunks(head_dim),
+        column_chunks(head_dim_v),
+        config,
+        out_in_q(config, head_dim, head_dim_v),
+        packed,
+        spec.window_left is not None,
+        spec.window_right is not None,
+        spec.banded and spec.top_left,
+        index_dtypes,
+    )
+    out_shape = (*q_shape[:-1], head_dim_v)
+    lse_shape = (*q_shape[:-3], heads, rows_q)
+    outputs = (
+        Layout(out_shape, contiguous_strides(out_shape), dtype),
+        Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
+    )
+    if not programs:
+        return Plan(_launch_nothing, 0, False, (), (), outputs)
+    scalars = (
+        *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
+        *clipped_window(spec),
+        spec.scale * LOG2_E,
+    )
+    makers = _makers(variant, (*shapes, out_shape), (*strides, outputs[0].strides))
+    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs)
+
+
+def _launch_nothing(programs: int, *arguments: object) -> None:
+    raise AssertionError("a plan without programs is not launched")
+
+
+def _makers(
+    variant: Variant, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[Callable[[int], tuple] | None, ...], ...]:
+    describe = packed_layout if variant.packed else TensorLayout
+    layouts = [describe(tuple(shape), tuple(stride)) for shape, stride in zip(shapes, strides)]
+    return tuple(
+        tuple(None if box is None else descriptor_maker(variant.dtype, box, layout) for box in boxes)
+        for boxes, layout in zip(_boxes(variant), layouts)
+    )
+
+
+def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
+    """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one."""
+    rows = {"q": CONSUMER_ROWS, "k": variant.config.block_n, "v": variant.config.block_n, "out": CONSUMER_ROWS}
+    outer = (1, 1) if variant.packed else (1,)
+    return [
+        tuple(
+            (*outer, rows[name], 1, width) if width else None
+            for width in (variant.chunks if name in ("q", "k") else variant.chunks_v)
+        )
+        for name in _MOVED
+    ]
+
+
+@functools.cache
+def _launcher(variant: Variant, device: torch.device) -> Callable[..., None]:
+    return make_launcher(kernel_source(variant), device, device_facts(device))
+
+
+def kernel_source(variant: Variant) -> KernelSource:
+    """The specialisation of the forward kernel for a variant, as the launcher and ahead-of-time compilation take it."""
+    config = variant.config
+    names = attention_forward_kernel.arg_names
+    boxes = [box for boxes in _boxes(variant) for box in boxes]
+    types = {
+        name: "constexpr" if box is None else descriptor_type(variant.dtype, box) for name, box in zip(names, boxes)
+    }
+    cu_seqlens = variant.index_dtypes or (None, None)
+    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"}
+    types |= {
+        f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
+        for of, dtype in zip("qk", cu_seqlens)
+    }
+    constants = {
+        "CONSUMERS": config.consumers,
+        "STAGES": config.stages,
+        "REGISTERS": config.registers,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "Q_IN_REGISTERS": config.q_in_registers,
+        "HALVES": config.halves,
+        "OUT_IN_Q": variant.out_in_q,
+        "PACKED": variant.packed,
+        "HAS_LEFT": variant.has_left,
+        "HAS_RIGHT": variant.has_right,
+        "TOP_LEFT": variant.top_left,
+    }
+    run_time = [name for name in names if name not in constants]
+    types |= {name: "i32" for name in run_time if name not in types} | {"scale_log2": "fp32"}
+    absent = dict.fromkeys(name for name in run_time if types[name] == "constexpr")
+    multiples = tuple(16 if name == "counter_ptr" else 1 for name in run_time)
+    return KernelSource(
+        attention_forward_kernel,
+        tuple(types[name] for name in run_time),
+        multiples,
+        constants | absent,
+        num_warps=4,
+        num_stages=1,
+        max_registers=config.max_registers,
+    )

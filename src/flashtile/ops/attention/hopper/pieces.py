@@ -1,0 +1,400 @@
+"""The vocabulary of the Hopper kernels: rings of tiles, the order of tiles, what a tile sees, and pieces of softmax.
+
+Shapes::
+
+    M  query rows of a consumer: the 64 of one warpgroup's matrix product
+    N  key columns of a tile
+    D  columns of q and k, E columns of v and out: a power of two, or two chunks of columns (96 = 64 + 32), so that
+       such a head is not padded to the next power. What lies past head_dim is zero: TMA fills it in.
+
+A *line* is one head of one sequence (dense) or one head of all sequences (packed). Its query rows are cut into tiles of
+all consumers of a program. Rows of a sequence count from its start; packed sequences are told apart by the hardware's
+bounds check (`coordinates`).
+"""
+
+from flashtile._backends.gluon import (
+    aggregate,
+    async_copy,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+)
+
+LN_2 = gl.constexpr(0.6931471805599453)
+
+#: Rows of a warpgroup's matrix product, and its threads.
+M = gl.constexpr(64)
+WARPGROUP = gl.constexpr(128)
+
+#: Rows of a packed tensor as its descriptor states them (`flashtile._backends.tma.packed_layout`).
+PACKED_ROWS = gl.constexpr(2**30)
+
+#: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
+PAIRS_TOGETHER = gl.constexpr(8)
+
+#: What a producer tells of a tile: first row (-1: no more tiles), sequence, head, and of a packed call where the
+#: sequence's queries begin, how many they are, and how many keys there are.
+FIELDS = gl.constexpr(6)
+
+
+@aggregate
+class Ring:
+    """Tiles in shared memory that a producer fills and consumers empty. Each place has a barrier for either.
+
+    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    ROWS: gl.constexpr
+    WIDTH: gl.constexpr
+    REST: gl.constexpr
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, rest, full, empty, ROWS, WIDTH, REST, STAGES):
+        self.tiles = tiles
+        self.rest = rest
+        self.full = full
+        self.empty = empty
+        self.ROWS = gl.constexpr(ROWS)
+        self.WIDTH = gl.constexpr(WIDTH)
+        self.REST = gl.constexpr(REST)
+        self.STAGES = gl.constexpr(STAGES)
+
+
+@aggregate
+class Mailbox:
+    """Two places in which a producer tells the consumers their next tiles; `FIELDS` numbers each."""
+
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, numbers, full, empty):
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers, each complete after so many arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=ARRIVALS)
+    return bars
+
+
+@gluon.jit
+def release(barrier):
+    """Every thread of the caller arrives for itself. `mbarrier.arrive` would make all its warps wait for one another
+    first, which costs as much as the barrier; so barriers count threads, `WARPGROUP` for each consumer."""
+    async_copy.mbarrier_arrive(barrier, increment_count=False)
+
+
+@gluon.jit
+def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `rest_desc` may be None."""
+    ROWS: gl.constexpr = desc.block_shape[-3]
+    WIDTH: gl.constexpr = desc.block_shape[-1]
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    full = barriers(STAGES, 1)
+    empty = barriers(STAGES, READERS * WARPGROUP)
+    if rest_desc is None:
+        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES)
+    else:
+        rest = gl.allocate_shared_memory(desc.dtype, [STAGES] + rest_desc.block_shape, rest_desc.layout)
+        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[-1], STAGES)
+    return ring
+
+
+@gluon.jit
+def make_mailbox(READERS: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Mailbox(numbers, barriers(2, 1), barriers(2, READERS * WARPGROUP))
+
+
+@gluon.jit
+def place_of(count, STAGES: gl.constexpr):
+    """Where the tile number `count` lies in a ring, and the phase of its `full` barrier when it is there."""
+    return count % STAGES, (count // STAGES) & 1
+
+
+@gluon.constexpr_function
+def matrix_layout(WIDTH):
+    return gl.NVMMASharedLayout(min(128, 2 * WIDTH), 16, 2)
+
+
+@gluon.jit
+def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """A tile as the two-dimensional operand of a matrix product, `[ROWS, WIDTH]`."""
+    layout: gl.constexpr = matrix_layout(WIDTH)
+    return tile._reinterpret(tile.dtype, [ROWS, WIDTH], layout)
+
+
+@gluon.jit
+def coordinates(sequence, head, begin, length, row, COLUMN: gl.constexpr, PACKED: gl.constexpr):
+    """Where TMA finds row `row` of a sequence.
+
+    Dense tensors have the dimensions (batch, row, head, column). A packed tensor is described with rows three times
+    (`packed_layout`): the third counts so that it ends with the sequence, the second makes up for it, and the first
+    for both, by wrapping around 64 bits. So the hardware's bounds check is that of one sequence: what is past its end
+    is read as zero and never written.
+    """
+    if PACKED:
+        place = (PACKED_ROWS, begin + length, PACKED_ROWS - length + row, head, COLUMN)
+    else:
+        place = (sequence, row, head, COLUMN)
+    return place
+
+
+@gluon.jit
+def load_tile(ring, stage, desc, rest_desc, sequence, head, begin, length, row, PACKED: gl.constexpr):
+    """Starts the load of rows `row...` of a sequence into a place of a ring, which must be empty."""
+    full = ring.full.index(stage)
+    mbarrier.expect(full, 2 * ring.ROWS * (ring.WIDTH + ring.REST))
+    tma_load(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), full, ring.tiles.index(stage))
+    if ring.REST > 0:
+        place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
+        tma_load(rest_desc, place, full, ring.rest.index(stage))
+
+
+@gluon.jit
+def tile_in_order(number, tiles, lines, UNEVEN: gl.constexpr):
+    """Which tile of which line the `number`-th is.
+
+    Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
+    fill up the end; `PAIRS_TOGETHER` lines at a time, their heads fastest, so that they share keys in the L2 cache.
+    """
+    if UNEVEN:
+        together = PAIRS_TOGETHER * tiles
+        first_line = number // together * PAIRS_TOGETHER
+        lines_here = gl.minimum(PAIRS_TOGETHER, lines - first_line)
+        within = number % together
+        tile = tiles - 1 - within // lines_here
+        line = first_line + within % lines_here
+    else:
+        tile = number % tiles
+        line = number // tiles
+    return tile, line
+
+
+@gluon.jit
+def find_sequence(cu_seqlens_ptr, slot, batch, ROWS: gl.constexpr):
+    """The sequence that a slot of a packed line belongs to: the last `b` for which `cu_seqlens[b] // ROWS + b <= slot`.
+
+    Always as many slots as a sequence has tiles, or one more; `total // ROWS + batch + 1` slots hold every tile of any
+    lengths. Rows past `cu_seqlens[batch]` are sequence number `batch`, which has no keys. By halving: a producer is
+    one warp with few registers, and after the first call the lengths are in its cache.
+    """
+    low = 0
+    high = batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        row = gl.load(cu_seqlens_ptr + middle).to(gl.int32)
+        if row // ROWS + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@gluon.jit
+def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
+    """First row and number of rows of a sequence of a packed call; sequence `batch` is the rest of the rows."""
+    begin = gl.load(cu_seqlens_ptr + sequence).to(gl.int32)
+    end = gl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < batch, other=total).to(gl.int32)
+    return begin, end - begin
+
+
+@gluon.jit
+def locate_tile(
+    tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
+    ROWS: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Sequence, head, first row of the tile in its sequence (at or past its length: an empty slot), and where the
+    sequence begins and how long it is: in the tensor that the tiles divide, and in the other one."""
+    if PACKED:
+        sequence = find_sequence(cu_seqlens_ptr, tile, batch, ROWS)
+        head = line
+        begin, length = sequence_rows(cu_seqlens_ptr, sequence, batch, rows)
+        first = (tile - begin // ROWS - sequence) * ROWS
+        other_begin, other_length = sequence_rows(other_cu_seqlens_ptr, sequence, batch, other_rows)
+        other_length = gl.where(sequence < batch, other_length, 0)
+    else:
+        sequence = line // heads
+        head = line % heads
+        begin = 0
+        length = rows
+        first = tile * ROWS
+        other_begin = 0
+        other_length = other_rows
+    return sequence, head, first, begin, length, other_begin, other_length
+
+
+@gluon.jit
+def next_number(number, counter_ptr, dynamic):
+    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn."""
+    following = number + gl.num_programs(0)
+    if dynamic != 0:
+        following = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+    return following
+
+
+@gluon.jit
+def finish_numbers(counter_ptr, dynamic):
+    """The last program to finish leaves both counters at 0, as it found them: a launch needs no memset."""
+    if dynamic != 0:
+        finished = gl.atomic_add(counter_ptr + 1, 1)
+        if finished == gl.num_programs(0) - 1:
+            gl.store(counter_ptr, 0)
+            gl.store(counter_ptr + 1, 0)
+
+
+@gluon.jit
+def tell_tile(mailbox, count, first, sequence, head, begin, length, other_length, PACKED: gl.constexpr):
+    """The producer's side of the mailbox: the `count`-th tile, or `first = -1` for the end."""
+    slot, phase = place_of(count, 2)
+    mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
+    _put(mailbox, slot, 0, first)
+    _put(mailbox, slot, 1, sequence)
+    _put(mailbox, slot, 2, head)
+    if PACKED:
+        _put(mailbox, slot, 3, begin)
+        _put(mailbox, slot, 4, length)
+        _put(mailbox, slot, 5, other_length)
+    mbarrier.arrive(mailbox.full.index(slot), count=1)
+
+
+@gluon.jit
+def hear_tile(mailbox, count, PACKED: gl.constexpr):
+    """The consumers' side: first row (-1: the end), sequence and head of the `count`-th tile; packed: begin, length
+    and other_length too."""
+    slot, phase = place_of(count, 2)
+    mbarrier.wait(mailbox.full.index(slot), phase)
+    first = _get(mailbox, slot, 0)
+    sequence = _get(mailbox, slot, 1)
+    head = _get(mailbox, slot, 2)
+    if PACKED:
+        begin = _get(mailbox, slot, 3)
+        length = _get(mailbox, slot, 4)
+        other_length = _get(mailbox, slot, 5)
+        tile = (first, sequence, head, begin, length, other_length)
+    else:
+        tile = (first, sequence, head)
+    release(mailbox.empty.index(slot))
+    return tile
+
+
+@gluon.jit
+def _put(mailbox, slot, FIELD: gl.constexpr, number):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mailbox.numbers.index(slot * FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
+
+
+@gluon.jit
+def _get(mailbox, slot, FIELD: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(mailbox.numbers.index(slot * FIELDS + FIELD).load(layout), 0)
+
+
+@gluon.jit
+def key_tile_ranges(
+    first, rows, shift, keys, window_left, window_right,
+    ROWS: gl.constexpr, N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The key tiles that `ROWS` query rows from `first` on visit: `[begin, end)`, of which those in
+    `[full_begin, full_end)` are wholly visible to every row. `shift` is the key of row 0's diagonal.
+
+    At least one: a tile that nobody sees costs less, where it occurs, than a branch around all of the work.
+    """
+    last = gl.minimum(first + ROWS, rows) - 1
+    begin = 0
+    full_begin = 0
+    end = keys
+    full_end = keys
+    if HAS_RIGHT:
+        end = gl.minimum(keys, last + shift + window_right + 1)
+        full_end = gl.minimum(keys, first + shift + window_right + 1)
+    if HAS_LEFT:
+        begin = gl.minimum(gl.maximum(first + shift - window_left, 0), gl.maximum(keys - 1, 0)) // N
+        full_begin = gl.cdiv(gl.maximum(last + shift - window_left, 0), N)
+    end = gl.maximum(gl.cdiv(gl.maximum(end, 0), N), begin + 1)
+    return begin, full_begin, gl.maximum(full_end, 0) // N, end
+
+
+@gluon.jit
+def mask_scores(
+    s, row, first_key, shift, keys, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
+):  # fmt: skip
+    """Scores `[M, N]` of the keys from `first_key` on, -inf where row `row` (`[M]`) does not see the key."""
+    column = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))[None, :]
+    last = keys - 1 - first_key + row * 0
+    if HAS_RIGHT:
+        last = gl.minimum(last, row + (shift + window_right - first_key))
+    visible = column <= last[:, None]
+    if HAS_LEFT:
+        visible &= column >= (row + (shift - window_left - first_key))[:, None]
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def row_maximum(s):
+    """`[M]`: four maxima in parallel, then theirs, which shortens the chain of comparisons."""
+    N: gl.constexpr = s.shape[1]
+    quarters = gl.max(gl.reshape(s, [M, 4, N // 4]), 1)
+    return gl.convert_layout(gl.max(quarters, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def row_sums(p):
+    """`[M, 8]`: what each thread holds of a row. Threads add up with one another once, at the end of a tile."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    partial = gl.sum(gl.reshape(p, [M, p.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(partial, layout, assert_trivial=True)
+
+
+@gluon.jit
+def settled(sums):
+    """The same sums of exponentials, `[M, 8]`, with the exponentials computed before whatever comes after this.
+
+    ptxas moves arithmetic down past a wait for products, which ends the overlap of the two. It does not move it past
+    an event that depends on it; that a sum of exponentials is never negative, so that there is none, it cannot know.
+    """
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred negative;
+            setp.lt.f32 negative, $4, 0f00000000;
+            setp.lt.or.f32 negative, $5, 0f00000000, negative;
+            setp.lt.or.f32 negative, $6, 0f00000000, negative;
+            setp.lt.or.f32 negative, $7, 0f00000000, negative;
+            @negative pmevent 1;
+            mov.b32 $0, $4; mov.b32 $1, $5; mov.b32 $2, $6; mov.b32 $3, $7;
+        }""",
+        "=f,=f,=f,=f,f,f,f,f",
+        [sums],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=4,
+    )
+
+
+@gluon.jit
+def split_columns(x):
+    """Two `[M, N / 2]` of one `[M, N]`, each thread keeping what it holds."""
+    N: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N // 2, 16])
+    left, right = gl.split(gl.permute(gl.reshape(x, [M, 2, N // 2]), [0, 2, 1]))
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def join_columns(left, right, layout: gl.constexpr):
+    """The inverse of `split_columns`, as an operand of the given layout."""
+    joined = gl.permute(gl.join(left, right), [0, 2, 1])
+    return gl.convert_layout(gl.reshape(joined, [M, 2 * left.shape[1]]), layout, assert_trivial=True)

@@ -1,0 +1,47 @@
+"""What the launches of all GPU kernels have in common: outputs, the sign of the scale, clipped windows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.spec import AttentionSpec
+
+#: Windows are clipped to this, far above any sequence and far below overflow.
+WIDEST_WINDOW = 2**29
+
+
+class SideShape(NamedTuple):
+    """What a plan needs to know of the side inputs."""
+
+    sequences: int | None
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
+    key_lengths_dtype: torch.dtype | None
+    dropout: bool
+
+
+class Layout(NamedTuple):
+    """An output: shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpec, int]:
+    """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
+
+    Returns:
+        q, the spec, and the factor that leads from the gradient of that q to the gradient of the given one.
+    """
+    if spec.scale < 0:
+        return -q, spec._replace(scale=-spec.scale), -1
+    return torch.zeros_like(q), spec._replace(scale=1.0), 0
+
+
+def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
+    """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
+    left, right = spec.window_left, spec.window_right
+    return min(left or 0, WIDEST_WINDOW), min(right or 0, WIDEST_WINDOW)

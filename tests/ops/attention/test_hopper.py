@@ -1,0 +1,282 @@
+"""The Hopper kernels: which calls they serve, how a launch is planned, and their machine code, all without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends import tma
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.attention import select
+from flashtile.ops.attention.hopper import configs, launch
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from machine_code import Binary, Call, compile_hopper, hopper_plan, sass, serialised_products
+
+_LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
+_CALL = Call(head_dim=128, head_dim_v=128)
+
+
+# Which calls are served
+
+
+def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | None:
+    call = configs.HopperCall(phase, "sm_90", torch.bfloat16, 128, 128, True, False, False)._replace(**changes)
+    return select.choose_backend(backend, "cuda", call.dtype, None, False, call).backend
+
+
+@pytest.mark.parametrize(
+    "changes, backend",
+    [
+        ({}, "hopper"),
+        ({"dtype": torch.float16}, "hopper"),
+        ({"head_dim": 1}, "hopper"),
+        ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
+        ({"head_dim": 257}, "triton"),
+        ({"head_dim_v": 264}, "triton"),
+        ({"head_dim_v": 12}, "triton"),
+        ({"dtype": torch.float32}, "triton"),
+        ({"dropout": True}, "triton"),
+        ({"key_lengths": True}, "triton"),
+        ({"aligned": False}, "triton"),
+        ({"arch": "sm_100"}, "triton"),
+        ({"arch": "sm_89"}, "triton"),
+    ],
+    ids=str,
+)
+def test_who_serves_a_forward(changes: dict, backend: str) -> None:
+    assert _chosen("forward", **changes) == backend
+    assert _chosen("forward", "hopper", **changes) == ("hopper" if backend == "hopper" else None)
+    assert _chosen("forward", "triton", **changes) == "triton"
+
+
+def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
+    if configs.obstacle(configs.HopperCall("backward", "sm_90", torch.bfloat16, 128, 128, True, False, False)):
+        assert _chosen("backward") == _chosen("backward", "hopper") == "triton"
+
+
+def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
+    call = configs.HopperCall("forward", "sm_90", torch.bfloat16, 128, 128, True, False, False)
+    assert select.choose_backend("auto", "cuda", torch.bfloat16, None, True, call).backend != "hopper"
+    choice = select.choose_backend("hopper", "cpu", torch.bfloat16, None, False)
+    assert choice.backend is None and "sm_90" in choice.reason
+
+
+def _spaced(*strides: int, shape: tuple[int, ...] = (2, 5, 3, 8)) -> torch.Tensor:
+    return torch.zeros(4096, dtype=torch.bfloat16).as_strided(shape, (*strides, 1))
+
+
+@pytest.mark.parametrize(
+    "tensor, aligned",
+    [
+        (_spaced(120, 24, 8), True),
+        (_spaced(0, 0, 0), True),
+        (_spaced(121, 24, 8), False),
+        (_spaced(120, 20, 8), False),
+        (_spaced(120, 24, 12), False),
+        (_spaced(24, 8, shape=(5, 3, 8)), True),
+        (_spaced(24, 4, shape=(5, 3, 8)), False),
+        (_spaced(120, 24, 8)[:, :, :, 4:], False),
+    ],
+)
+def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:
+    assert configs.aligned(tensor) is aligned
+    assert configs.aligned(_spaced(120, 24, 8), tensor) is aligned
+
+
+def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
+    q, k = (torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
+    spec = AttentionSpec(1.0)
+    assert select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec).aligned
+    assert not select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec._replace(scale=-1.0)).aligned
+
+
+# Tiles and plans
+
+
+@pytest.mark.parametrize(
+    "head_dim, chunks",
+    [(1, (16, 0)), (40, (64, 0)), (64, (64, 0)), (65, (64, 16)), (96, (64, 32)), (112, (128, 0)), (128, (128, 0)),
+     (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0))],
+)  # fmt: skip
+def test_heads_are_padded_little(head_dim: int, chunks: tuple[int, int]) -> None:
+    assert configs.column_chunks(head_dim) == chunks
+
+
+_HEADS = list(itertools.product(range(1, 257), range(8, 257, 8)))
+_LENGTHS_AND_WINDOWS = [(512, False), (8192, False), (8192, True)]
+
+
+def test_every_head_fits_shared_memory() -> None:
+    for (head_dim, head_dim_v), situation in itertools.product(_HEADS, _LENGTHS_AND_WINDOWS):
+        config = configs.choose_config(head_dim, head_dim_v, *situation)
+        assert configs.shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        if configs.out_in_q(config, head_dim, head_dim_v):
+            # The output takes the place of the queries chunk by chunk, so a chunk must be as wide as its place, and
+            # the queries must be in use until then.
+            widths, widths_v = configs.column_chunks(head_dim), configs.column_chunks(head_dim_v)
+            assert not config.q_in_registers
+            assert all(width_v in (0, width) for width, width_v in zip(widths, widths_v, strict=True))
+
+
+def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
+    for config in {configs.choose_config(*heads, *situation) for heads in _HEADS for situation in _LENGTHS_AND_WINDOWS}:
+        partitions = config.consumers + 1  # Triton rounds the producer up to four warps
+        assert partitions * config.max_registers * 128 <= 65536
+        assert config.consumers * config.registers + launch._PRODUCER_REGISTERS <= partitions * config.max_registers
+
+
+@pytest.mark.parametrize(
+    "change, programs, dynamic",
+    [
+        ({}, 132, False),
+        ({"seq_q": 1}, 8, False),
+        ({"window_right": 0}, 132, True),
+        ({"window_right": 0, "seq_q": 500}, 32, False),  # each program has one tile
+        ({"sequences": 3}, 132, True),
+        ({"sequences": 3, "seq_q": 100}, 16, False),
+        ({"batch": 0}, 0, False),
+        ({"seq_k": 0}, 0, False),
+    ],
+    ids=str,
+)
+def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
+    plan = hopper_plan(_CALL._replace(**change))
+    assert (plan.programs, plan.dynamic) == (programs, dynamic)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seq_q": 5001, "seq_k": 777}, {"batch": 7}, {"heads": 8}, {"row_stride": 8192}, {"window_right": 5}],
+    ids=str,
+)
+def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
+    call = _CALL._replace(window_right=0)
+    assert hopper_plan(call._replace(**change)).launch == hopper_plan(call).launch
+
+
+def test_windows_and_sizes_are_run_time_arguments() -> None:
+    call = _CALL._replace(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=200, window_left=2**40, window_right=7)
+    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale = hopper_plan(call).scalars
+    assert (batch, heads, group, rows_q, rows_k, tiles, lines) == (3, 6, 3, 1000, 200, 8, 18)
+    assert (left, right) == (2**29, 7)
+    assert scale == pytest.approx(128**-0.5 * 1.4426950408889634)
+
+
+# Coordinates of packed sequences
+
+
+@pytest.mark.parametrize("begin, length", [(0, 0), (0, 7), (5, 1), (1000, 129), (2**30 - 9, 9)])
+@pytest.mark.parametrize("row_stride", [8, 24, 4096, 2**20])
+def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -> None:
+    """In bounds exactly inside the sequence, and the bytes that the coordinates add up to are those of the row."""
+    layout = tma.packed_layout((2**30, 3, 8), (row_stride, 8, 1))
+    for row in {0, 1, length - 1, length, length + 127} - {-1}:
+        place = (tma.PACKED_ROWS, begin + length, tma.PACKED_ROWS - length + row)  # as `pieces.coordinates`
+        assert all(0 <= coordinate < 2**31 for coordinate in place)
+        inside = all(coordinate < size for coordinate, size in zip(place, layout.shape))
+        assert inside == (row < length)
+        offset = 2 * sum(coordinate * stride for coordinate, stride in zip(place, layout.strides)) % 2**64
+        assert offset == 2 * (begin + row) * row_stride
+    assert all(2 * stride % 16 == 0 and 2 * stride < 2**40 for stride in layout.strides[:-1])
+
+
+# Machine code
+
+
+_SHIPPED = {
+    "64": Call(),
+    "64-short": Call(seq_q=1024, seq_k=1024),
+    "16": Call(head_dim=16, head_dim_v=16),
+    "80": Call(head_dim=80, head_dim_v=80),
+    "96": Call(head_dim=96, head_dim_v=96),
+    "128": _CALL,
+    "64x128": Call(head_dim=64, head_dim_v=128),
+    "192x128": Call(head_dim=192, head_dim_v=128),
+    "192": Call(head_dim=192, head_dim_v=192),
+    "256": Call(head_dim=256, head_dim_v=256),
+    "256x192": Call(head_dim=256, head_dim_v=192),
+}
+_MASKS = {
+    "full": {},
+    "causal": {"window_right": 0},
+    "window": {"window_left": 127, "window_right": 0},
+    "packed": {"window_right": 0, "sequences": 5},
+}
+
+#: Bytes of a thread that may lie in device memory: scalars that the inner loop does not use. Three consumers have 160
+#: registers each.
+_SPILLS = {3: 80, 2: 16}
+
+
+def _instructions(binary: Binary) -> list[str]:
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(binary))
+
+
+@pytest.mark.parametrize("mask", _MASKS)
+@pytest.mark.parametrize("head", _SHIPPED)
+def test_machine_code(head: str, mask: str) -> None:
+    call = _SHIPPED[head]._replace(**_MASKS[mask])
+    binary = compile_hopper(call)
+    config = binary.variant.config
+    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v) <= _LIMIT
+    assert binary.spilled <= _SPILLS[config.consumers]
+    assert serialised_products(binary, "sm_90a") == []
+    _assert_softmax_overlaps_products(_instructions(binary), config)
+
+
+def _assert_softmax_overlaps_products(instructions: list[str], config: configs.HopperConfig) -> None:
+    """In the loop over key tiles, exponentials stand before the wait for `p v`, and after that for the scores.
+
+    Of its two waits for products the first leaves `p v` in flight, the second none. A thread has a quarter of two rows:
+    `block_n / 2` exponentials, and two that rescale. Each consumer has its own copy of the code.
+    """
+    signs = {"HGMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
+    events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
+    ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
+    assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("index_dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)], ids=str)
+def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
+    binary = compile_hopper(call)
+    assert binary.variant.index_dtypes == index_dtypes and binary.variant.top_left
+
+
+@pytest.mark.parametrize("head", ["16", "96", "192x128"])
+@pytest.mark.parametrize("sequences", [None, 3], ids=["dense", "packed"])
+def test_descriptors_are_encoded_as_the_kernel_expects(
+    head: str, sequences: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
+    told = []
+
+    class Utils:
+        @staticmethod
+        def fill_tma_descriptor(*arguments):
+            told.append(arguments)
+            return "descriptor"
+
+    monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
+    plan = hopper_plan(_SHIPPED[head]._replace(sequences=sequences))
+    compiled = compile_kernel(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES["sm_90"])
+    wanted = compiled.metadata.tensordesc_meta
+    for maker in (maker for makers in plan.makers for maker in makers if maker):
+        dtype, box, layout = maker.__wrapped__.args
+        name, *numbers = tma._encoded(dtype, box, layout, 4096)
+        assert name == "descriptor" and numbers == [*layout.shape, *layout.strides]
+    assert [(how[1], how[2], how[4]) for how in told] == [
+        (meta["swizzle"], meta["elem_size"], meta["block_size"]) for meta in wanted
+    ]
