@@ -30,6 +30,7 @@ WITHIN_OPERATION = {
     "select": {"hopper", "spec"},
     "plans": {"spec"},
     "philox": set(),
+    "merge": {"spec"},
     "tables": set(),
     "spec": set(),
     "reference": {"philox", "spec"},

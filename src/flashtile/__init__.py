@@ -6,10 +6,13 @@ from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
 from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
+from flashtile.ops.softmax.api import scaled_causal_softmax, scaled_masked_softmax
+from flashtile.ops.softmax.merge import OnlineSoftmax, logsumexp_merge, online_softmax
 
 __version__ = "0.1.0"
 __all__ = [
     "Explanation",
+    "OnlineSoftmax",
     "RotaryScaling",
     "__version__",
     "apply_rotary",
@@ -23,8 +26,12 @@ __all__ = [
     "dropout_mask",
     "explain",
     "layer_norm",
+    "logsumexp_merge",
+    "online_softmax",
     "rms_norm",
     "rotary_frequencies",
     "rotary_tables",
+    "scaled_causal_softmax",
+    "scaled_masked_softmax",
     "xpos_scale",
 ]

@@ -1,0 +1,102 @@
+"""The public softmax functions: what a user calls. They check, and hand on to the operator."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common import checks
+from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.softmax.operator import run_softmax
+from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxSpec
+
+
+def scaled_masked_softmax(x: Tensor, mask: Tensor | None, scale: float = 1.0, *, backend: str = "auto") -> Tensor:
+    """Softmax of `scale · x` over the last dimension, without what a mask takes out, in one pass over memory.
+
+    Differentiable in x; the backward needs the result alone. Arithmetic is float32 (float64 for float64).
+
+    Args:
+        x: `[batch, heads, seq_q, seq_k]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        mask: bool (or uint8), True = masked out; `[batch, 1, seq_q, seq_k]`, or any shape that broadcasts to x. It is
+            read in place, not expanded. None = nothing is.
+        scale: factor on x.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        `[batch, heads, seq_q, seq_k]` in x's dtype. A row with nothing left, or with nothing but -inf, is 0, and so is
+        its gradient.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+    """
+    _check("x", x, 4, backend)
+    if mask is not None:
+        mask = _expanded(mask, x)
+    return run_softmax(x, mask, SoftmaxSpec(_scale(scale), False), backend)
+
+
+def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto") -> Tensor:
+    """Softmax of `scale · x` over the keys that a causal mask leaves, in one pass over what is visible.
+
+    What is visible, for two queries and four keys, and for four and two (`x` = visible)::
+
+        x x x .        . .
+        x x x x        . .
+                       x .
+                       x x
+
+    Args:
+        x: `[..., seq_q, seq_k]`; dtypes as `scaled_masked_softmax`.
+        scale: factor on x.
+        backend: as `scaled_masked_softmax`.
+
+    Returns:
+        `[..., seq_q, seq_k]` in x's dtype; 0 where a key is not visible.
+
+    Raises:
+        TypeError, ValueError: as `scaled_masked_softmax`.
+    """
+    _check("x", x, None, backend)
+    seq_q, seq_k = x.shape[-2:]
+    matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)
+    return run_softmax(matrices, None, SoftmaxSpec(_scale(scale), True), backend).view(x.shape)
+
+
+def _check(name: str, x: Tensor, dimensions: int | None, backend: str) -> None:
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.check_tensors(**{name: x})
+    checks.check_float_dtype(name, x.dtype)
+    if dimensions is not None and x.dim() != dimensions:
+        raise ValueError(
+            f"{name}: expected shape (batch, heads, seq_q, seq_k), got {tuple(x.shape)}; reshape it, or unsqueeze it"
+        )
+    if x.dim() < 2:
+        raise ValueError(f"{name}: expected shape (..., seq_q, seq_k), got {tuple(x.shape)}; unsqueeze it")
+    if x.shape[-1] > MAX_COLUMNS:
+        raise ValueError(f"{name}: expected a last dimension of at most {MAX_COLUMNS}, got {x.shape[-1]}")
+
+
+def _expanded(mask: Tensor, x: Tensor) -> Tensor:
+    """The mask as a view of x's shape."""
+    checks.check_tensors(mask=mask)
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise TypeError(f"mask: expected dtype bool or uint8, got {mask.dtype}; True is masked out")
+    checks.check_device("mask", mask, x.device, "x")
+    padded = (1,) * (x.dim() - mask.dim()) + tuple(mask.shape)
+    if mask.dim() > x.dim() or any(given not in (1, size) for given, size in zip(padded, x.shape)):
+        raise ValueError(
+            f"mask: expected a shape that broadcasts to that of x, {tuple(x.shape)}, such as "
+            f"{(x.shape[0], 1, *x.shape[2:])}, got {tuple(mask.shape)}"
+        )
+    return mask.bool().expand(x.shape)
+
+
+def _scale(scale: float) -> float:
+    scale = checks.as_float("scale", scale, "reading it would synchronise, multiply x by it instead")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}; 1.0 changes nothing")
+    return scale

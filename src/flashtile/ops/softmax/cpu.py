@@ -1,0 +1,67 @@
+"""The CPU backend: PyTorch's softmax over blocks of rows that stay in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.softmax.spec import SoftmaxSpec, compute_dtype
+
+#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
+_BLOCK = 1 << 17
+
+
+def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
+    """The softmax of x `[batch, heads, seq_q, seq_k]`; mask of its shape, True = masked out."""
+    out, dtype = torch.empty_like(x, memory_format=torch.contiguous_format), compute_dtype(x.dtype)
+    for batch, head, rows in _blocks(x):
+        scores = x[batch, head, rows] * spec.scale if x.dtype is dtype else x[batch, head, rows].to(dtype) * spec.scale
+        if mask is not None:
+            scores.masked_fill_(mask[batch, head, rows], float("-inf"))
+        visible = _visible(x, rows) if spec.causal else x.shape[3]
+        if spec.causal:
+            scores = scores[:, :visible]
+            diagonal = rows.start + x.shape[3] - x.shape[2]
+            scores.masked_fill_(_right_of(diagonal, scores), float("-inf"))
+            out[batch, head, rows, visible:] = 0
+        if visible:
+            block = torch.softmax(scores, dim=-1)
+            # Only a row without anything is NaN where all its scores are -inf.
+            blind = scores.amax(dim=-1, keepdim=True) == float("-inf")
+            out[batch, head, rows, :visible] = block.masked_fill_(blind, 0)
+    return out
+
+
+def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
+    """The gradient of x from that of the softmax and the softmax itself."""
+    dx, dtype = torch.empty_like(out), compute_dtype(out.dtype)
+    for batch, head, rows in _blocks(out):
+        visible = _visible(out, rows) if spec.causal else out.shape[3]
+        p, dp = (t[batch, head, rows, :visible].to(dtype) for t in (out, dout))
+        # Where p is 0, no gradient passes, whatever comes from above.
+        product = torch.where(p == 0, 0, p * dp)
+        gradient = product.addcmul_(p, product.sum(dim=-1, keepdim=True), value=-1)
+        dx[batch, head, rows, :visible] = gradient.mul_(spec.scale)
+        dx[batch, head, rows, visible:] = 0
+    return dx
+
+
+def _visible(x: Tensor, rows: slice) -> int:
+    """How many keys the last of some rows sees under a causal mask."""
+    return min(max(rows.stop + x.shape[3] - x.shape[2], 0), x.shape[3])
+
+
+def _right_of(diagonal: int, scores: Tensor) -> Tensor:
+    """bool `[rows, columns]`: what lies right of the diagonal that passes column `diagonal` in the first row."""
+    return torch.ones_like(scores, dtype=torch.bool).triu_(diagonal + 1)
+
+
+def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
+    batch, heads, seq_q, seq_k = x.shape
+    step = max(1, _BLOCK // max(seq_k, 1))
+    for entry in range(batch):
+        for head in range(heads):
+            for first in range(0, seq_q, step):
+                yield entry, head, slice(first, min(first + step, seq_q))

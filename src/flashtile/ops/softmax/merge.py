@@ -1,0 +1,118 @@
+"""The online softmax as a small piece of its own: partial results that are put together without their scores.
+
+With row maximum `m`, row sum `l = Σ exp(s - m)` and accumulator `acc = Σ exp(s - m) v` of some keys, those of more keys
+are (Milakov and Gimelshein 2018; Dao et al. 2022, algorithm 1)::
+
+    m' = max(m, rowmax(s))        alpha = exp(m - m')        p = exp(s - m')
+    l' = alpha · l + rowsum(p)    acc' = alpha · acc + p v
+
+and at the end `out = acc / l`, `lse = m + ln l`. Normalised results of disjoint keys are put together by their `lse`
+alone (Rabe and Staats 2021)::
+
+    lse = ln Σ exp(lse_i)         out = Σ exp(lse_i - lse) · out_i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.checks import check_tensors
+from flashtile.ops.softmax.spec import compute_dtype
+
+
+class OnlineSoftmax(NamedTuple):
+    """What is known of the keys seen so far.
+
+    Attributes:
+        row_max: `[..., rows]`, the largest score, -inf while nothing was seen.
+        row_sum: `[..., rows]`, `Σ exp(score - row_max)`.
+        acc: `[..., rows, columns]`, `Σ exp(score - row_max) · value`.
+    """
+
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out `[..., rows, columns]` and lse `[..., rows]`; 0 and -inf in a row that saw nothing."""
+        blind = self.row_sum == 0
+        total = self.row_sum.masked_fill(blind, 1)
+        return self.acc / total[..., None], (self.row_max + total.log()).masked_fill(blind, float("-inf"))
+
+
+def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None = None) -> OnlineSoftmax:
+    """One step of the online softmax: joins some keys to those seen so far.
+
+    Args:
+        scores: `[..., rows, keys]`, -inf where a key is not visible.
+        values: `[..., keys, columns]`.
+        state: of the keys before, or None.
+
+    Returns:
+        The new state, in float32 (float64 for float64); `finish()` gives the result.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: the numbers of keys differ.
+    """
+    check_tensors(scores=scores, values=values)
+    if scores.shape[-1] != values.shape[-2]:
+        raise ValueError(
+            f"values: expected {scores.shape[-1]} rows, one for each key of scores, got shape {tuple(values.shape)}"
+        )
+    dtype = compute_dtype(scores.dtype)
+    scores, values = scores.to(dtype), values.to(dtype)
+    if scores.shape[-1]:
+        largest = scores.amax(dim=-1)
+    else:
+        largest = scores.new_full(scores.shape[:-1], float("-inf"))
+    row_max = largest if state is None else torch.maximum(state.row_max, largest)
+    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+    against = row_max.masked_fill(row_max == float("-inf"), 0)
+    weights = (scores - against[..., None]).exp()
+    row_sum, acc = weights.sum(dim=-1), weights @ values
+    if state is not None:
+        alpha = (state.row_max - against).exp()
+        row_sum, acc = row_sum + alpha * state.row_sum, acc + alpha[..., None] * state.acc
+    return OnlineSoftmax(row_max, row_sum, acc)
+
+
+def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Puts together attention over disjoint keys, each normalised by itself.
+
+    Args:
+        outs: each `[batch, seq, heads, head_dim]`, or packed `[total, heads, head_dim]`.
+        lses: each `[batch, heads, seq]`, packed `[heads, total]`: the log-sum-exp of the scores, natural logarithm, as
+            `flashtile.attention` returns it. -inf where a row saw no key.
+
+    Returns:
+        out in the dtype of the first, and lse in float32 (float64 for float64): what one call over all keys gives.
+
+    Raises:
+        TypeError: something is not a tensor.
+        ValueError: there is nothing to merge, or shapes do not match.
+    """
+    if len(outs) != len(lses) or not outs:
+        raise ValueError(f"lses: expected as many as outs, and at least one, got {len(outs)} outs and {len(lses)} lses")
+    check_tensors(**{f"outs[{index}]": out for index, out in enumerate(outs)})
+    check_tensors(**{f"lses[{index}]": lse for index, lse in enumerate(lses)})
+    expected = (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3])
+    for index, (out, lse) in enumerate(zip(outs, lses)):
+        if out.shape != outs[0].shape or lse.shape != expected:
+            raise ValueError(
+                f"outs[{index}], lses[{index}]: expected shapes {tuple(outs[0].shape)} and {expected}, "
+                f"got {tuple(out.shape)} and {tuple(lse.shape)}"
+            )
+    dtype = compute_dtype(outs[0].dtype)
+    each = torch.stack([lse.to(dtype) for lse in lses])
+    lse = torch.logsumexp(each, dim=0)
+    against = lse.masked_fill(lse == float("-inf"), 0)
+    weights = (each - against).exp().transpose(-1, -2)[..., None]  # [parts, ..., seq, heads, 1]
+    merged = torch.zeros_like(outs[0], dtype=dtype)
+    for weight, out in zip(weights, outs):
+        merged = merged + weight * out.to(dtype)
+    return merged.to(outs[0].dtype), lse

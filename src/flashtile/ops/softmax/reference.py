@@ -1,0 +1,31 @@
+"""The eager reference: the definition of the semantics, written to be read, not to be fast."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.softmax.spec import SoftmaxSpec, compute_dtype
+
+
+def forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec) -> Tensor:
+    """The softmax of x `[..., seq_q, seq_k]`, in its dtype; mask of its shape, True = masked out."""
+    seq_q, seq_k = x.shape[-2:]
+    scores = x.to(compute_dtype(x.dtype)) * spec.scale
+    if not seq_k:
+        return scores.to(x.dtype)
+    if mask is not None:
+        scores = scores.masked_fill(mask, float("-inf"))
+    if spec.causal:
+        row, column = torch.arange(seq_q, device=x.device)[:, None], torch.arange(seq_k, device=x.device)
+        scores = scores.masked_fill(column > row + seq_k - seq_q, float("-inf"))
+    blind = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    return torch.softmax(scores.masked_fill(blind, 0), dim=-1).masked_fill(blind, 0).to(x.dtype)
+
+
+def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
+    """The gradient of x from that of the softmax and the softmax itself."""
+    p, dp = (t.to(compute_dtype(out.dtype)) for t in (out, dout))
+    # Where p is 0, no gradient passes, whatever comes from above.
+    product = torch.where(p == 0, 0, p * dp)
+    return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)

@@ -1,0 +1,56 @@
+"""The backends of the softmax against the fp64 oracle: on the CPU, in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashtile
+from softmax_cases import SoftmaxCase, check, parameters
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_cpu(case: SoftmaxCase) -> None:
+    check(case, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_cpu_dtypes(dtype: torch.dtype) -> None:
+    check(SoftmaxCase((1, 2, 300, 500), dtype=dtype, mask=(1, 1, 300, 500)), "cpu")
+    check(SoftmaxCase((2, 700, 700), dtype=dtype, causal=True), "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters())
+def test_interpreted(case: SoftmaxCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters())
+def test_gpu(case: SoftmaxCase) -> None:
+    check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [64, 128, 1000, 1024, 2048, 4096, 8192, 16384, 40000])
+def test_gpu_over_many_rows(width: int, dtype: torch.dtype) -> None:
+    check(SoftmaxCase((2, 3, 211, width), dtype, mask=(2, 1, 211, width)), "triton", "cuda")
+    check(SoftmaxCase((5, 211, width), dtype, causal=True), "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_causal_square() -> None:
+    check(replace(SoftmaxCase(causal=True), shape=(3, 2048, 2048), dtype=torch.bfloat16), "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_offsets_pass_2_to_the_31() -> None:
+    rows = 2**31 // 4096 + 3
+    x = torch.zeros(1, 1, rows, 4096, dtype=torch.bfloat16, device="cuda")
+    x[..., -1, :] = torch.randn(4096, device="cuda").bfloat16()
+    out = flashtile.scaled_masked_softmax(x, None, backend="triton")
+    assert torch.equal(out[..., -1:, :], flashtile.scaled_masked_softmax(x[..., -1:, :], None, backend="triton"))

@@ -1,0 +1,100 @@
+"""The softmax kernels compiled ahead of time for every architecture, none of which need be present."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.softmax.spec import SoftmaxSpec
+from flashtile.ops.softmax.triton import launch
+from flashtile.ops.softmax.triton.configs import row_config
+from machine_code import instructions, spilled_bytes
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_KERNELS = ("forward", "backward")
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it: aligned; a mask `[batch, 1, seq_q, seq_k]` where there is one."""
+
+    width: int = 2048
+    dtype: torch.dtype = _BF16
+    causal: bool = False
+    mask: bool = False
+    rows: int = 2048
+
+
+def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
+    strides = (call.rows * call.width, 0, call.width, 1) if call.mask and kernel == "forward" else None
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
+    ):
+        return launch._plan.__wrapped__(
+            kernel, call.dtype, (8, 16, call.rows, call.width), strides, 0, 0, SoftmaxSpec(0.1, call.causal),
+            torch.device("cuda", 0),
+        )  # fmt: skip
+
+
+_CALLS = {
+    "causal": Call(causal=True),
+    "mask": Call(mask=True),
+    "mask_looped": Call(40000, mask=True),
+    "causal_looped": Call(40000, causal=True),
+    "16384": Call(16384, causal=True),
+    "short": Call(200, mask=True),
+    "fp32": Call(4096, _FP32),
+}
+
+
+def _matrix() -> list[Any]:
+    cases = [(arch, kernel, "causal") for arch in devices.KNOWN_DEVICES for kernel in _KERNELS]
+    cases += [("sm_90", kernel, name) for kernel in _KERNELS for name in _CALLS if name != "causal"]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize("arch, kernel, name", _matrix())
+def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
+    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
+    if arch == "sm_75":  # no bfloat16 there
+        call = call._replace(dtype=_FP16)
+    compiled = compile_kernel(launch.kernel_source(plan(kernel, device, call).launch), device)
+    assert compiled.metadata.shared <= device.shared_memory
+    assert not spilled_bytes(compiled.asm, device)
+    if arch == "sm_90":
+        code = instructions(compiled.asm)
+        assert code.count("STG.E.128") == code.count("STG.E"), "rows are written in whole vectors"
+        assert "LDG.E.128" in code, "and read so"
+
+
+def test_other_numbers_of_rows_need_no_other_binary() -> None:
+    for kernel in _KERNELS:
+        device = devices.KNOWN_DEVICES["sm_90"]
+        assert plan(kernel, device, Call(rows=77)).launch == plan(kernel, device, Call()).launch
+
+
+@pytest.mark.parametrize("rows, width, programs", [(0, 64, 0), (5, 0, 0), (1, 2048, 128), (64, 64, 256)])
+def test_programs(rows: int, width: int, programs: int) -> None:
+    for kernel in _KERNELS:
+        assert plan(kernel, devices.KNOWN_DEVICES["sm_90"], Call(width, rows=rows)).programs == programs
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("width", [1, 17, 1024, 2049, 8192, 16385])
+def test_cuts_are_sound(width: int, arch: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    config = row_config(width, device)
+    assert config.num_warps * device.warp_size <= 1024
+    assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32

@@ -1,0 +1,220 @@
+"""What the softmax means: against PyTorch's own, on the reference and on the CPU; merging; bad input; PyTorch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+
+import flashtile
+
+# PyTorch's own forward mode still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@both_backends
+def test_masked_is_that_of_pytorch(backend: str) -> None:
+    x, mask = normal(2, 3, 4, 9), normal(2, 1, 4, 9, seed=1) > 0.5
+    out = flashtile.scaled_masked_softmax(x, mask, 0.3, backend=backend)
+    torch.testing.assert_close(out, torch.softmax((0.3 * x).masked_fill(mask, float("-inf")), -1))
+    assert torch.equal(flashtile.scaled_masked_softmax(x, mask.to(torch.uint8), 0.3, backend=backend), out)
+    torch.testing.assert_close(flashtile.scaled_masked_softmax(x, None, backend=backend), torch.softmax(x, -1))
+
+
+@both_backends
+@pytest.mark.parametrize("seq_q, seq_k", [(6, 6), (4, 9), (9, 4)], ids=str)
+def test_causal_ends_at_the_last_key(seq_q: int, seq_k: int, backend: str) -> None:
+    x = normal(2, seq_q, seq_k)
+    out = flashtile.scaled_causal_softmax(x, 2.0, backend=backend)
+    for row in range(seq_q):
+        visible = max(row + 1 + seq_k - seq_q, 0)
+        torch.testing.assert_close(out[:, row, :visible], torch.softmax(2 * x[:, row, :visible], -1))
+        assert not out[:, row, visible:].any()
+
+
+@both_backends
+def test_rows_without_anything_are_zero(backend: str) -> None:
+    x = normal(1, 1, 3, 5)
+    x[0, 0, 1] = float("-inf")
+    mask = torch.zeros(1, 1, 3, 5, dtype=torch.bool)
+    mask[0, 0, 2] = True
+    x = x.requires_grad_()
+    out = flashtile.scaled_masked_softmax(x, mask, backend=backend)
+    (dx,) = torch.autograd.grad(out, x, torch.full_like(out, float("inf")).where(out == 0, 1.0))
+    assert not out[0, 0, 1:].any() and not dx[0, 0, 1:].any()
+
+
+@both_backends
+def test_what_is_masked_out_has_no_effect(backend: str) -> None:
+    x, mask = normal(1, 2, 3, 8), normal(1, 1, 3, 8, seed=1) > 0
+    broken = x.masked_fill(mask, float("nan"))
+    call = lambda x: flashtile.scaled_masked_softmax(x, mask, backend=backend)  # noqa: E731
+    torch.testing.assert_close(call(broken), call(x))
+    x[0, 1, 2][~mask[0, 0, 2]] = float("nan")
+    assert call(x).isnan().any(-1).sum() == 1, "a visible NaN stays in its row"
+
+
+@both_backends
+def test_strided_inputs(backend: str) -> None:
+    x, mask = normal(9, 4, 3, 2).permute(3, 2, 1, 0), (normal(4, 9, seed=1) > 0.5)[None, None]
+    out = flashtile.scaled_masked_softmax(x, mask, backend=backend)
+    expected = flashtile.scaled_masked_softmax(x.contiguous(), mask.expand(2, 3, 4, 9).contiguous(), backend=backend)
+    assert torch.equal(out, expected)
+
+
+# --- merging --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
+    q, k, v = normal(2, 5, 3, 4), normal(2, 9, 3, 4, seed=1), normal(2, 9, 3, 4, seed=2)
+    parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
+    out, lse = flashtile.attention(q, k, v, return_lse=True)
+    outs, lses = zip(*(flashtile.attention(q, k[:, part], v[:, part], return_lse=True) for part in parts))
+    if packed:
+        out, lse, outs, lses = out[0], lse[0], [t[0] for t in outs], [t[0] for t in lses]
+    merged, merged_lse = flashtile.logsumexp_merge(outs, lses)
+    torch.testing.assert_close((merged, merged_lse), (out, lse))
+
+
+def test_merging_nothing_visible() -> None:
+    blind, lse = torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), float("-inf"))
+    seen, seen_lse = torch.randn(1, 2, 1, 4), torch.randn(1, 1, 2)
+    out, merged = flashtile.logsumexp_merge([blind, seen], [lse, seen_lse])
+    assert torch.equal(out, seen) and torch.equal(merged, seen_lse)
+    out, merged = flashtile.logsumexp_merge([blind, blind], [lse, lse])
+    assert not out.any() and torch.equal(merged, lse)
+
+
+def test_merge_has_gradients() -> None:
+    outs, lses = (
+        [normal(1, 2, 1, 3, seed=s).requires_grad_() for s in range(2)],
+        [normal(1, 1, 2, seed=s).requires_grad_() for s in range(2)],
+    )
+    assert gradcheck(lambda a, b, c, d: flashtile.logsumexp_merge([a, b], [c, d]), (*outs, *lses))
+
+
+def test_online_softmax_in_steps() -> None:
+    scores, values = normal(2, 4, 10), normal(2, 10, 3, seed=1)
+    scores[0, 1, :7] = float("-inf")
+    scores[1, 2] = float("-inf")
+    state = None
+    for part in (slice(0, 4), slice(4, 4), slice(4, 10)):
+        state = flashtile.online_softmax(scores[..., part], values[..., part, :], state)
+    out, lse = state.finish()
+    expected = torch.softmax(scores, -1).nan_to_num(0) @ values
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+_X = torch.randn(2, 3, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"x": [1]}, TypeError, "x: expected a torch.Tensor, got list"),
+        ({"x": _X.int()}, TypeError, "x: expected dtype float16"),
+        ({"x": _X[0]}, ValueError, "x: expected shape (batch, heads, seq_q, seq_k), got (3, 4, 5)"),
+        ({"mask": 1}, TypeError, "mask: expected a torch.Tensor, got int"),
+        ({"mask": torch.zeros(4, 5)}, TypeError, "mask: expected dtype bool or uint8, got torch.float32"),
+        ({"mask": torch.zeros(2, 5, dtype=torch.bool)}, ValueError, "mask: expected a shape that broadcasts"),
+        (
+            {"mask": torch.zeros(1, 2, 3, 4, 5, dtype=torch.bool)},
+            ValueError,
+            "such as (2, 1, 4, 5), got (1, 2, 3, 4, 5)",
+        ),
+        ({"mask": torch.zeros(5, dtype=torch.bool, device="meta")}, ValueError, "mask: expected the device of x"),
+        ({"scale": "1"}, TypeError, "scale: expected a float, got '1'"),
+        ({"scale": torch.ones(())}, TypeError, "scale: expected a float, got a Tensor; reading it would synchronise"),
+        ({"scale": float("inf")}, ValueError, "scale: expected a finite number, got inf"),
+        ({"backend": "x"}, ValueError, "backend: expected one of"),
+    ],
+    ids=range(12),
+)
+def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flashtile.scaled_masked_softmax(**{"x": _X, "mask": None, **changes})
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: flashtile.scaled_causal_softmax(torch.randn(5)), "x: expected shape (..., seq_q, seq_k), got (5,)"),
+        (lambda: flashtile.logsumexp_merge([], []), "lses: expected as many as outs, and at least one"),
+        (lambda: flashtile.logsumexp_merge([_X], [_X]), "outs[0], lses[0]: expected shapes"),
+        (lambda: flashtile.online_softmax(_X, _X), "values: expected 5 rows, one for each key of scores"),
+    ],
+    ids=range(4),
+)
+def test_more_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+_MASK = torch.tensor([[True, False, False], [True, True, True]])
+
+
+def functions(backend: str) -> list:
+    return [
+        lambda x: flashtile.scaled_masked_softmax(x, _MASK, 0.7, backend=backend),
+        lambda x: flashtile.scaled_causal_softmax(x, 0.7, backend=backend),
+    ]
+
+
+@both_backends
+@pytest.mark.parametrize("which", [0, 1], ids=["masked", "causal"])
+def test_gradients(which: int, backend: str) -> None:
+    x = normal(2, 1, 2, 3).requires_grad_()
+    function = functions(backend)[which]
+    assert gradcheck(function, x) and gradgradcheck(function, x)
+
+
+@both_backends
+def test_opcheck(backend: str) -> None:
+    x, mask = normal(2, 1, 2, 3), _MASK.expand(2, 1, 2, 3)
+    torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, mask, 0.7, False, backend))
+    torch.library.opcheck(torch.ops.flashtile.softmax_forward.default, (x, None, 0.7, True, backend))
+    torch.library.opcheck(torch.ops.flashtile.softmax_backward.default, (x, x, 0.7, True, backend))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["masked", "causal"])
+def test_compiled_equals_eager(which: int) -> None:
+    torch._dynamo.reset()
+    function = functions("cpu")[which]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch in (2, 3):
+        x, dout = normal(batch, 1, 2, 3).requires_grad_(), normal(batch, 1, 2, 3, seed=1)
+        torch.testing.assert_close(compiled(x), function(x))
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
+    torch._dynamo.reset()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, 5, requires_grad=True)
+        flashtile.scaled_causal_softmax(x).sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_transforms() -> None:
+    x = normal(3, 2, 1, 2, 3)
+    call = functions("auto")[0]
+    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
+    _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
+    _, pullback = torch.func.vjp(call, x[0])
+    torch.testing.assert_close((tangent * x[2]).sum(), (pullback(x[2])[0] * x[1]).sum())
