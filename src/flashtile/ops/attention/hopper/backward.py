@@ -1,0 +1,571 @@
+"""Backward kernels for Hopper: statistics, then dk, dv and the sums of dq in one kernel, then dq in its own dtype.
+
+A program of the main kernel owns one tile of keys. Its producer warp loads keys and values once, and one tile of
+queries after another with its dout and statistics. Per query tile, everything transposed, with `c = scale · log2(e)`
+(letters as in `pieces`; N keys, M queries)::
+
+    sᵀ  = k qᵀ                  [N, M]
+    pᵀ  = exp2(c·sᵀ - lse)      [N, M]
+    dpᵀ = v doutᵀ               [N, M]
+    dsᵀ = pᵀ · (dpᵀ - delta)    [N, M]      delta = rowsum(dout · out) - dlse
+    dv += pᵀ dout               [N, E]
+    dk += dsᵀ q                 [N, D]
+    dq += ds k                  [M, D]      over all key tiles: added up in device memory
+
+Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
+to the third, which multiplies it by the keys and lets TMA add the product to a float32 buffer. None of them waits for
+another but through these rings. Heads of up to 128 columns: each of the two takes 64 keys. Wider heads: there are 64
+keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk, since their sums fill the registers of two.
+
+The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores, so the statistics and
+the sums of dq are stored in the order in which threads hold them (`load_statistics`, `store_sums`).
+
+Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "FlashAttention-3" (2024), section 3.
+"""
+
+from flashtile._backends.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.pieces import (
+    WARPGROUP,
+    barriers,
+    coordinates,
+    load_tile,
+    locate_tile,
+    make_ring,
+    matrix,
+    matrix_layout,
+    place_of,
+    release,
+    tile_in_order,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+#: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
+ROWS = gl.constexpr(64)
+
+
+@aggregate
+class Form:
+    """What the compiled main kernel is specialised for.
+
+    KEYS: keys of a program, M: queries of a tile, SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for
+    the `dsᵀ` and `pᵀ` that one warpgroup passes on to another.
+    """
+
+    KEYS: gl.constexpr
+    M: gl.constexpr
+    SUM_COLUMNS: gl.constexpr
+    HANDOVERS: gl.constexpr
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, KEYS, M, SUM_COLUMNS, HANDOVERS, PACKED, HAS_LEFT, HAS_RIGHT):
+        self.KEYS = gl.constexpr(KEYS)
+        self.M = gl.constexpr(M)
+        self.SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
+        self.HANDOVERS = gl.constexpr(HANDOVERS)
+        self.PACKED = gl.constexpr(PACKED)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+
+
+@aggregate
+class Walk:
+    """The query tiles that a key tile visits: `steps` of each of the `group` heads from `first_head` on.
+
+    `begin_q`, `seq_q`: the sequence's queries. `begin`: the first tile. Tiles in `[full_begin, full_end)` need no
+    mask. `place`: tile 0 of the first head among all tiles of statistics and sums, `line` tiles for each head.
+    """
+
+    sequence: gl.tensor
+    first_head: gl.tensor
+    begin_q: gl.tensor
+    seq_q: gl.tensor
+    begin: gl.tensor
+    steps: gl.tensor
+    total: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    place: gl.tensor
+    line: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, sequence, first_head, begin_q, seq_q, begin, steps, total, full_begin, full_end, place, line):
+        self.sequence = sequence
+        self.first_head = first_head
+        self.begin_q = begin_q
+        self.seq_q = seq_q
+        self.begin = begin
+        self.steps = steps
+        self.total = total
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.place = place
+        self.line = line
+
+
+@gluon.jit
+def step_of(walk, it):
+    """Head (from the first one) and query tile of step `it`."""
+    return it // walk.steps, walk.begin + it % walk.steps
+
+
+@gluon.jit
+def query_tile_ranges(
+    first, keys, shift, rows, window_left, window_right,
+    N: gl.constexpr, M: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+):  # fmt: skip
+    """The query tiles `[begin, end)` that see some of the `N` keys from `first` on, and those of them,
+    `[full_begin, full_end)`, of which every row sees all. `shift` is the key of row 0's diagonal."""
+    last = gl.minimum(first + N, keys) - 1
+    tiles = gl.cdiv(rows, M)
+    begin = 0
+    full_begin = 0
+    end = tiles
+    full_end = tiles
+    if HAS_RIGHT:
+        begin = gl.maximum(first - shift - window_right, 0) // M
+        full_begin = gl.cdiv(gl.maximum(last - shift - window_right, 0), M)
+    if HAS_LEFT:
+        end = gl.minimum(end, gl.cdiv(gl.maximum(last - shift + window_left + 1, 0), M))
+        full_end = gl.maximum(first - shift + window_left + 1, 0) // M
+    # Keys past the end are zeros, whose weights must not be taken for real ones.
+    full_end = gl.where(first + N > keys, 0, full_end)
+    return begin, full_begin, full_end, gl.maximum(end, begin)
+
+
+@gluon.jit
+def attention_backward_kernel(
+    q_desc, k_desc, v_desc, dout_desc, statistics_desc, sums_desc, dk_desc, dv_desc,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
+    KEYS: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr,
+    SPLIT_ROLES: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
+):  # fmt: skip
+    """`tiles` key tiles (packed: slots) on each line of a key/value head, `query_tiles` likewise of a query head.
+    `scale` > 0. Other arguments as in the forward kernel."""
+    UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT
+    WARPGROUPS: gl.constexpr = KEYS // ROWS
+    lines = heads_kv if PACKED else batch * heads_kv
+    tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN)
+    if HAS_RIGHT and not PACKED:
+        tile = tiles - 1 - tile  # the first keys are seen by the most queries
+    sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
+        tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, KEYS, PACKED
+    )
+    if first >= seq_k:
+        return
+    shift = 0 if TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = query_tile_ranges(
+        first, seq_k, shift, seq_q, window_left, window_right, KEYS, M, HAS_LEFT, HAS_RIGHT
+    )
+    head = head_kv * group
+    if PACKED:
+        place = head * query_tiles + begin_q // M + sequence
+    else:
+        place = (sequence * heads_kv * group + head) * query_tiles
+    steps = end - begin
+    walk = Walk(
+        gl.to_tensor(sequence), gl.to_tensor(head), gl.to_tensor(begin_q), gl.to_tensor(seq_q), gl.to_tensor(begin),
+        gl.to_tensor(steps), gl.to_tensor(group * steps), gl.to_tensor(full_begin), gl.to_tensor(full_end),
+        gl.to_tensor(place), gl.to_tensor(query_tiles),
+    )  # fmt: skip
+    form = Form(KEYS, M, SUM_COLUMNS, HANDOVERS, PACKED, HAS_LEFT, HAS_RIGHT)
+    READERS: gl.constexpr = 2
+    k = make_ring(k_desc, None, WARPGROUPS, 1)
+    v = make_ring(v_desc, None, WARPGROUPS, 1)
+    q = make_ring(q_desc, None, STAGES, READERS)
+    dout = make_ring(dout_desc, None, STAGES, READERS)
+    statistics = gl.allocate_shared_memory(gl.float32, [STAGES] + statistics_desc.block_shape, statistics_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+    dscores = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS * WARPGROUPS, ROWS, M], matrix_layout(M))
+    dscores_full = barriers(HANDOVERS, WARPGROUPS)
+    dscores_empty = barriers(HANDOVERS, WARPGROUP)
+    producing = (
+        walk, form, k, v, q, dout, statistics, q_desc, k_desc, v_desc, dout_desc, statistics_desc,
+        head_kv, first, begin_k, seq_k,
+    )  # fmt: skip
+    summing = (walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc)
+    storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc)
+    seeing = (first, shift, seq_k, window_left, window_right, scale)
+    if SPLIT_ROLES:
+        probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
+        probs_full = barriers(HANDOVERS, 1)
+        probs_empty = barriers(HANDOVERS, WARPGROUP)
+        fence_async_shared()
+        scoring = (walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty, seeing, storing)
+        grading = (
+            walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
+            dscores, dscores_full, dscores_empty, scale, storing,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [(_sum_dq, summing), (_sum_dv, scoring), (_sum_dk, grading), (_producer, producing)],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        fence_async_shared()
+        working = (walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty, seeing, storing)
+        gl.warp_specialize(
+            [(_sum_dq, summing), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working)), (_producer, producing)],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _producer(
+    walk, form, k, v, q, dout, statistics, q_desc, k_desc, v_desc, dout_desc, statistics_desc,
+    head_kv, first, begin_k, seq_k,
+):  # fmt: skip
+    """Loads keys and values once, then queries, statistics and dout as soon as there is a place for them."""
+    for which in gl.static_range(form.KEYS // ROWS):
+        row = first + which * ROWS
+        load_tile(k, which, k_desc, None, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    for which in gl.static_range(form.KEYS // ROWS):
+        row = first + which * ROWS
+        load_tile(v, which, v_desc, None, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    for it in range(walk.total):
+        head, tile = step_of(walk, it)
+        stage, phase = place_of(it, q.STAGES)
+        row = tile * form.M
+        mbarrier.wait(q.empty.index(stage), phase ^ 1)
+        full = q.full.index(stage)
+        mbarrier.expect(full, 2 * form.M * q.WIDTH + 8 * form.M)
+        place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
+        tma_load(q_desc, place, full, q.tiles.index(stage))
+        place = walk.place + head * walk.line + tile
+        tma_load(statistics_desc, (2 * place, 0), full, statistics.index(stage))
+        mbarrier.wait(dout.empty.index(stage), phase ^ 1)
+        load_tile(
+            dout, stage, dout_desc, None, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
+            form.PACKED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _sum_dk_dv(WHICH: gl.constexpr, inputs):
+    """dk and dv of the `WHICH`-th 64 keys, and their part of `dsᵀ` for `_sum_dq`."""
+    (walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty, seeing, storing) = inputs
+    dtype: gl.constexpr = q.tiles.dtype
+    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
+    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.WIDTH, 16])
+    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout.WIDTH, 16])
+    first, shift, keys, window_left, window_right, scale = seeing
+    key = first + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    k_tile = matrix(k.tiles.index(WHICH), ROWS, k.WIDTH)
+    v_tile = matrix(v.tiles.index(WHICH), ROWS, v.WIDTH)
+    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
+    dk = gl.zeros([ROWS, q.WIDTH], gl.float32, dk_layout)
+    dv = gl.zeros([ROWS, dout.WIDTH], gl.float32, dv_layout)
+    mbarrier.wait(k.full.index(WHICH), 0)
+    mbarrier.wait(v.full.index(WHICH), 0)
+    for it in range(walk.total):
+        _, tile = step_of(walk, it)
+        stage, phase = place_of(it, q.STAGES)
+        place, place_phase = place_of(it, form.HANDOVERS)
+        q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
+        dout_tile = matrix(dout.tiles.index(stage), form.M, dout.WIDTH)
+        mbarrier.wait(q.full.index(stage), phase)
+        s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
+        s = warpgroup_mma_wait(0, [s])
+        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+        if (tile < walk.full_begin) | (tile >= walk.full_end):
+            p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
+        probs = pack(p, dtype)
+        mbarrier.wait(dout.full.index(stage), phase)
+        dp = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        operand = gl.convert_layout(probs, gl.DotOperandLayout(0, dv_layout, 2), assert_trivial=True)
+        dv = warpgroup_mma(operand, dout_tile, dv, is_async=True)
+        delta = load_statistics(statistics.index(stage), 1, form.M, s_layout)
+        dp = warpgroup_mma_wait(1, [dp])
+        ds = pack(unpack(probs, dtype) * (dp - delta[None, :]), dtype)
+        mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
+        dscores.index(place * WARPGROUPS + WHICH).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(dscores_full.index(place), count=1)
+        operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2), assert_trivial=True)
+        dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, [dv])
+        release(dout.empty.index(stage))
+        dk = warpgroup_mma_wait(0, [dk])
+        release(q.empty.index(stage))
+    sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc = storing
+    row = first + WHICH * ROWS
+    store_rows(dv_desc, v.tiles.index(WHICH), dv, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    _await_last_sum(walk, form, dscores_empty)
+    store_rows(dk_desc, k.tiles.index(WHICH), dk * scale, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, seeing, storing):
+    """dv of all keys, and `pᵀ` for `_sum_dk`."""
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
+    first, shift, keys, window_left, window_right, scale = seeing
+    key = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    k_tile = matrix(k.tiles.index(0), ROWS, k.WIDTH)
+    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
+    dv, dv_rest = wide_zeros(dout.WIDTH)
+    mbarrier.wait(k.full.index(0), 0)
+    for it in range(walk.total):
+        _, tile = step_of(walk, it)
+        stage, phase = place_of(it, q.STAGES)
+        place, place_phase = place_of(it, form.HANDOVERS)
+        q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
+        mbarrier.wait(q.full.index(stage), phase)
+        s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
+        s = warpgroup_mma_wait(0, [s])
+        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+        if (tile < walk.full_begin) | (tile >= walk.full_end):
+            p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
+        release(q.empty.index(stage))
+        probs = pack(p, dtype)
+        mbarrier.wait(probs_empty.index(place), place_phase ^ 1)
+        probs_smem.index(place).store(probs)
+        mbarrier.arrive(probs_full.index(place), count=1)
+        mbarrier.wait(dout.full.index(stage), phase)
+        dv, dv_rest = wide_product(probs, matrix(dout.tiles.index(stage), form.M, dout.WIDTH), dv, dv_rest)
+        release(dout.empty.index(stage))
+    sequence, head_kv, begin_k, seq_k, first, _, dv_desc = storing
+    if walk.total > 0:  # `_sum_dk` has read the values for the last time before it took the last weights
+        place, place_phase = place_of(walk.total - 1, form.HANDOVERS)
+        mbarrier.wait(probs_empty.index(place), place_phase)
+    else:
+        mbarrier.wait(v.full.index(0), 0)
+    store_wide_rows(
+        dv_desc, v.tiles.index(0), dv, dv_rest, sequence, head_kv, begin_k, seq_k, first, v.WIDTH, form.PACKED
+    )
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _sum_dk(
+    walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty,
+    dscores, dscores_full, dscores_empty, scale, storing,
+):  # fmt: skip
+    """dk of all keys, and `dsᵀ` for `_sum_dq`, from the `pᵀ` of `_sum_dv`."""
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
+    v_tile = matrix(v.tiles.index(0), ROWS, v.WIDTH)
+    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
+    dk, dk_rest = wide_zeros(q.WIDTH)
+    mbarrier.wait(v.full.index(0), 0)
+    for it in range(walk.total):
+        stage, phase = place_of(it, q.STAGES)
+        place, place_phase = place_of(it, form.HANDOVERS)
+        dout_tile = matrix(dout.tiles.index(stage), form.M, dout.WIDTH)
+        mbarrier.wait(dout.full.index(stage), phase)
+        dp = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(q.full.index(stage), phase)
+        delta = load_statistics(statistics.index(stage), 1, form.M, s_layout)
+        dp = warpgroup_mma_wait(0, [dp])
+        release(dout.empty.index(stage))
+        mbarrier.wait(probs_full.index(place), place_phase)
+        p = probs_smem.index(place).load(s_layout).to(gl.float32)
+        release(probs_empty.index(place))
+        ds = pack(p * (dp - delta[None, :]), dtype)
+        mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
+        dscores.index(place).store(ds)
+        fence_async_shared()
+        mbarrier.arrive(dscores_full.index(place), count=1)
+        dk, dk_rest = wide_product(ds, matrix(q.tiles.index(stage), form.M, q.WIDTH), dk, dk_rest)
+        release(q.empty.index(stage))
+    sequence, head_kv, begin_k, seq_k, first, dk_desc, _ = storing
+    mbarrier.wait(k.full.index(0), 0)
+    _await_last_sum(walk, form, dscores_empty)
+    # `_sum_dv` has read the keys before it gave the last weights.
+    dk = dk * scale
+    dk_rest = dk_rest * scale
+    store_wide_rows(
+        dk_desc, k.tiles.index(0), dk, dk_rest, sequence, head_kv, begin_k, seq_k, first, k.WIDTH, form.PACKED
+    )
+    tma_store_wait(0)
+
+
+@gluon.jit
+def wide_zeros(WIDTH: gl.constexpr):
+    """A sum of `[64, WIDTH]` in two blocks of at most 128 columns: a single product of 256 columns does not compile
+    in a kernel of four warpgroups, for want of registers. Up to 128 columns the second block is not used."""
+    COLUMNS: gl.constexpr = min(WIDTH, 128)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros([ROWS, COLUMNS], gl.float32, layout), gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+
+
+@gluon.jit
+def wide_product(a, b, block, rest):
+    """`[block, rest] + a b`, with `a` of 16 bits in registers."""
+    operand = gl.convert_layout(a, gl.DotOperandLayout(0, block.type.layout, 2), assert_trivial=True)
+    COLUMNS: gl.constexpr = block.shape[1]
+    if b.shape[1] > COLUMNS:
+        block = warpgroup_mma(operand, b.slice(0, COLUMNS, dim=1), block, is_async=True)
+        rest = warpgroup_mma(operand, b.slice(COLUMNS, COLUMNS, dim=1), rest, is_async=True)
+        block, rest = warpgroup_mma_wait(0, [block, rest])
+    else:
+        block = warpgroup_mma_wait(0, [warpgroup_mma(operand, b, block, is_async=True)])
+    return block, rest
+
+
+@gluon.jit
+def _await_last_sum(walk, form, dscores_empty):
+    """Until `_sum_dq` has read the keys for the last time."""
+    if walk.total > 0:
+        place, phase = place_of(walk.total - 1, form.HANDOVERS)
+        mbarrier.wait(dscores_empty.index(place), phase)
+
+
+@gluon.jit
+def _sum_dq(walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc):
+    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums."""
+    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
+    PARTS: gl.constexpr = form.M // ROWS
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
+    zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
+    for which in gl.static_range(WARPGROUPS):
+        mbarrier.wait(k.full.index(which), 0)
+    for it in range(walk.total):
+        head, tile = step_of(walk, it)
+        place, phase = place_of(it, form.HANDOVERS)
+        line = (walk.place + head * walk.line + tile) * (PARTS * k.WIDTH)
+        mbarrier.wait(dscores_full.index(place), phase)
+        for part in gl.static_range(PARTS):
+            for column in gl.static_range(0, k.WIDTH, form.SUM_COLUMNS):
+                dq = zeros
+                for which in gl.static_range(WARPGROUPS):
+                    ds = dscores.index(place * WARPGROUPS + which).permute([1, 0])
+                    if PARTS > 1:
+                        ds = ds.slice(part * ROWS, ROWS)
+                    k_tile = matrix(k.tiles.index(which), ROWS, k.WIDTH)
+                    if form.SUM_COLUMNS < k.WIDTH:
+                        k_tile = k_tile.slice(column, form.SUM_COLUMNS, dim=1)
+                    dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+                dq = warpgroup_mma_wait(0, [dq])
+                if (part == PARTS - 1) and (column == k.WIDTH - form.SUM_COLUMNS):
+                    release(dscores_empty.index(place))
+                store_sums(sums_desc, sums, dq, line + part * k.WIDTH + column)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def store_sums(sums_desc, smem, dq, line):
+    """Adds a `[64, columns]` block of dq to the sums, where it is stored as `[columns / 8, 64, 8]`, in lines of 64.
+
+    So the four threads that hold eight columns of a row, and the rows, write side by side, without bank conflicts.
+    """
+    COLUMNS: gl.constexpr = dq.shape[1]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    tma_store_wait(0)  # until the block before has been read from there
+    blocks = gl.permute(gl.reshape(dq, [ROWS, COLUMNS // 8, 8]), [1, 0, 2])
+    smem._reinterpret(gl.float32, [COLUMNS // 8, ROWS, 8], plain).store(blocks)
+    fence_async_shared()
+    tma_reduce_add(sums_desc, (line, 0), smem)
+
+
+@gluon.constexpr_function
+def _statistics_layout(QUERIES):
+    """Each thread holds the four numbers of each 16 columns that its fragment of the scores has."""
+    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
+    sixteens = [[1 << bit, 0, 0, 0] for bit in range((QUERIES // 16).bit_length() - 1)]
+    registers = [[0, 0, 0, 1], [0, 0, 1, 0], *sixteens]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0, 0], [0, 0, 0, 0]], [], [QUERIES // 16, 4, 2, 2])
+
+
+@gluon.jit
+def load_statistics(smem, KIND: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
+    """lse (in units of log2; KIND 0) or delta (1) of a tile's queries, `[QUERIES]`, a column each of `sᵀ`.
+
+    Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`: what thread `t` of a row needs lies side by side.
+    """
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    layout: gl.constexpr = _statistics_layout(QUERIES)
+    quads = smem._reinterpret(gl.float32, [2, QUERIES // 16, 4, 2, 2], plain).index(KIND).load(layout)
+    numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
+    return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
+
+
+@gluon.jit
+def mask_probs(p, key, first_query, shift, keys, window_left, window_right, form):
+    """`pᵀ` `[keys, queries]`, 0 where the query does not see the key."""
+    query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
+    last = keys - 1 + query * 0
+    if form.HAS_RIGHT:
+        last = gl.minimum(last, query + (shift + window_right))
+    visible = key[:, None] <= last[None, :]
+    if form.HAS_LEFT:
+        visible &= key[:, None] >= (query + (shift - window_left))[None, :]
+    return gl.where(visible, p, 0.0)
+
+
+@gluon.jit
+def pack(x, dtype: gl.constexpr):
+    """Rounds to 16 bits, in pairs. `x.to(dtype)` of a value that is used in two layouts is converted one by one, on a
+    unit with an eighth of the rate."""
+    if dtype == gl.bfloat16:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return packed
+
+
+@gluon.jit
+def unpack(x, dtype: gl.constexpr):
+    """The inverse of `pack`, likewise in pairs."""
+    if dtype == gl.bfloat16:
+        wide = gl.inline_asm_elementwise(
+            "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xffff0000; mov.b32 $1, x; }",
+            "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        wide = gl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
+            "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return wide
+
+
+@gluon.jit
+def store_rows(desc, smem, tile, sequence, head, begin, length, row, PACKED: gl.constexpr):
+    """Starts the store of 64 rows through shared memory. Rows past the end are not written."""
+    matrix(smem, ROWS, tile.shape[1]).store(tile.to(smem.dtype))
+    fence_async_shared()
+    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)
+
+
+@gluon.jit
+def store_wide_rows(
+    desc, smem, block, rest, sequence, head, begin, length, row, WIDTH: gl.constexpr, PACKED: gl.constexpr
+):  # fmt: skip
+    """`store_rows` of a sum in two blocks of columns."""
+    COLUMNS: gl.constexpr = block.shape[1]
+    tile = matrix(smem, ROWS, WIDTH)
+    if WIDTH > COLUMNS:
+        tile.slice(0, COLUMNS, dim=1).store(block.to(smem.dtype))
+        tile.slice(COLUMNS, COLUMNS, dim=1).store(rest.to(smem.dtype))
+    else:
+        tile.store(block.to(smem.dtype))
+    fence_async_shared()
+    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)

@@ -1,0 +1,92 @@
+"""What comes before and after the main backward kernel: the statistics of the queries, and dq in its own dtype.
+
+Both are bound by device memory. Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one
+head of a sequence; packed: one head) is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin
+at `cu_seqlens_q[b] // M + b`. Letters as in `backward`.
+"""
+
+from flashtile._backends.gluon import gl, gluon
+from flashtile.ops.attention.hopper.backward import LOG2_E, ROWS
+from flashtile.ops.attention.hopper.pieces import locate_tile
+
+
+@gluon.constexpr_function
+def _row_layout(WIDTH):
+    """Sixteen bytes a thread, rows side by side."""
+    lanes = min(32, WIDTH // 8)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def attention_begin_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, cu_seqlens_q_ptr,
+    stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles,
+    HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
+    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr,
+):  # fmt: skip
+    """Writes lse in units of log2 and `delta = rowsum(dout · out) - dlse` of one tile, in the order that
+    `backward.load_statistics` reads, and zeros where the tile's dq will be summed."""
+    number = gl.program_id(0)
+    tile = number % query_tiles
+    line = number // query_tiles
+    sequence, head, first, begin, rows, _, _ = locate_tile(
+        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
+    )
+    layout: gl.constexpr = _row_layout(E)
+    row = first + gl.arange(0, M, gl.SliceLayout(1, layout))
+    column = gl.arange(0, E, gl.SliceLayout(0, layout))
+    mask = (row < rows)[:, None] & (column < HEAD_DIM_V)[None, :]
+    out_row = (sequence.to(gl.int64) * rows_q if not PACKED else begin.to(gl.int64)) + row
+    out = gl.load(out_ptr + (out_row * heads + head)[:, None] * HEAD_DIM_V + column[None, :], mask=mask, other=0.0)
+    dout_row = (begin.to(gl.int64) if PACKED else gl.to_tensor(0).to(gl.int64)) + row
+    dout_base = dout_ptr + head * stride_dout_head.to(gl.int64)
+    if not PACKED:
+        dout_base += sequence * stride_dout_batch.to(gl.int64)
+    dout = gl.load(dout_base + (dout_row * stride_dout_row)[:, None] + column[None, :], mask=mask, other=0.0)
+    delta = gl.sum(out.to(gl.float32) * dout.to(gl.float32), 1)
+
+    numbers = (head.to(gl.int64) if PACKED else line.to(gl.int64)) * rows_q + (begin if PACKED else 0) + row
+    lse = gl.load(lse_ptr + numbers, mask=row < rows, other=float("-inf"))
+    seen = lse > float("-inf")
+    if HAS_DLSE:
+        # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
+        delta -= gl.where(seen, gl.load(dlse_ptr + numbers, mask=row < rows, other=0.0), 0.0)
+    within = row - first
+    place = within // 16 * 16 + within % 8 // 2 * 4 + within % 16 // 8 * 2 + within % 2
+    base = statistics_ptr + number.to(gl.int64) * (2 * M)
+    # +inf for rows that saw no key, so that their weights are 0; NaN stays NaN.
+    gl.store(base + place, gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
+    gl.store(base + M + place, delta)
+
+    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    gl.store(sums_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, flat), gl.zeros([M * D], gl.float32, flat))
+
+
+@gluon.jit
+def attention_end_kernel(
+    sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, scale,
+    HEAD_DIM: gl.constexpr, D: gl.constexpr, M: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Writes `dq = scale · sums` of one tile; dq is contiguous."""
+    number = gl.program_id(0)
+    tile = number % query_tiles
+    line = number // query_tiles
+    sequence, head, first, begin, rows, _, _ = locate_tile(
+        tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
+    )
+    # A thread reads eight columns of a row, which lie side by side in either order.
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [1, 4, 1], [2, 0, 1])
+    block = gl.arange(0, D // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    column = block * 8 + within
+    for part in gl.static_range(M // ROWS):
+        base = sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D
+        sums = gl.load(base + block * (8 * ROWS) + row * 8 + within)
+        mine = first + part * ROWS + row
+        dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
+        gl.store(
+            dq_ptr + (dq_row * heads + head) * HEAD_DIM + column,
+            (sums * scale).to(dq_ptr.dtype.element_ty),
+            mask=(mine < rows) & (column < HEAD_DIM),
+        )

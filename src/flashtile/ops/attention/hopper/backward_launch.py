@@ -1,0 +1,304 @@
+"""Host side of the Hopper backward: outputs, buffers, descriptors and the three launches, like `launch`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.devices import device_facts
+from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.tma import Layout as TensorLayout
+from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
+from flashtile.ops.attention.hopper.backward import attention_backward_kernel
+from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
+from flashtile.ops.attention.hopper.configs import (
+    CONSUMER_ROWS,
+    BackwardConfig,
+    aligned,
+    choose_backward_config,
+    tile_width,
+)
+from flashtile.ops.attention.plans import Layout, clipped_window, positive_scale
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+#: The tensors that TMA moves, in the order of the main kernel's parameters.
+_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
+
+#: Of the producer, a single warp.
+_PRODUCER_REGISTERS = 24
+#: Of a thread at the start: four warpgroups share 64 Ki.
+_MAX_REGISTERS = 128
+
+
+class BackwardVariant(NamedTuple):
+    """All that decides the machine code of the backward kernels; not strides, lengths, batch or heads."""
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    config: BackwardConfig
+    packed: bool
+    has_left: bool
+    has_right: bool
+    top_left: bool
+    has_dlse: bool
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
+
+
+class Launch(NamedTuple):
+    """A launch without its pointers: `launch(programs, *pointers, *scalars)`."""
+
+    launch: Callable[..., None]
+    programs: int
+    scalars: tuple[int | float, ...]
+
+
+class BackwardPlan(NamedTuple):
+    """The three launches.
+
+    Attributes:
+        makers: for each of `_MOVED`, what makes its descriptor.
+        outputs: dq, dk, dv, statistics, sums.
+    """
+
+    begin: Launch
+    main: Launch
+    end: Launch
+    makers: tuple[Callable[[int], tuple], ...]
+    outputs: tuple[Layout, ...]
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the three kernels. The sums of dq are added up in no fixed order. Returns (dq, dk, dv)."""
+    if not q.numel() or not k.numel() or not v.numel():
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    sign = 1
+    if spec.scale <= 0:
+        q, spec, sign = positive_scale(q, spec)
+    out, dout = _readable(out.contiguous()), _readable(dout)
+    lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    plan = _plan(
+        q.dtype,
+        q.device,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride(), dout.stride()),
+        *_packing(side),
+        spec,
+        dlse is not None,
+    )
+    dq, dk, dv, statistics, sums = (empty(*layout, q.device) for layout in plan.outputs)
+    cu_seqlens_q, cu_seqlens_k = (None if t is None else t.data_ptr() for t in side[:2])
+    pointers = (None if t is None else t.data_ptr() for t in (out, dout, lse, dlse, statistics, sums))
+    plan.begin.launch(plan.begin.programs, *pointers, cu_seqlens_q, *plan.begin.scalars)
+    moved = (q, k, v, dout, statistics, sums, dk, dv)
+    descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
+    plan.main.launch(plan.main.programs, *descriptors, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
+    plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
+    return dq if sign == 1 else dq.mul_(sign), dk, dv
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """A gradient comes from whatever followed; where TMA cannot read it as it lies, a copy is read."""
+    return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:
+    """Number of packed sequences, and how their lengths are stored."""
+    if side.cu_seqlens_q is None or side.cu_seqlens_k is None:
+        return None, None
+    return side.cu_seqlens_q.shape[0] - 1, (side.cu_seqlens_q.dtype, side.cu_seqlens_k.dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    sequences: int | None,
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
+    spec: AttentionSpec,
+    has_dlse: bool,
+) -> BackwardPlan:
+    """Everything that can be decided before the tensors' contents are known."""
+    q_shape, _, v_shape = shapes
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
+    packed = sequences is not None
+    batch = q_shape[0] if sequences is None else sequences
+    config = choose_backward_config(head_dim, head_dim_v)
+    variant = BackwardVariant(
+        dtype,
+        head_dim,
+        head_dim_v,
+        config,
+        packed,
+        spec.window_left is not None,
+        spec.window_right is not None,
+        spec.banded and spec.top_left,
+        has_dlse,
+        index_dtypes,
+    )
+    query_tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
+    key_tiles = rows_k // config.block_n + batch + 1 if packed else -(-rows_k // config.block_n)
+    lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
+    *_, dout_strides = strides
+    row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
+    begin, main, end = (_launcher(kernel, variant, device) for kernel in ("begin", "main", "end"))
+    common = (batch, heads, rows_q, query_tiles)
+    scalars = (batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles)
+    outputs = _outputs(variant, shapes, lines * query_tiles)
+    return BackwardPlan(
+        Launch(begin, query_tiles * lines, (*row_strides, *common)),
+        Launch(main, key_tiles * lines_kv, (*scalars, *clipped_window(spec), spec.scale)),
+        Launch(end, query_tiles * lines, (*common, spec.scale)),
+        _makers(variant, shapes, strides, outputs),
+        outputs,
+    )
+
+
+def _outputs(variant: BackwardVariant, shapes: tuple[torch.Size, ...], tiles: int) -> tuple[Layout, ...]:
+    """dq, dk and dv, and the statistics and sums of so many tiles of queries (`backward_ends`)."""
+    block_m = variant.config.block_m
+    columns = tile_width(variant.head_dim)
+    buffers = ((2 * tiles, block_m), (tiles * block_m * columns // CONSUMER_ROWS, CONSUMER_ROWS))
+    return (
+        *(Layout(tuple(shape), contiguous_strides(shape), variant.dtype) for shape in shapes),
+        *(Layout(shape, contiguous_strides(shape), torch.float32) for shape in buffers),
+    )
+
+
+def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...]]:
+    """What one copy moves, of each of `_MOVED`."""
+    config = variant.config
+    outer = (1, 1) if variant.packed else (1,)
+
+    def rows(count: int, head_dim: int) -> tuple[int, ...]:
+        return (*outer, count, 1, tile_width(head_dim))
+
+    head_dim, head_dim_v = variant.head_dim, variant.head_dim_v
+    return {
+        "q": rows(config.block_m, head_dim),
+        "k": rows(CONSUMER_ROWS, head_dim),
+        "v": rows(CONSUMER_ROWS, head_dim_v),
+        "dout": rows(config.block_m, head_dim_v),
+        "statistics": (2, config.block_m),
+        "sums": (config.sum_columns, CONSUMER_ROWS),
+        "dk": rows(CONSUMER_ROWS, head_dim),
+        "dv": rows(CONSUMER_ROWS, head_dim_v),
+    }
+
+
+def _makers(
+    variant: BackwardVariant,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    outputs: tuple[Layout, ...],
+) -> tuple[Callable[[int], tuple], ...]:
+    describe = packed_layout if variant.packed else TensorLayout
+    q_shape, k_shape, v_shape = map(tuple, shapes)
+    dout_shape = (*q_shape[:-1], v_shape[-1])
+    _, dk, dv, statistics, sums = outputs
+    layouts = {
+        **{
+            name: describe(shape, tuple(stride))
+            for name, shape, stride in zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
+        },
+        "dk": describe(dk.shape, dk.strides),
+        "dv": describe(dv.shape, dv.strides),
+        "statistics": TensorLayout(statistics.shape, statistics.strides),
+        "sums": TensorLayout(sums.shape, sums.strides),
+    }
+    return tuple(
+        descriptor_maker(_dtype_of(name, variant), box, layouts[name], swizzled=_is_operand(name))
+        for name, box in _boxes(variant).items()
+    )
+
+
+def _is_operand(name: str) -> bool:
+    """Whether a tensor is read as an operand of matrix products, whose rows are swizzled."""
+    return name not in ("statistics", "sums")
+
+
+def _dtype_of(name: str, variant: BackwardVariant) -> torch.dtype:
+    return variant.dtype if _is_operand(name) else torch.float32
+
+
+@functools.cache
+def _launcher(kernel: str, variant: BackwardVariant, device: torch.device) -> Callable[..., None]:
+    return make_launcher(backward_source(kernel, variant), device, device_facts(device))
+
+
+def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
+    """The specialisation of a kernel ("begin", "main" or "end") for a variant."""
+    config = variant.config
+    function = {
+        "begin": attention_begin_kernel,
+        "main": attention_backward_kernel,
+        "end": attention_end_kernel,
+    }[kernel]
+    constants = {
+        "KEYS": config.block_n,
+        "M": config.block_m,
+        "STAGES": config.stages,
+        "SUM_COLUMNS": config.sum_columns,
+        "HANDOVERS": config.handovers,
+        "SPLIT_ROLES": config.split_roles,
+        "REGISTERS": config.registers,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "HEAD_DIM": variant.head_dim,
+        "HEAD_DIM_V": variant.head_dim_v,
+        "D": tile_width(variant.head_dim),
+        "E": tile_width(variant.head_dim_v),
+        "PACKED": variant.packed,
+        "HAS_LEFT": variant.has_left,
+        "HAS_RIGHT": variant.has_right,
+        "TOP_LEFT": variant.top_left,
+        "HAS_DLSE": variant.has_dlse,
+    }
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    run_time = [name for name in names if name not in constants]
+    parameters = {name: _parameter(name, variant) for name in run_time}
+    constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
+    types, multiples = zip(*parameters.values())
+    limit = _MAX_REGISTERS if kernel == "main" else None
+    return KernelSource(function, types, multiples, constants, num_warps=4, num_stages=1, max_registers=limit)
+
+
+def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
+    """Type of a run-time parameter, and a power of two that divides it."""
+    element = ELEMENT_TYPES[variant.dtype]
+    index_q, index_k = (dtype and "*" + ELEMENT_TYPES[dtype] for dtype in variant.index_dtypes or (None, None))
+    if name.endswith("_desc"):
+        of = name.removesuffix("_desc")
+        box = _boxes(variant)[of]
+        return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of)), 1
+    if name.startswith("stride_"):
+        return "i32", 8
+    return {
+        "out_ptr": ("*" + element, 16),
+        "dout_ptr": ("*" + element, 16),
+        "dq_ptr": ("*" + element, 16),
+        "lse_ptr": ("*fp32", 1),
+        "dlse_ptr": ("*fp32", 1) if variant.has_dlse else ("constexpr", 1),
+        "statistics_ptr": ("*fp32", 16),
+        "sums_ptr": ("*fp32", 16),
+        "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
+        "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
+        "scale": ("fp32", 1),
+    }.get(name, ("i32", 1))
