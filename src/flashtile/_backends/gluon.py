@@ -38,6 +38,13 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, place, src.handle)
 
 
+@builtin
+def reinterpret(tile, dtype, shape, layout, _semantic=None):
+    """A tile in shared memory with another type, shape and layout; a public method since 3.9."""
+    method = getattr(tile, "reinterpret", None) or tile._reinterpret
+    return method(dtype, shape, layout, _semantic=_semantic)
+
+
 __all__ = [
     "GluonASTSource",
     "aggregate",
@@ -46,6 +53,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "reinterpret",
     "tma_load",
     "tma_reduce_add",
     "tma_store",

@@ -21,6 +21,7 @@ from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from hopper_forms import FORMS
 from machine_code import Binary, Call, compile_hopper, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
@@ -194,26 +195,6 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 # Machine code
 
 
-_SHIPPED = {
-    "64": Call(),
-    "64-short": Call(seq_q=1024, seq_k=1024),
-    "16": Call(head_dim=16, head_dim_v=16),
-    "80": Call(head_dim=80, head_dim_v=80),
-    "96": Call(head_dim=96, head_dim_v=96),
-    "128": _CALL,
-    "64x128": Call(head_dim=64, head_dim_v=128),
-    "192x128": Call(head_dim=192, head_dim_v=128),
-    "192": Call(head_dim=192, head_dim_v=192),
-    "256": Call(head_dim=256, head_dim_v=256),
-    "256x192": Call(head_dim=256, head_dim_v=192),
-}
-_MASKS = {
-    "full": {},
-    "causal": {"window_right": 0},
-    "window": {"window_left": 127, "window_right": 0},
-    "packed": {"window_right": 0, "sequences": 5},
-}
-
 #: Bytes of a thread that may lie in device memory: scalars that the inner loop does not use. Three consumers have 160
 #: registers each.
 _SPILLS = {3: 80, 2: 16}
@@ -223,10 +204,9 @@ def _instructions(binary: Binary) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(binary))
 
 
-@pytest.mark.parametrize("mask", _MASKS)
-@pytest.mark.parametrize("head", _SHIPPED)
-def test_machine_code(head: str, mask: str) -> None:
-    call = _SHIPPED[head]._replace(**_MASKS[mask])
+@pytest.mark.parametrize("form", FORMS)
+def test_machine_code(form: str) -> None:
+    call = FORMS[form]
     binary = compile_hopper(call)
     config = binary.variant.config
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v) <= _LIMIT
@@ -270,7 +250,7 @@ def test_descriptors_are_encoded_as_the_kernel_expects(
             return "descriptor"
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
-    plan = hopper_plan(_SHIPPED[head]._replace(sequences=sequences))
+    plan = hopper_plan(FORMS[f"{head}-full"]._replace(sequences=sequences))
     compiled = compile_kernel(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES["sm_90"])
     wanted = compiled.metadata.tensordesc_meta
     for maker in (maker for makers in plan.makers for maker in makers if maker):

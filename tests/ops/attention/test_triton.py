@@ -6,105 +6,36 @@ Every feature alone and every pair of features, forward and backward, with odd s
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 
 import pytest
 import torch
 import torch.utils.checkpoint
 
 import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
-
-_BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
-
-
-def _grouped(case: AttentionCase) -> AttentionCase:
-    return replace(case, heads=4)
-
-
-def _uneven_heads(case: AttentionCase) -> AttentionCase:
-    return replace(case, head_dim=24, head_dim_v=40)
-
-
-def _packed(case: AttentionCase) -> AttentionCase:
-    return replace(case, batch=3, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20))
-
-
-def _key_lengths(case: AttentionCase) -> AttentionCase:
-    return replace(case, key_lengths=(53, 17, 0)[: case.batch])
-
-
-#: What can be asked of one call. Each changes a case; those that exclude each other share the first word.
-_FEATURES = {
-    "packed": _packed,
-    "grouped": _grouped,
-    "head_dims": _uneven_heads,
-    "key_lengths": _key_lengths,
-    "band causal": lambda case: with_arguments(case, causal=True),
-    "band top_left": lambda case: with_arguments(case, causal=True, align="top_left"),
-    "band window": lambda case: with_arguments(case, window=(9, 4)),
-    "band left": lambda case: with_arguments(case, window=(3, None), align="top_left"),
-    "dropout": lambda case: with_arguments(case, dropout_p=0.3),
-    "scale": lambda case: with_arguments(case, scale=-0.4),
-}
-
-
-def _pairs() -> dict[str, AttentionCase]:
-    cases = {"plain": _BASE}
-    cases.update({name: change(_BASE) for name, change in _FEATURES.items()})
-    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
-        if first.split()[0] != second.split()[0]:
-            cases[f"{first}+{second}"] = other(change(_BASE))
-    cases["everything"] = _BASE
-    for name in ("packed", "grouped", "head_dims", "key_lengths", "band window", "dropout", "scale"):
-        cases["everything"] = _FEATURES[name](cases["everything"])
-    return cases
-
-
-_CASES = _pairs()
-
-#: Shapes at the edges of what tiles hold.
-_EDGES = {
-    "one_query": replace(_BASE, seq_q=1, seq_k=40),
-    "one_key": replace(_BASE, seq_q=40, seq_k=1),
-    "head_dim_1": replace(_BASE, head_dim=1, head_dim_v=3, seq_q=20, seq_k=18),
-    "head_dim_80": replace(_BASE, batch=1, head_dim=80, head_dim_v=80, seq_q=20, seq_k=18),
-    "no_queries": replace(_BASE, seq_q=0),
-    "no_keys": replace(_BASE, seq_k=0),
-    "no_batch": replace(_BASE, batch=0),
-    "empty_sequences": replace(_BASE, lengths_q=(0, 0), lengths_k=(0, 3)),
-    "more_queries_than_keys": with_arguments(replace(_BASE, seq_q=53, seq_k=20), causal=True),
-    "head_dim_300": with_arguments(replace(_BASE, batch=1, head_dim=300, head_dim_v=20, heads=4), causal=True),
-    "head_dim_v_300": replace(_BASE, batch=1, head_dim=20, head_dim_v=300, lengths_q=(20, 9), lengths_k=(3, 30)),
-    "scale_0": with_arguments(_BASE, scale=0.0, causal=True),
-    "fp16": with_arguments(replace(_BASE, dtype=torch.float16), causal=True, dropout_p=0.1),
-}
-
-
-def _parameters(cases: dict[str, AttentionCase]) -> list:
-    return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", _parameters(_CASES | _EDGES))
+@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
 def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
     check(case, "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", _parameters(_CASES))
+@pytest.mark.parametrize("case", parameters(PAIRS))
 def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype), "triton", "cuda")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", _parameters(_EDGES))
+@pytest.mark.parametrize("case", parameters(EDGES))
 def test_kernels_at_the_edges(case: AttentionCase) -> None:
     check(case, "triton", "cuda")
 
 
-_LARGE = replace(_BASE, seq_q=517, seq_k=643, heads=4, dtype=torch.bfloat16)
+_LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -249,7 +180,7 @@ def test_inputs_on_a_device_that_is_not_current() -> None:
 
 
 def _side_inputs_of_any_layout(device: str) -> None:
-    case = replace(_BASE, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20), key_lengths=(9, 9, 9))
+    case = replace(BASE, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20), key_lengths=(9, 9, 9))
     inputs = make_inputs(with_arguments(case, dropout_p=0.2), device)
     expected = run(with_arguments(case, dropout_p=0.2), inputs, "triton")
     tensors = inputs.tensors

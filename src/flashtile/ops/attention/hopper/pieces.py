@@ -18,6 +18,7 @@ from flashtile._backends.gluon import (
     gl,
     gluon,
     mbarrier,
+    reinterpret,
     tma_load,
 )
 
@@ -134,7 +135,7 @@ def matrix_layout(WIDTH):
 def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A tile as the two-dimensional operand of a matrix product, `[ROWS, WIDTH]`."""
     layout: gl.constexpr = matrix_layout(WIDTH)
-    return tile._reinterpret(tile.dtype, [ROWS, WIDTH], layout)
+    return reinterpret(tile, tile.dtype, [ROWS, WIDTH], layout)
 
 
 @gluon.jit

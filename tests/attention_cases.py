@@ -1,0 +1,80 @@
+"""Attention calls for the tests of kernels: every feature alone, every pair of features, and shapes at the edges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+
+from flashtile.testing import AttentionCase, with_arguments
+
+BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
+
+
+def _grouped(case: AttentionCase) -> AttentionCase:
+    return replace(case, heads=4)
+
+
+def _uneven_heads(case: AttentionCase) -> AttentionCase:
+    return replace(case, head_dim=24, head_dim_v=40)
+
+
+def _packed(case: AttentionCase) -> AttentionCase:
+    return replace(case, batch=3, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20))
+
+
+def _key_lengths(case: AttentionCase) -> AttentionCase:
+    return replace(case, key_lengths=(53, 17, 0)[: case.batch])
+
+
+#: What can be asked of one call. Each changes a case; those that exclude each other share the first word.
+_FEATURES = {
+    "packed": _packed,
+    "grouped": _grouped,
+    "head_dims": _uneven_heads,
+    "key_lengths": _key_lengths,
+    "band causal": lambda case: with_arguments(case, causal=True),
+    "band top_left": lambda case: with_arguments(case, causal=True, align="top_left"),
+    "band window": lambda case: with_arguments(case, window=(9, 4)),
+    "band left": lambda case: with_arguments(case, window=(3, None), align="top_left"),
+    "dropout": lambda case: with_arguments(case, dropout_p=0.3),
+    "scale": lambda case: with_arguments(case, scale=-0.4),
+}
+
+
+def _pairs() -> dict[str, AttentionCase]:
+    cases = {"plain": BASE}
+    cases.update({name: change(BASE) for name, change in _FEATURES.items()})
+    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
+        if first.split()[0] != second.split()[0]:
+            cases[f"{first}+{second}"] = other(change(BASE))
+    cases["everything"] = BASE
+    for name in ("packed", "grouped", "head_dims", "key_lengths", "band window", "dropout", "scale"):
+        cases["everything"] = _FEATURES[name](cases["everything"])
+    return cases
+
+
+PAIRS = _pairs()
+
+#: Shapes at the edges of what tiles hold.
+EDGES = {
+    "one_query": replace(BASE, seq_q=1, seq_k=40),
+    "one_key": replace(BASE, seq_q=40, seq_k=1),
+    "head_dim_1": replace(BASE, head_dim=1, head_dim_v=3, seq_q=20, seq_k=18),
+    "head_dim_80": replace(BASE, batch=1, head_dim=80, head_dim_v=80, seq_q=20, seq_k=18),
+    "no_queries": replace(BASE, seq_q=0),
+    "no_keys": replace(BASE, seq_k=0),
+    "no_batch": replace(BASE, batch=0),
+    "empty_sequences": replace(BASE, lengths_q=(0, 0), lengths_k=(0, 3)),
+    "more_queries_than_keys": with_arguments(replace(BASE, seq_q=53, seq_k=20), causal=True),
+    "head_dim_300": with_arguments(replace(BASE, batch=1, head_dim=300, head_dim_v=20, heads=4), causal=True),
+    "head_dim_v_300": replace(BASE, batch=1, head_dim=20, head_dim_v=300, lengths_q=(20, 9), lengths_k=(3, 30)),
+    "scale_0": with_arguments(BASE, scale=0.0, causal=True),
+    "fp16": with_arguments(replace(BASE, dtype=torch.float16), causal=True, dropout_p=0.1),
+}
+
+
+def parameters(cases: dict[str, AttentionCase]) -> list:
+    return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]

@@ -1,0 +1,147 @@
+"""The Hopper kernels on a GPU against the fp64 oracle: what they serve of the portable kernels, and their own cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+_BF16 = torch.bfloat16
+
+
+def _served(cases: dict[str, AttentionCase]) -> dict[str, AttentionCase]:
+    """Without what stays with the portable kernels."""
+    return {
+        name: case
+        for name, case in cases.items()
+        if case.key_lengths is None
+        and "dropout_p" not in case.arguments
+        and max(case.head_dim, case.head_dim_v) <= 256
+        and case.head_dim % 8 == case.head_dim_v % 8 == 0
+    }
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", parameters(_served(PAIRS | EDGES)))
+def test_kernels_agree_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), "hopper", "cuda")
+
+
+_LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4, dtype=_BF16)
+_MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
+
+
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v",
+    [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (64, 128),
+     (256, 192), (24, 200)],
+    ids=str,
+)  # fmt: skip
+def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> None:
+    lengths_q, lengths_k = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
+    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, lengths_q=lengths_q, lengths_k=lengths_k)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("batch", [1, 300])
+def test_rows_past_the_last_sequence(batch: int) -> None:
+    cu_seqlens = torch.arange(0, 7 * batch + 1, 7, device="cuda", dtype=torch.int32)
+    q, k, v = (torch.randn(7 * batch + 150, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
+    for cu_q, cu_k in ((cu_seqlens, cu_seqlens.long()), (cu_seqlens.long(), cu_seqlens)):
+        out, lse = flashtile.attention_varlen(q, k, v, cu_q, cu_k, causal=True, return_lse=True, backend="hopper")
+        assert not out[7 * batch :].any() and (lse[:, 7 * batch :] == -torch.inf).all()
+        expected = flashtile.attention(
+            *(t[: 7 * batch].unflatten(0, (batch, 7)).double() for t in (q, k, v)), causal=True, backend="reference"
+        )
+        torch.testing.assert_close(out[: 7 * batch].double(), expected.flatten(0, 1), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_programs_with_many_tiles_each(head_dim: int, causal: bool) -> None:
+    """More tiles than multiprocessors: the order of tiles, the counters, and what a tile leaves behind for the next."""
+    case = replace(_LARGE, batch=6, heads=8, head_dim=head_dim, head_dim_v=head_dim, seq_q=1300, seq_k=1000)
+    check(with_arguments(case, causal=causal), "hopper", "cuda")
+
+
+def test_strided_and_expanded_inputs() -> None:
+    storage = torch.randn(2, 3, 300, 3, 8, 96, device="cuda", dtype=_BF16)
+    q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide
+    k = k[..., 16:80].transpose(1, 2).contiguous().transpose(1, 2)
+    q, v = q[..., 8:72], v[:, :, :1].expand(-1, -1, 8, -1)
+    expected = flashtile.attention(q.double(), k.double(), v.double(), causal=True, backend="reference")
+    actual = flashtile.attention(q, k, v, causal=True, backend="hopper")
+    torch.testing.assert_close(actual.double(), expected, atol=2e-2, rtol=2e-2)
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        flashtile.attention(storage[:, 1, :, 0, :, 3:67], k, v, backend="hopper")
+
+
+def test_tensors_past_two_to_the_31_elements() -> None:
+    shape, stride = (3, 200, 2, 64), 2**30 + 4096
+    storage = torch.zeros(2 * stride + 2**20, device="cuda", dtype=_BF16)
+    small = [torch.randn(shape, device="cuda", dtype=_BF16) for _ in range(3)]
+    for strides in ((stride, 128, 64, 1), (128 * 200, 128, stride, 1)):
+        large = [storage.as_strided(shape, strides, 2**17 * i).copy_(t) for i, t in enumerate(small)]
+        actual, expected = (flashtile.attention(*tensors, causal=True, backend="hopper") for tensors in (large, small))
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
+    case = replace(_LARGE, batch=4, heads=12, heads_kv=3, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500)
+    inputs = make_inputs(with_arguments(case, causal=True), "cuda")
+    first = run(with_arguments(case, causal=True), inputs, "hopper")
+    for _ in range(99):
+        out, lse = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="hopper")
+        assert torch.equal(out, first["out"]) and torch.equal(lse, first["lse"])
+
+
+def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters() -> None:
+    q, k, v = (torch.randn(4, 1500, 16, 64, device="cuda", dtype=_BF16) for _ in range(3))
+
+    def call() -> torch.Tensor:
+        return flashtile.attention(q, k, v, causal=True, backend="hopper")
+
+    expected = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        captured.fill_(7)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            graph.replay()
+        eager = [call() for _ in range(3)]
+        torch.cuda.synchronize()
+        assert torch.equal(captured, expected)
+        assert all(torch.equal(out, expected) for out in eager)
+
+
+def test_automatic_choice_on_this_gpu() -> None:
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=_BF16)
+    assert flashtile.explain(q, q, q).backend == "hopper"
+    assert torch.equal(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="hopper"))
+    assert flashtile.explain(q, q, q, dropout_p=0.1).backend == "triton"
+
+
+@pytest.mark.multi_gpu
+def test_inputs_on_a_device_that_is_not_current() -> None:
+    inputs = make_inputs(with_arguments(_LARGE, causal=True), "cuda:1")
+    with torch.cuda.device(0):
+        check(with_arguments(_LARGE, causal=True), "hopper", "cuda:1", inputs=inputs)
