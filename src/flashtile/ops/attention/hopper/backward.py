@@ -18,7 +18,7 @@ another but through these rings. Heads of up to 128 columns: each of the two tak
 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk, since their sums fill the registers of two.
 
 The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores, so the statistics and
-the sums of dq are stored in the order in which threads hold them (`load_statistics`, `store_sums`).
+the sums of dq are stored in the order in which threads hold them (`backward_pieces.load_statistics`, `store_sums`).
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "FlashAttention-3" (2024), section 3.
 """
@@ -30,11 +30,23 @@ from flashtile._backends.gluon import (
     gluon,
     mbarrier,
     tma_load,
-    tma_reduce_add,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.backward_pieces import (
+    LOG2_E,
+    ROWS,
+    load_statistics,
+    mask_probs,
+    pack,
+    query_tile_ranges,
+    store_rows,
+    store_sums,
+    store_wide_rows,
+    unpack,
+    wide_product,
+    wide_zeros,
 )
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
@@ -49,11 +61,6 @@ from flashtile.ops.attention.hopper.pieces import (
     release,
     tile_in_order,
 )
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-#: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
-ROWS = gl.constexpr(64)
 
 
 @aggregate
@@ -122,30 +129,6 @@ class Walk:
 def step_of(walk, it):
     """Head (from the first one) and query tile of step `it`."""
     return it // walk.steps, walk.begin + it % walk.steps
-
-
-@gluon.jit
-def query_tile_ranges(
-    first, keys, shift, rows, window_left, window_right,
-    N: gl.constexpr, M: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-):  # fmt: skip
-    """The query tiles `[begin, end)` that see some of the `N` keys from `first` on, and those of them,
-    `[full_begin, full_end)`, of which every row sees all. `shift` is the key of row 0's diagonal."""
-    last = gl.minimum(first + N, keys) - 1
-    tiles = gl.cdiv(rows, M)
-    begin = 0
-    full_begin = 0
-    end = tiles
-    full_end = tiles
-    if HAS_RIGHT:
-        begin = gl.maximum(first - shift - window_right, 0) // M
-        full_begin = gl.cdiv(gl.maximum(last - shift - window_right, 0), M)
-    if HAS_LEFT:
-        end = gl.minimum(end, gl.cdiv(gl.maximum(last - shift + window_left + 1, 0), M))
-        full_end = gl.maximum(first - shift + window_left + 1, 0) // M
-    # Keys past the end are zeros, whose weights must not be taken for real ones.
-    full_end = gl.where(first + N > keys, 0, full_end)
-    return begin, full_begin, full_end, gl.maximum(end, begin)
 
 
 @gluon.jit
@@ -404,29 +387,6 @@ def _sum_dk(
 
 
 @gluon.jit
-def wide_zeros(WIDTH: gl.constexpr):
-    """A sum of `[64, WIDTH]` in two blocks of at most 128 columns: a single product of 256 columns does not compile
-    in a kernel of four warpgroups, for want of registers. Up to 128 columns the second block is not used."""
-    COLUMNS: gl.constexpr = min(WIDTH, 128)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS, COLUMNS], gl.float32, layout), gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-
-
-@gluon.jit
-def wide_product(a, b, block, rest):
-    """`[block, rest] + a b`, with `a` of 16 bits in registers."""
-    operand = gl.convert_layout(a, gl.DotOperandLayout(0, block.type.layout, 2), assert_trivial=True)
-    COLUMNS: gl.constexpr = block.shape[1]
-    if b.shape[1] > COLUMNS:
-        block = warpgroup_mma(operand, b.slice(0, COLUMNS, dim=1), block, is_async=True)
-        rest = warpgroup_mma(operand, b.slice(COLUMNS, COLUMNS, dim=1), rest, is_async=True)
-        block, rest = warpgroup_mma_wait(0, [block, rest])
-    else:
-        block = warpgroup_mma_wait(0, [warpgroup_mma(operand, b, block, is_async=True)])
-    return block, rest
-
-
-@gluon.jit
 def _await_last_sum(walk, form, dscores_empty):
     """Until `_sum_dq` has read the keys for the last time."""
     if walk.total > 0:
@@ -464,108 +424,3 @@ def _sum_dq(walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc
                     release(dscores_empty.index(place))
                 store_sums(sums_desc, sums, dq, line + part * k.WIDTH + column)
     tma_store_wait(0)
-
-
-@gluon.jit
-def store_sums(sums_desc, smem, dq, line):
-    """Adds a `[64, columns]` block of dq to the sums, where it is stored as `[columns / 8, 64, 8]`, in lines of 64.
-
-    So the four threads that hold eight columns of a row, and the rows, write side by side, without bank conflicts.
-    """
-    COLUMNS: gl.constexpr = dq.shape[1]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    tma_store_wait(0)  # until the block before has been read from there
-    blocks = gl.permute(gl.reshape(dq, [ROWS, COLUMNS // 8, 8]), [1, 0, 2])
-    smem._reinterpret(gl.float32, [COLUMNS // 8, ROWS, 8], plain).store(blocks)
-    fence_async_shared()
-    tma_reduce_add(sums_desc, (line, 0), smem)
-
-
-@gluon.constexpr_function
-def _statistics_layout(QUERIES):
-    """Each thread holds the four numbers of each 16 columns that its fragment of the scores has."""
-    lanes = [[0, 1, 0, 0], [0, 2, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]
-    sixteens = [[1 << bit, 0, 0, 0] for bit in range((QUERIES // 16).bit_length() - 1)]
-    registers = [[0, 0, 0, 1], [0, 0, 1, 0], *sixteens]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 0, 0, 0], [0, 0, 0, 0]], [], [QUERIES // 16, 4, 2, 2])
-
-
-@gluon.jit
-def load_statistics(smem, KIND: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
-    """lse (in units of log2; KIND 0) or delta (1) of a tile's queries, `[QUERIES]`, a column each of `sᵀ`.
-
-    Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`: what thread `t` of a row needs lies side by side.
-    """
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    layout: gl.constexpr = _statistics_layout(QUERIES)
-    quads = smem._reinterpret(gl.float32, [2, QUERIES // 16, 4, 2, 2], plain).index(KIND).load(layout)
-    numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
-    return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
-
-
-@gluon.jit
-def mask_probs(p, key, first_query, shift, keys, window_left, window_right, form):
-    """`pᵀ` `[keys, queries]`, 0 where the query does not see the key."""
-    query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
-    last = keys - 1 + query * 0
-    if form.HAS_RIGHT:
-        last = gl.minimum(last, query + (shift + window_right))
-    visible = key[:, None] <= last[None, :]
-    if form.HAS_LEFT:
-        visible &= key[:, None] >= (query + (shift - window_left))[None, :]
-    return gl.where(visible, p, 0.0)
-
-
-@gluon.jit
-def pack(x, dtype: gl.constexpr):
-    """Rounds to 16 bits, in pairs. `x.to(dtype)` of a value that is used in two layouts is converted one by one, on a
-    unit with an eighth of the rate."""
-    if dtype == gl.bfloat16:
-        packed = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        packed = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return packed
-
-
-@gluon.jit
-def unpack(x, dtype: gl.constexpr):
-    """The inverse of `pack`, likewise in pairs."""
-    if dtype == gl.bfloat16:
-        wide = gl.inline_asm_elementwise(
-            "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xffff0000; mov.b32 $1, x; }",
-            "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        wide = gl.inline_asm_elementwise(
-            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }",
-            "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    return wide
-
-
-@gluon.jit
-def store_rows(desc, smem, tile, sequence, head, begin, length, row, PACKED: gl.constexpr):
-    """Starts the store of 64 rows through shared memory. Rows past the end are not written."""
-    matrix(smem, ROWS, tile.shape[1]).store(tile.to(smem.dtype))
-    fence_async_shared()
-    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)
-
-
-@gluon.jit
-def store_wide_rows(
-    desc, smem, block, rest, sequence, head, begin, length, row, WIDTH: gl.constexpr, PACKED: gl.constexpr
-):  # fmt: skip
-    """`store_rows` of a sum in two blocks of columns."""
-    COLUMNS: gl.constexpr = block.shape[1]
-    tile = matrix(smem, ROWS, WIDTH)
-    if WIDTH > COLUMNS:
-        tile.slice(0, COLUMNS, dim=1).store(block.to(smem.dtype))
-        tile.slice(COLUMNS, COLUMNS, dim=1).store(rest.to(smem.dtype))
-    else:
-        tile.store(block.to(smem.dtype))
-    fence_async_shared()
-    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)

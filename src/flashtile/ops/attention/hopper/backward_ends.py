@@ -6,7 +6,7 @@ at `cu_seqlens_q[b] // M + b`. Letters as in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.backward import LOG2_E, ROWS
+from flashtile.ops.attention.hopper.backward_pieces import LOG2_E, ROWS
 from flashtile.ops.attention.hopper.pieces import locate_tile
 
 
@@ -25,7 +25,7 @@ def attention_begin_kernel(
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr,
 ):  # fmt: skip
     """Writes lse in units of log2 and `delta = rowsum(dout · out) - dlse` of one tile, in the order that
-    `backward.load_statistics` reads, and zeros where the tile's dq will be summed."""
+    `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles

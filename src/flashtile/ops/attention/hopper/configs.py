@@ -21,8 +21,8 @@ MAX_ROWS = 2**30
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
 
-#: Up to this many queries, programs have few tiles, and small ones fill the device better.
-SHORT = 1024
+#: Numbers of queries up to which a sequence is short, medium and long.
+SHORT, MEDIUM, LONG = 1024, 2048, 8192
 
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
@@ -129,29 +129,36 @@ def column_chunks(head_dim: int) -> tuple[int, int]:
     return (half, rest) if rest < half else (whole, 0)
 
 
-#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+#: (widest head_dim, widest head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
-    # Three consumers: more queries per byte of keys (528; two consumers 445). Then 160 registers are too few for
+    # Three consumers: more queries per byte of keys (509; two consumers 451). Then 160 registers are too few for
     # `halves`, and nothing is gained by them at this width.
     (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False)),
     # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained.
-    (128, 128, HopperConfig(2, 128, 2, 240, 168, True, True)),
+    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
     # Shared memory: the queries stay there, and the output goes where they were.
     (192, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
     (192, 192, HopperConfig(2, 64, 3, 240, 168, False, True)),
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, False)),
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, True)),  # 684; without `halves` 674
 )
 
-#: Up to 64 columns, short sequences and windows: fewer rows to fill a tile with, or to mask at the edges of the band.
-#: The next tile's queries arrive early (15-25 % faster up to 1,024 tokens).
-_NARROW_SHORT = HopperConfig(2, 128, 4, 240, 168, True, True)
+#: Instead of the row of 64 columns, where sequences are short, and where there is a band: fewer rows of a tile are
+#: masked at its edges (causal, 2,048 tokens: 395; three consumers 333. 8,192 tokens: 456 and 449).
+_NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
+
+#: Instead of the row of 128 columns, up to `MEDIUM` queries: the next tile's queries arrive early (causal, 2,048
+#: tokens: 511 against 491). Products with queries in registers take longer to issue (8,192 tokens: 622 against 648).
+_QUERIES_EARLY = HopperConfig(2, 128, 2, 240, 168, True, True)
 
 
-def choose_config(head_dim: int, head_dim_v: int, max_seqlen_q: int, windowed: bool) -> HopperConfig:
-    """The first row that holds the head. `windowed`: keys left of a window are not visible."""
-    if max(head_dim, head_dim_v) <= 64 and (windowed or max_seqlen_q <= SHORT):
-        return _NARROW_SHORT
-    return next(config for widest, widest_v, config in _ROWS if head_dim <= widest and head_dim_v <= widest_v)
+def choose_config(head_dim: int, head_dim_v: int, max_seqlen_q: int, left: bool, right: bool) -> HopperConfig:
+    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible."""
+    widest = max(head_dim, head_dim_v)
+    if widest <= 64 and (left or max_seqlen_q <= (LONG if right else SHORT)):
+        return _NARROW
+    if 64 < widest <= 128 and max_seqlen_q <= MEDIUM:
+        return _QUERIES_EARLY
+    return next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
 
 
 def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int) -> bool:

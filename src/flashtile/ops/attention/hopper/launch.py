@@ -145,7 +145,9 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
-    config = choose_config(head_dim, head_dim_v, max_seqlen_q, spec.window_left is not None)
+    config = choose_config(
+        head_dim, head_dim_v, max_seqlen_q, spec.window_left is not None, spec.window_right is not None
+    )
     tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
     lines = heads if packed else batch * heads
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
