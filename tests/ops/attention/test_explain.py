@@ -32,8 +32,14 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
 
 def test_forward_and_backward_may_be_of_two_backends() -> None:
     found = _explain(device="sm_90")
-    assert found.backend == "hopper" and found.kernels[0].backend == "hopper"
+    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
+        ("forward", "hopper"), ("backward", "hopper"),
+    ]  # fmt: skip
     assert "2 computing warpgroups" in str(found.kernels[0]) and "forward (hopper)" in str(found)
+    ordered = _explain(device="sm_90", deterministic=True)
+    assert [(kernel.name, kernel.backend) for kernel in ordered.kernels] == [
+        ("forward", "hopper"), ("dq", "triton"), ("dkdv", "triton"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -56,11 +62,17 @@ def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str
 
 
 def test_tiles_follow_the_call() -> None:
-    full, causal = (_explain(device="sm_90", head_dim=64, causal=causal).kernels[1].tiles for causal in (False, True))
+    full, causal = (
+        _explain(device="sm_90", backend="triton", head_dim=64, causal=causal).kernels[1].tiles
+        for causal in (False, True)
+    )
     assert full != causal
-    assert _explain(device="sm_90", head_dim=64).kernels[2].tiles != _explain(device="sm_90").kernels[2].tiles
-    assert _explain(device="sm_90", seq=512, causal=True).kernels[2].tiles != _explain(
-        device="sm_90", causal=True
+    assert (
+        _explain(device="sm_90", backend="triton", head_dim=64).kernels[2].tiles
+        != _explain(device="sm_90", backend="triton").kernels[2].tiles
+    )
+    assert _explain(device="sm_90", backend="triton", seq=512, causal=True).kernels[2].tiles != _explain(
+        device="sm_90", backend="triton", causal=True
     ).kernels[2].tiles  # fmt: skip
 
 

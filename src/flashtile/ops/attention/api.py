@@ -96,7 +96,7 @@ def attention(
         return_lse: also return the log-sum-exp of each row's scores.
         deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
         backend: "auto" picks by device and call; "hopper", "triton", "cpu" or "reference" run that one or raise.
-            "hopper" is a forward so far: gradients come from "triton".
+            Where "hopper" serves only the forward, gradients come from "triton".
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse

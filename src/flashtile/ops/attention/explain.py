@@ -11,11 +11,9 @@ from flashtile._backends import devices
 from flashtile.ops.attention import checks, cpu, select
 from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, build_spec
 from flashtile.ops.attention.hopper import configs as hopper
-from flashtile.ops.attention.hopper.configs import HopperConfig, Phase
+from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.configs import Kernel, Situation, TileConfig, choose_tiles, is_long, shared_memory
-
-_KERNELS: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
 
 
 @dataclass(frozen=True)
@@ -23,14 +21,14 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" or "dkdv"; on the CPU what computes the call.
+        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward"; on the CPU what computes the call.
         tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
         shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
         backend: whose kernel it is: that of the backward may be another's than that of the forward.
     """
 
     name: str
-    tiles: TileConfig | HopperConfig | None = None
+    tiles: TileConfig | HopperConfig | BackwardConfig | None = None
     shared_memory: int = 0
     backend: str = ""
 
@@ -38,8 +36,11 @@ class KernelChoice:
         tiles = self.tiles
         if tiles is None:
             return self.name
+        chunk = ""
         if isinstance(tiles, HopperConfig):
-            warps, stages, chunk = f"{tiles.consumers} computing warpgroups and a loading warp", tiles.stages, ""
+            warps, stages = f"{tiles.consumers} computing warpgroups and a loading warp", tiles.stages
+        elif isinstance(tiles, BackwardConfig):
+            warps, stages = "3 computing warpgroups and a loading warp", tiles.stages
         else:
             warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
             chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
@@ -108,8 +109,8 @@ def explain(
         device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or
             "gfx942". Default: q's.
 
-    The other arguments are those of `attention` and `attention_varlen`. `return_lse` and `deterministic` do not
-    change the choice: every backend returns lse, and the gradients of all are deterministic.
+    The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not
+    change the choice; with `deterministic`, gradients come from kernels that sum in a fixed order.
 
     Raises:
         TypeError, ValueError: as the call itself would, and for a device that is not known.
@@ -185,15 +186,22 @@ def _kernels(
         return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[1]),)
     if forward == "reference":
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
+    heads = q.shape[-1], v.shape[-1]
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
-    situation = Situation(q.dtype, q.shape[-1], v.shape[-1], spec.banded, long)
-    kernels = []
-    for kernel in _KERNELS:
-        if kernel == "forward" and forward == "hopper":
-            heads = q.shape[-1], v.shape[-1]
-            config = hopper.choose_config(*heads, side.max_seqlen_q, spec.window_left is not None)
-            kernels.append(KernelChoice(kernel, config, hopper.shared_memory(config, *heads), forward))
-        else:
-            tiles = choose_tiles(kernel, facts, situation)
-            kernels.append(KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton"))
-    return tuple(kernels)
+    situation = Situation(q.dtype, *heads, spec.banded, long)
+
+    def portable(kernel: Kernel) -> KernelChoice:
+        tiles = choose_tiles(kernel, facts, situation)
+        return KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton")
+
+    if forward == "hopper":
+        config = hopper.choose_config(
+            *heads, side.max_seqlen_q, spec.window_left is not None, spec.window_right is not None
+        )
+        first = KernelChoice("forward", config, hopper.shared_memory(config, *heads), forward)
+    else:
+        first = portable("forward")
+    if backward == "hopper":
+        cut = hopper.choose_backward_config(*heads)
+        return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
+    return first, portable("dq"), portable("dkdv")
