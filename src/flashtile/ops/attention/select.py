@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -114,24 +114,33 @@ def implementation(
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
     """
-    device = q.device
     if not q.is_cuda:
-        return _implementation(backend, device.type, q.dtype, None)
-    arch = devices.device_facts(device).arch
-    return _implementation(backend, device.type, q.dtype, hopper_call(phase, arch, q, k, v, side, spec))
+        return _implementation(backend, q.device.type, q.dtype, None)
+    return _gpu_implementation(backend, q.device, phase, *_hopper_facts(q, k, v, side, spec))
 
 
 def hopper_call(
     phase: hopper.Phase, arch: str, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
 ) -> hopper.HopperCall:
     """The facts that decide whether the Hopper kernels serve a call."""
+    return hopper.HopperCall(phase, arch, *_hopper_facts(q, k, v, side, spec))
+
+
+def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple:
+    """Those of a call itself, in the order of `HopperCall`."""
     head_dim = q.shape[-1]
     # Of a scale that is not positive, the sign goes into a copy of q, whose rows lie side by side.
-    aligned = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim % 8 == 0)
+    readable = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim % 8 == 0)
+    if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
+        readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
-    return hopper.HopperCall(
-        phase, arch, q.dtype, head_dim, v.shape[-1], aligned, dropout, key_lengths, spec.deterministic
-    )
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, spec.deterministic
+
+
+@functools.lru_cache(maxsize=4096)
+def _gpu_implementation(backend: str, device: torch.device, phase: hopper.Phase, *facts: Any) -> ModuleType:
+    call = hopper.HopperCall(phase, devices.device_facts(device).arch, *facts)
+    return _implementation(backend, device.type, call.dtype, call)
 
 
 @functools.cache

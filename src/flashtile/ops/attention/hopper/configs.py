@@ -15,8 +15,8 @@ Phase = Literal["forward", "backward"]
 #: Widest head of q and k, and of v.
 MAX_HEAD_DIM = 256
 
-#: Rows of a sequence, or of all sequences of a packed call: see `flashtile._backends.tma.packed_layout`.
-MAX_ROWS = 2**30
+#: Rows of all sequences of a packed call: see `flashtile._backends.tma.packed_layout`.
+MAX_PACKED_ROWS = 2**30
 
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
@@ -106,13 +106,11 @@ def obstacle(call: HopperCall) -> str | None:
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read 16-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples of 16
-    bytes, and a packed one has no more rows than its descriptor."""
+    bytes."""
     bits = 0
     for tensor in tensors:
         strides = tensor.stride()
         bits |= tensor.data_ptr() | 2 * (strides[0] | strides[1] | strides[-2])
-        if tensor.shape[-3] > MAX_ROWS:
-            return False
     return bits % 16 == 0
 
 

@@ -62,13 +62,14 @@ class Plan(NamedTuple):
     Attributes:
         programs: 0 where there is nothing to launch; outputs are then filled.
         dynamic: programs take tiles as they come, and the launch needs counters.
-        makers: for each of `_MOVED`, of each chunk: what makes its descriptor, or None.
+        makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
+            the place of a second one that there is not.
     """
 
     launch: Callable[..., None]
     programs: int
     dynamic: bool
-    makers: tuple[tuple[Callable[[int], tuple] | None, ...], ...]
+    makers: tuple[Callable[[int], tuple], ...]
     scalars: tuple[int | float, ...]
     outputs: tuple[Layout, Layout]
 
@@ -77,7 +78,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, *_ = side
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _, _, _ = side
     plan = _plan(
         q.dtype,
         q.device,
@@ -87,17 +88,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         max_seqlen_q,
         spec,
     )
-    out, lse = (empty(*layout, q.device) for layout in plan.outputs)
+    out_layout, lse_layout = plan.outputs
+    out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
     if not plan.programs:
         return out.zero_(), lse.fill_(float("-inf"))
-    descriptors: list = []
-    for tensor, makers in zip((q, k, v, out), plan.makers):
-        address = tensor.data_ptr()
-        for make in makers:
-            descriptors += (None,) if make is None else make(address)
-    counter = _counter(q.device) if plan.dynamic else None
-    pointers = (None if tensor is None else tensor.data_ptr() for tensor in (lse, counter, cu_seqlens_q, cu_seqlens_k))
-    plan.launch(plan.programs, *descriptors, *pointers, *plan.scalars)
+    of_q, of_k, of_v, of_out = plan.makers
+    plan.launch(
+        plan.programs,
+        *of_q(q.data_ptr()),
+        *of_k(k.data_ptr()),
+        *of_v(v.data_ptr()),
+        *of_out(out.data_ptr()),
+        lse.data_ptr(),
+        _counter(q.device).data_ptr() if plan.dynamic else None,
+        None if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+        None if cu_seqlens_k is None else cu_seqlens_k.data_ptr(),
+        *plan.scalars,
+    )
     return out, lse
 
 
@@ -188,13 +195,26 @@ def _launch_nothing(programs: int, *arguments: object) -> None:
 
 def _makers(
     variant: Variant, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...]
-) -> tuple[tuple[Callable[[int], tuple] | None, ...], ...]:
+) -> tuple[Callable[[int], tuple], ...]:
     describe = packed_layout if variant.packed else TensorLayout
-    layouts = [describe(tuple(shape), tuple(stride)) for shape, stride in zip(shapes, strides)]
     return tuple(
-        tuple(None if box is None else descriptor_maker(variant.dtype, box, layout) for box in boxes)
-        for boxes, layout in zip(_boxes(variant), layouts)
+        _chunks_maker(variant.dtype, boxes, describe(tuple(shape), tuple(stride)))
+        for boxes, shape, stride in zip(_boxes(variant), shapes, strides)
     )
+
+
+def _chunks_maker(
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout
+) -> Callable[[int], tuple]:
+    """What makes the descriptors of both chunks of a tensor."""
+    whole, rest = (None if box is None else descriptor_maker(dtype, box, layout) for box in boxes)
+    assert whole is not None
+
+    @functools.lru_cache(maxsize=64)
+    def make(address: int) -> tuple:
+        return (*whole(address), *((None,) if rest is None else rest(address)))
+
+    return make
 
 
 def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
