@@ -16,6 +16,8 @@ import torch
 
 import flashtile
 from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile.bench.cases import Case
+from flashtile.bench.tables import table_of
 from flashtile.ops.attention.select import choose_backend
 from flashtile.ops.attention.spec import BACKENDS
 
@@ -23,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
@@ -131,32 +134,53 @@ def test_support_table_is_that_of_the_code():
         assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
 
 
-def _milliseconds(record: str) -> dict[str, dict[tuple, float]]:
-    """Implementation -> (head_dim, causal, seq, phase) -> ms, of the rows that have a speed."""
-    times: dict[str, dict[tuple, float]] = {}
+def _milliseconds(record: str) -> dict[str, dict[tuple[Case, str], float]]:
+    """Implementation -> (case, phase) -> ms, of the rows that have a speed."""
+    times: dict[str, dict[tuple[Case, str], float]] = {}
     for row in json.loads((ROOT / "benchmarks/results" / record).read_text("utf-8"))["rows"]:
-        case = row["case"]
         if row["ms"] is not None:
-            times.setdefault(row["impl"], {})[case["D"], case["causal"], case["S"], row["phase"]] = row["ms"]
+            times.setdefault(row["impl"], {})[Case.from_record(row["case"]), row["phase"]] = row["ms"]
     return times
 
 
+def _compared(record: str, ours: str, peers: tuple[str, ...], table: str = "default") -> list[str]:
+    """Cells of a README row: how many cases of the table; then, for each phase, the speed of ours over that of the
+    fastest peer, as mean and lowest, and in how many cases it is below 1."""
+    times = _milliseconds(record)
+    cells = []
+    for phase in ("fwd", "bwd"):
+        rows = [row for row in times[ours] if row[1] == phase and table_of(row[0]) == table]
+        best = {row: [times[peer][row] for peer in peers if row in times[peer]] for row in rows}
+        ratios = [min(ms) / times[ours][row] for row, ms in best.items() if ms]
+        mean, slower = statistics.geometric_mean(ratios), sum(ratio < 1 for ratio in ratios)
+        cells += [str(len(ratios)), f"{mean:.2f} ({min(ratios):.2f})", str(slower)]
+    assert cells[0] == cells[3]
+    return cells[:3] + cells[4:]
+
+
 def test_speeds_are_those_of_the_record():
-    times = _milliseconds("h200-attention-portable.json")
-    ours = times["flashtile-triton"]
-    readme = (ROOT / "README.md").read_text("utf-8")
-    for head_dim, mask, seq, *speeds in _table(readme, "head_dim")[1:]:
-        for impl, cell in zip(("flashtile-triton", "flex", "sdpa-flash", "sdpa-cudnn"), speeds, strict=True):
+    times = _milliseconds("h200-attention.json")
+    for head_dim, mask, seq, *speeds in _table((ROOT / "README.md").read_text("utf-8"), "head_dim")[1:]:
+        width, length, causal = int(head_dim), int(seq.replace(",", "")), mask == "causal"
+        case = Case(16384 // length, length, 2048 // width, 2048 // width, width, width, causal=causal)
+        for impl, cell in zip(("flashtile-hopper", *PEERS), speeds, strict=True):
             for (phase, factor), speed in zip((("fwd", 1), ("bwd", 2.5)), cell.split(" / "), strict=True):
-                length = int(seq.replace(",", ""))
-                flops = factor * 4 * 16384 * length * 2048 / (2 if mask == "causal" else 1)
-                ms = times[impl][int(head_dim), mask == "causal", length, phase]
-                assert round(flops / ms / 1e9) == int(speed), (head_dim, mask, seq, impl)
-    for impl, (_, rows, *cells) in zip(("sdpa-flash", "flex", "sdpa-cudnn"), _table(readme, "against")[1:]):
-        for phase, cell in zip(("fwd", "bwd"), cells, strict=True):
-            ratios = [ms / ours[case] for case, ms in times[impl].items() if case[3] == phase]
-            assert len(ratios) == int(rows)
-            assert cell == f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f})", (impl, phase)
+                flops = factor * 4 * 16384 * length * 2048 / (2 if causal else 1)
+                assert round(flops / times[impl][case, phase] / 1e9) == int(speed), (head_dim, mask, seq, impl)
+
+
+def test_comparisons_are_those_of_the_records():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    hopper = functools.partial(_compared, "h200-attention.json", "flashtile-hopper")
+    portable = functools.partial(_compared, "h200-attention-portable.json", "flashtile-triton")
+    against = [hopper((peer,)) for peer in PEERS]
+    others = [hopper((*PEERS, "torch-varlen"), table) for table in ("grouped", "mla", "window", "varlen")]
+    older = [portable((peer,)) for peer in ("sdpa-flash", "flex", "sdpa-cudnn")]
+    assert [cells for _, *cells in _table(readme, "`hopper` against")[1:]] == [*against, hopper(PEERS)]
+    assert [cells for _, *cells in _table(readme, "`hopper` against the fastest peer")[1:]] == others
+    assert [cells for _, *cells in _table(readme, "`triton` against")[1:]] == older
+    versions = json.loads((ROOT / "benchmarks/results/h200-attention.json").read_text("utf-8"))["versions"]
+    assert f"FlashAttention-4 {versions['flash-attn-4']}" in readme
 
 
 def test_host_times_are_those_of_the_record():
