@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
+from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton import launch
@@ -163,6 +164,12 @@ def compile_hopper(call: Call) -> Binary:
     """The binary that a forward of the Hopper kernels launches."""
     variant = hopper_plan(call).launch
     compiled = compile_kernel(hopper_launch.kernel_source(variant), KNOWN_DEVICES["sm_90"])
+    return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
+
+
+def compile_hopper_backward(kernel: str, variant: hopper_backward_launch.BackwardVariant) -> Binary:
+    """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
+    compiled = compile_kernel(hopper_backward_launch.backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
     return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 

@@ -19,10 +19,10 @@ if devices.interpreting():
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import configs, launch
+from flashtile.ops.attention.hopper import backward_launch, configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from hopper_forms import FORMS
-from machine_code import Binary, Call, compile_hopper, hopper_plan, sass, serialised_products
+from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
 _CALL = Call(head_dim=128, head_dim_v=128)
@@ -64,9 +64,8 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
-    for lacking in ({"deterministic": True}, {"head_dim": 36}):
-        assert _chosen("forward", "hopper", **lacking) == "hopper"
-        assert _chosen("backward", **lacking) == _chosen("backward", "hopper", **lacking) == "triton"
+    assert _chosen("forward", "hopper", head_dim=36) == "hopper"
+    assert _chosen("backward", head_dim=36) == _chosen("backward", "hopper", head_dim=36) == "triton"
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -234,6 +233,45 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
+
+
+#: Head sizes, packed or not, with a window on the left, dq in order: each row of the backward's table, all features.
+_BACKWARD_FORMS = {
+    "64": ((64, 64), False, False, False),
+    "64-packed-window-ordered": ((64, 64), True, True, True),
+    "128": ((128, 128), False, False, False),
+    "128-packed-window-ordered": ((128, 128), True, True, True),
+    "256": ((256, 256), False, False, False),
+    "256-packed-window-ordered": ((256, 256), True, True, True),
+    "192x128-ordered": ((192, 128), False, False, True),
+}
+#: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars.
+_BACKWARD_SPILLS = 200
+
+
+@pytest.mark.parametrize("form", _BACKWARD_FORMS)
+def test_machine_code_of_the_backward(form: str) -> None:
+    heads, packed, left, ordered = _BACKWARD_FORMS[form]
+    config = configs.choose_backward_config(*heads)
+    index_dtypes = (torch.int32, torch.int32) if packed else None
+    variant = backward_launch.BackwardVariant(
+        torch.bfloat16, *heads, config, packed, left, True, False, False, ordered, index_dtypes
+    )
+    binary = compile_hopper_backward("main", variant)
+    assert binary.shared_memory <= configs.backward_shared_memory(config, *heads) <= _LIMIT
+    assert binary.spilled <= _BACKWARD_SPILLS
+    assert serialised_products(binary, "sm_90a") == []
+    assert any("HGMMA" in line for line in _instructions(binary))
+    for kernel in ("begin", "end"):
+        assert compile_hopper_backward(kernel, variant).spilled == 0
+
+
+def test_every_head_of_the_backward_fits_shared_memory() -> None:
+    for head_dim, head_dim_v in _HEADS:
+        config = configs.choose_backward_config(head_dim, head_dim_v)
+        assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        # Four warpgroups of 128 registers a thread to begin with; the sums' warpgroup needs 72 of what is left.
+        assert 2 * config.registers + 24 + 72 <= 4 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -134,7 +134,7 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
-    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, spec.deterministic
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths
 
 
 @functools.lru_cache(maxsize=4096)

@@ -37,6 +37,8 @@ from flashtile._backends.gluon import (
 from flashtile.ops.attention.hopper.backward_pieces import (
     LOG2_E,
     ROWS,
+    begin_turn,
+    end_turn,
     load_statistics,
     mask_probs,
     pack,
@@ -68,23 +70,25 @@ class Form:
     """What the compiled main kernel is specialised for.
 
     KEYS: keys of a program, M: queries of a tile, SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for
-    the `dsᵀ` and `pᵀ` that one warpgroup passes on to another.
+    the `dsᵀ` and `pᵀ` that one warpgroup passes on to another, ORDERED: the key tiles add to dq in their order.
     """
 
     KEYS: gl.constexpr
     M: gl.constexpr
     SUM_COLUMNS: gl.constexpr
     HANDOVERS: gl.constexpr
+    ORDERED: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, KEYS, M, SUM_COLUMNS, HANDOVERS, PACKED, HAS_LEFT, HAS_RIGHT):
+    def __init__(self, KEYS, M, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT):
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
         self.SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
         self.HANDOVERS = gl.constexpr(HANDOVERS)
+        self.ORDERED = gl.constexpr(ORDERED)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -126,29 +130,36 @@ class Walk:
 
 
 @gluon.jit
-def step_of(walk, it):
-    """Head (from the first one) and query tile of step `it`."""
-    return it // walk.steps, walk.begin + it % walk.steps
+def step_of(walk, it, form):
+    """Head (from the first one) and query tile of step `it`. In order, all programs go from the last tile to the first:
+    then each follows the one before it by a single step, with or without a causal mask."""
+    within = it % walk.steps
+    if form.ORDERED:
+        within = walk.steps - 1 - within
+    return it // walk.steps, walk.begin + within
 
 
 @gluon.jit
 def attention_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, statistics_desc, sums_desc, dk_desc, dv_desc,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     KEYS: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr,
-    SPLIT_ROLES: gl.constexpr,
+    SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
 ):  # fmt: skip
     """`tiles` key tiles (packed: slots) on each line of a key/value head, `query_tiles` likewise of a query head.
+    `turns_ptr`: for each query tile how many key tiles have added to its dq, zeros at the start; None if not ORDERED.
     `scale` > 0. Other arguments as in the forward kernel."""
     UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     lines = heads_kv if PACKED else batch * heads_kv
-    tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN)
-    if HAS_RIGHT and not PACKED:
-        tile = tiles - 1 - tile  # the first keys are seen by the most queries
+    tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN or ORDERED)
+    if ORDERED or (HAS_RIGHT and not PACKED):
+        # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
+        # which have started before them.
+        tile = tiles - 1 - tile
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
         tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, KEYS, PACKED
     )
@@ -169,7 +180,7 @@ def attention_backward_kernel(
         gl.to_tensor(steps), gl.to_tensor(group * steps), gl.to_tensor(full_begin), gl.to_tensor(full_end),
         gl.to_tensor(place), gl.to_tensor(query_tiles),
     )  # fmt: skip
-    form = Form(KEYS, M, SUM_COLUMNS, HANDOVERS, PACKED, HAS_LEFT, HAS_RIGHT)
+    form = Form(KEYS, M, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT)
     READERS: gl.constexpr = 2
     k = make_ring(k_desc, None, WARPGROUPS, 1)
     v = make_ring(v_desc, None, WARPGROUPS, 1)
@@ -184,7 +195,9 @@ def attention_backward_kernel(
         walk, form, k, v, q, dout, statistics, q_desc, k_desc, v_desc, dout_desc, statistics_desc,
         head_kv, first, begin_k, seq_k,
     )  # fmt: skip
-    summing = (walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc)
+    summing = (
+        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
+    )  # fmt: skip
     storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc)
     seeing = (first, shift, seq_k, window_left, window_right, scale)
     if SPLIT_ROLES:
@@ -225,7 +238,7 @@ def _producer(
         row = first + which * ROWS
         load_tile(v, which, v_desc, None, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     for it in range(walk.total):
-        head, tile = step_of(walk, it)
+        head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         row = tile * form.M
         mbarrier.wait(q.empty.index(stage), phase ^ 1)
@@ -261,7 +274,7 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     mbarrier.wait(k.full.index(WHICH), 0)
     mbarrier.wait(v.full.index(WHICH), 0)
     for it in range(walk.total):
-        _, tile = step_of(walk, it)
+        _, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
         q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
@@ -311,7 +324,7 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
     dv, dv_rest = wide_zeros(dout.WIDTH)
     mbarrier.wait(k.full.index(0), 0)
     for it in range(walk.total):
-        _, tile = step_of(walk, it)
+        _, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
         q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
@@ -395,7 +408,9 @@ def _await_last_sum(walk, form, dscores_empty):
 
 
 @gluon.jit
-def _sum_dq(walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc):
+def _sum_dq(
+    walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
+):  # fmt: skip
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums."""
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
@@ -404,9 +419,11 @@ def _sum_dq(walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc
     for which in gl.static_range(WARPGROUPS):
         mbarrier.wait(k.full.index(which), 0)
     for it in range(walk.total):
-        head, tile = step_of(walk, it)
+        head, tile = step_of(walk, it, form)
         place, phase = place_of(it, form.HANDOVERS)
-        line = (walk.place + head * walk.line + tile) * (PARTS * k.WIDTH)
+        number = walk.place + head * walk.line + tile
+        if form.ORDERED:
+            turn_seen = gl.load(turns_ptr + number, volatile=True)
         mbarrier.wait(dscores_full.index(place), phase)
         for part in gl.static_range(PARTS):
             for column in gl.static_range(0, k.WIDTH, form.SUM_COLUMNS):
@@ -419,8 +436,33 @@ def _sum_dq(walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc
                     if form.SUM_COLUMNS < k.WIDTH:
                         k_tile = k_tile.slice(column, form.SUM_COLUMNS, dim=1)
                     dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+                if form.ORDERED and part == 0 and column == 0:
+                    if it > 0:  # while this product is computed
+                        end_turn(turns_ptr + _number_before(walk, it, form))
                 dq = warpgroup_mma_wait(0, [dq])
                 if (part == PARTS - 1) and (column == k.WIDTH - form.SUM_COLUMNS):
                     release(dscores_empty.index(place))
-                store_sums(sums_desc, sums, dq, line + part * k.WIDTH + column)
+                if form.ORDERED and part == 0 and column == 0:
+                    turn = first // form.KEYS - _first_adder(tile, shift, window_left, form)
+                    begin_turn(turns_ptr + number, turn_seen, turn)
+                store_sums(sums_desc, sums, dq, (number * PARTS + part) * k.WIDTH + column)
+    if form.ORDERED:
+        if walk.total > 0:
+            end_turn(turns_ptr + _number_before(walk, walk.total, form))
     tma_store_wait(0)
+
+
+@gluon.jit
+def _number_before(walk, it, form):
+    """Number, among all tiles of statistics and sums, of the tile of the step before `it`."""
+    head, tile = step_of(walk, it - 1, form)
+    return walk.place + head * walk.line + tile
+
+
+@gluon.jit
+def _first_adder(tile, shift, window_left, form):
+    """The first key tile that a query tile sees."""
+    first = 0
+    if form.HAS_LEFT:
+        first = gl.maximum(tile * form.M + shift - window_left, 0) // form.KEYS
+    return first

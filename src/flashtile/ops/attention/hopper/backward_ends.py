@@ -19,13 +19,14 @@ def _row_layout(WIDTH):
 
 @gluon.jit
 def attention_begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, cu_seqlens_q_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
-    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr,
+    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Writes lse in units of log2 and `delta = rowsum(dout · out) - dlse` of one tile, in the order that
-    `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed."""
+    `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed
+    and where key tiles count their turns to do so."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -58,6 +59,8 @@ def attention_begin_kernel(
     gl.store(base + place, gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
     gl.store(base + M + place, delta)
 
+    if ORDERED:
+        gl.store(turns_ptr + number, 0)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     gl.store(sums_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, flat), gl.zeros([M * D], gl.float32, flat))
 

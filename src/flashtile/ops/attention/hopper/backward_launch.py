@@ -47,6 +47,7 @@ class BackwardVariant(NamedTuple):
     has_right: bool
     top_left: bool
     has_dlse: bool
+    ordered: bool
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
 
 
@@ -84,7 +85,7 @@ def backward(
     side: SideInputs,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the three kernels. The sums of dq are added up in no fixed order. Returns (dq, dk, dv)."""
+    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`."""
     if not q.numel() or not k.numel() or not v.numel():
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     sign = 1
@@ -102,12 +103,14 @@ def backward(
         dlse is not None,
     )
     dq, dk, dv, statistics, sums = (empty(*layout, q.device) for layout in plan.outputs)
+    turns = torch.empty(plan.end.programs, dtype=torch.int32, device=q.device) if spec.deterministic else None
     cu_seqlens_q, cu_seqlens_k = (None if t is None else t.data_ptr() for t in side[:2])
-    pointers = (None if t is None else t.data_ptr() for t in (out, dout, lse, dlse, statistics, sums))
+    pointers = (None if t is None else t.data_ptr() for t in (out, dout, lse, dlse, statistics, sums, turns))
     plan.begin.launch(plan.begin.programs, *pointers, cu_seqlens_q, *plan.begin.scalars)
     moved = (q, k, v, dout, statistics, sums, dk, dv)
     descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
-    plan.main.launch(plan.main.programs, *descriptors, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
+    turns_pointer = None if turns is None else turns.data_ptr()
+    plan.main.launch(plan.main.programs, *descriptors, turns_pointer, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
     plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     return dq if sign == 1 else dq.mul_(sign), dk, dv
 
@@ -151,6 +154,7 @@ def _plan(
         spec.window_right is not None,
         spec.banded and spec.top_left,
         has_dlse,
+        spec.deterministic,
         index_dtypes,
     )
     query_tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
@@ -269,6 +273,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
         "HAS_DLSE": variant.has_dlse,
+        "ORDERED": variant.ordered,
     }
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -298,6 +303,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "dlse_ptr": ("*fp32", 1) if variant.has_dlse else ("constexpr", 1),
         "statistics_ptr": ("*fp32", 16),
         "sums_ptr": ("*fp32", 16),
+        "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
         "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
         "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
         "scale": ("fp32", 1),

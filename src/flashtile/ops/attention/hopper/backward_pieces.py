@@ -171,3 +171,31 @@ def store_wide_rows(
         tile.store(block.to(smem.dtype))
     fence_async_shared()
     tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)
+
+
+@gluon.jit
+def begin_turn(turn_ptr, seen, turn):
+    """Waits until so many key tiles have added to the sums of a query tile; `seen`: how many had, a while ago."""
+    while seen < turn:
+        seen = gl.load(turn_ptr, volatile=True)
+
+
+@gluon.jit
+def end_turn(turn_ptr):
+    """Waits until what was added has arrived in device memory, and lets the next key tile add."""
+    _await_additions(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
+    gl.thread_barrier()
+    gl.atomic_add(turn_ptr, 1, sem="release")
+
+
+@gluon.jit
+def _await_additions(anything):
+    """`tma_store_wait` waits only until shared memory has been read. The operand gives the instruction its threads."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
+        "=r,r,~{memory}",
+        [anything],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -67,7 +67,6 @@ class HopperCall(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
-        deterministic: the gradients must be the same, bit for bit, in every run.
     """
 
     phase: Phase
@@ -78,15 +77,12 @@ class HopperCall(NamedTuple):
     aligned: bool
     dropout: bool
     key_lengths: bool
-    deterministic: bool = False
 
 
 def obstacle(call: HopperCall) -> str | None:
     """Why the Hopper kernels cannot serve a call; None when they can."""
     if call.arch != "sm_90":
         return f"its kernels are for sm_90, and the tensors are on {call.arch or 'no GPU'}"
-    if call.phase == "backward" and call.deterministic:
-        return "it adds up dq in no fixed order; with deterministic=True the portable kernels compute the gradients"
     if call.dtype not in (torch.float16, torch.bfloat16):
         return f"its kernels take float16 and bfloat16, not {str(call.dtype).removeprefix('torch.')}"
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
