@@ -1,7 +1,12 @@
-"""Calls that together run every shipped form of the Hopper kernels, for the tests of their machine code."""
+"""Calls that together run every shipped form of the Hopper forward, and forms of the backward, for the tests of their
+machine code."""
 
 from __future__ import annotations
 
+import torch
+
+from flashtile.ops.attention.hopper.backward_launch import BackwardVariant
+from flashtile.ops.attention.hopper.configs import choose_backward_config
 from machine_code import Call
 
 _HEADS = {
@@ -29,4 +34,24 @@ _MASKS = {
 #: "<head>-<mask>" -> call.
 FORMS = {
     f"{head}-{mask}": call._replace(**changes) for head, call in _HEADS.items() for mask, changes in _MASKS.items()
+}
+
+
+def _backward(head_dim: int, head_dim_v: int, packed: bool, left: bool, ordered: bool) -> BackwardVariant:
+    config = choose_backward_config(head_dim, head_dim_v)
+    index_dtypes = (torch.int32, torch.int32) if packed else None
+    return BackwardVariant(
+        torch.bfloat16, head_dim, head_dim_v, config, packed, left, True, False, False, ordered, index_dtypes
+    )
+
+
+#: Each row of the backward's table, plain and with all features: packed, a window, dq in order.
+BACKWARD_FORMS = {
+    "64": _backward(64, 64, False, False, False),
+    "64-packed-window-ordered": _backward(64, 64, True, True, True),
+    "128": _backward(128, 128, False, False, False),
+    "128-packed-window-ordered": _backward(128, 128, True, True, True),
+    "256": _backward(256, 256, False, False, False),
+    "256-packed-window-ordered": _backward(256, 256, True, True, True),
+    "192x128-ordered": _backward(192, 128, False, False, True),
 }

@@ -14,21 +14,26 @@ import sys
 
 import triton
 
-from hopper_forms import FORMS
-from machine_code import compile_hopper, serialised_products
+from hopper_forms import BACKWARD_FORMS, FORMS
+from machine_code import Binary, compile_hopper, compile_hopper_backward, serialised_products
+
+
+def report(name: str, binary: Binary) -> bool:
+    """Prints a line. Returns whether products are serialised."""
+    serialised = bool(serialised_products(binary, "sm_90a"))
+    print(
+        f"triton {triton.__version__} {name}: {binary.shared_memory} bytes of shared memory, "
+        f"{binary.spilled} spilled{', SERIALISED' if serialised else ''}",
+        flush=True,
+    )
+    return serialised
 
 
 def main() -> int:
-    problems = 0
-    for name, call in FORMS.items():
-        binary = compile_hopper(call)
-        serialised = serialised_products(binary, "sm_90a")
-        problems += bool(serialised)
-        print(
-            f"triton {triton.__version__} {name}: {binary.shared_memory} bytes of shared memory, "
-            f"{binary.spilled} spilled{', SERIALISED' if serialised else ''}",
-            flush=True,
-        )
+    problems = sum(report(f"forward {name}", compile_hopper(call)) for name, call in FORMS.items())
+    for name, variant in BACKWARD_FORMS.items():
+        for kernel in ("begin", "main", "end"):
+            problems += report(f"backward {name} {kernel}", compile_hopper_backward(kernel, variant))
     return problems
 
 

@@ -26,6 +26,9 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 
+# `barrier` since 3.7.
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
 if hasattr(tma, "async_atomic_add"):
     tma_reduce_add = tma.async_atomic_add
 else:
@@ -54,6 +57,7 @@ __all__ = [
     "gluon",
     "mbarrier",
     "reinterpret",
+    "thread_barrier",
     "tma_load",
     "tma_reduce_add",
     "tma_store",

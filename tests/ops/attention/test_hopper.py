@@ -19,9 +19,9 @@ if devices.interpreting():
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from hopper_forms import FORMS
+from hopper_forms import BACKWARD_FORMS, FORMS
 from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
@@ -235,28 +235,14 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
 
 
-#: Head sizes, packed or not, with a window on the left, dq in order: each row of the backward's table, all features.
-_BACKWARD_FORMS = {
-    "64": ((64, 64), False, False, False),
-    "64-packed-window-ordered": ((64, 64), True, True, True),
-    "128": ((128, 128), False, False, False),
-    "128-packed-window-ordered": ((128, 128), True, True, True),
-    "256": ((256, 256), False, False, False),
-    "256-packed-window-ordered": ((256, 256), True, True, True),
-    "192x128-ordered": ((192, 128), False, False, True),
-}
 #: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars.
 _BACKWARD_SPILLS = 200
 
 
-@pytest.mark.parametrize("form", _BACKWARD_FORMS)
+@pytest.mark.parametrize("form", BACKWARD_FORMS)
 def test_machine_code_of_the_backward(form: str) -> None:
-    heads, packed, left, ordered = _BACKWARD_FORMS[form]
-    config = configs.choose_backward_config(*heads)
-    index_dtypes = (torch.int32, torch.int32) if packed else None
-    variant = backward_launch.BackwardVariant(
-        torch.bfloat16, *heads, config, packed, left, True, False, False, ordered, index_dtypes
-    )
+    variant = BACKWARD_FORMS[form]
+    config, heads = variant.config, (variant.head_dim, variant.head_dim_v)
     binary = compile_hopper_backward("main", variant)
     assert binary.shared_memory <= configs.backward_shared_memory(config, *heads) <= _LIMIT
     assert binary.spilled <= _BACKWARD_SPILLS

@@ -7,6 +7,8 @@ from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
+    thread_barrier,
     tma_reduce_add,
     tma_store,
     tma_store_wait,
@@ -78,7 +80,7 @@ def store_sums(sums_desc, smem, dq, line):
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     tma_store_wait(0)  # until the block before has been read from there
     blocks = gl.permute(gl.reshape(dq, [ROWS, COLUMNS // 8, 8]), [1, 0, 2])
-    smem._reinterpret(gl.float32, [COLUMNS // 8, ROWS, 8], plain).store(blocks)
+    reinterpret(smem, gl.float32, [COLUMNS // 8, ROWS, 8], plain).store(blocks)
     fence_async_shared()
     tma_reduce_add(sums_desc, (line, 0), smem)
 
@@ -100,7 +102,7 @@ def load_statistics(smem, KIND: gl.constexpr, QUERIES: gl.constexpr, s_layout: g
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     layout: gl.constexpr = _statistics_layout(QUERIES)
-    quads = smem._reinterpret(gl.float32, [2, QUERIES // 16, 4, 2, 2], plain).index(KIND).load(layout)
+    quads = reinterpret(smem, gl.float32, [2, QUERIES // 16, 4, 2, 2], plain).index(KIND).load(layout)
     numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
     return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
 
@@ -184,7 +186,7 @@ def begin_turn(turn_ptr, seen, turn):
 def end_turn(turn_ptr):
     """Waits until what was added has arrived in device memory, and lets the next key tile add."""
     _await_additions(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
-    gl.thread_barrier()
+    thread_barrier()
     gl.atomic_add(turn_ptr, 1, sem="release")
 
 
