@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from flashtile._backends import devices
+from flashtile._backends.alignment import power_of_two_factor
 
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from flashtile.ops.attention.triton.launch import _power_of_two_factor, kernel_source
+from flashtile.ops.attention.triton.launch import kernel_source
 from machine_code import Call, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -154,8 +155,8 @@ def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, 
 @pytest.mark.parametrize(
     "numbers, factor", [((0,), 16), ((64, 48), 16), ((64, 8), 8), ((64, 6), 2), ((1000, 7), 1), ((), 16)]
 )
-def test_power_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
-    assert _power_of_two_factor(*numbers) == factor
+def testpower_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
+    assert power_of_two_factor(*numbers) == factor
 
 
 def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:

@@ -14,6 +14,7 @@ from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.configs import Kernel, Situation, TileConfig, choose_tiles, is_long, shared_memory
+from flashtile.ops.common.backends import BackendChoice
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def explain(
     interpreting = device_type == "cpu" and devices.interpreting()
     rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
 
-    def choose(phase: Phase) -> select.BackendChoice:
+    def choose(phase: Phase) -> BackendChoice:
         call = None
         if device_type == "cuda":
             call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.common import dispatch
 
 _SIDE_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
@@ -39,14 +39,12 @@ _backward_op = torch.ops.flashtile.attention_backward.default
 _SIDE = len(SideInputs._fields)
 _SPEC = _SIDE + len(AttentionSpec._fields)
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
 
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse)."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if dispatch.transformed():
         return _TransformedAttention.apply(q, k, v, *side, *spec, backend)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if torch.compiler.is_compiling():
@@ -56,25 +54,10 @@ def run_attention(
     return _run_forward(q, k, v, side, spec, backend)
 
 
-def _unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether PyTorch's dispatcher would only pass the call on: nothing else intercepts, records or traces it."""
-    return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and (q.is_cuda or q.is_cpu)
-        and not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
-    )
-
-
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
-    if _unobserved(q, k, v):
+    if dispatch.unobserved(q, k, v):
         return _forward(q, k, v, side, spec, backend)
     return _forward_op(q, k, v, *side, *spec, backend)
 
@@ -113,7 +96,7 @@ class _Attention(torch.autograd.Function):
         tensors = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = _DifferentiableBackward.apply(*tensors, *side, *spec, backend)
-        elif type(dout) in _PLAIN and _unobserved(q, k, v):
+        elif dispatch.unobserved(q, k, v, dout):
             grads = _backward(*tensors, side, spec, backend)
         else:
             grads = _backward_op(*tensors, *side, *spec, backend)

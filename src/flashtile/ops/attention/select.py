@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.common import backends
+from flashtile.ops.common.backends import BackendChoice
 
 _MODULES = {
     "reference": "flashtile.ops.attention.reference",
@@ -26,20 +28,6 @@ _MODULES = {
 }
 #: In the order in which "auto" tries them.
 _AUTOMATIC = ("hopper", "triton", "cpu")
-
-
-class BackendChoice(NamedTuple):
-    """The backend that serves a call, and why each other one does not.
-
-    Attributes:
-        backend: "hopper", "triton", "cpu" or "reference"; None where none can serve the call.
-        reason: why this one.
-        rejected: backend -> why not.
-    """
-
-    backend: str | None
-    reason: str
-    rejected: dict[str, str]
 
 
 def choose_backend(
@@ -54,44 +42,25 @@ def choose_backend(
 
     A backward asked for from "hopper" by name goes, where the Hopper kernels have none for it, to the portable kernels.
     """
-    triton_obstacle = _triton_obstacle(device_type, dtype, triton_missing, interpreting)
-    obstacles: dict[str, str | None] = {
+    obstacles = {
         "hopper": _hopper_obstacle(hopper_call, device_type, triton_missing, interpreting),
-        "triton": triton_obstacle,
-        "cpu": None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}",
+        "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
+        "cpu": backends.cpu_obstacle(device_type),
         "reference": None,
     }
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
-    if requested != "auto":
-        obstacle = obstacles[requested]
-        rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
-        if obstacle:
-            return BackendChoice(None, obstacle, {**rejected, requested: obstacle})
-        return BackendChoice(requested, "asked for by name", rejected)
-    # The interpreter is for testing kernels: it never serves a call that did not ask for it.
-    if interpreting:
-        obstacles["triton"] = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
-    rejected = {name: obstacle for name in _AUTOMATIC if (obstacle := obstacles[name])}
-    rejected["reference"] = "it holds the whole score matrix; it runs only when asked for by name"
-    for name in _AUTOMATIC:
-        if not obstacles[name]:
-            return BackendChoice(name, f"the first choice for {dtype} on {device_type}", rejected)
-    return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
+    why_not_reference = "it holds the whole score matrix; it runs only when asked for by name"
+    call = f"{dtype} on {device_type}"
+    return backends.choose(requested, obstacles, _AUTOMATIC, call, interpreting, why_not_reference)
 
 
 def _triton_obstacle(
     device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
 ) -> str | None:
-    if triton_missing:
-        return triton_missing
-    if dtype is torch.float64:
-        return "its kernels take float16, bfloat16 and float32, not float64; cast, or use backend='reference'"
-    if interpreting and dtype is torch.bfloat16:
+    if interpreting and dtype is torch.bfloat16 and not triton_missing:
         return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
-    if device_type == "cpu" and not interpreting:
-        return "it needs a GPU, and the tensors are on the CPU (TRITON_INTERPRET=1 runs its kernels there for testing)"
-    return None
+    return backends.triton_obstacle(device_type, dtype, triton_missing, interpreting)
 
 
 def _hopper_obstacle(

@@ -21,7 +21,7 @@ class BackendChoice(NamedTuple):
     """The backend that serves a call, and why each other one does not.
 
     Attributes:
-        backend: "triton", "cpu" or "reference"; None where none can serve the call.
+        backend: its name, such as "triton", "cpu" or "reference"; None where none can serve the call.
         reason: why this one.
         rejected: backend -> why not.
     """
@@ -35,11 +35,30 @@ def choose_backend(
     requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
 ) -> BackendChoice:
     """The choice, from facts alone. `dtype` is float64 where any tensor of the call is."""
-    obstacles: dict[str, str | None] = {
-        "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
-        "cpu": None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}",
+    obstacles = {
+        "triton": triton_obstacle(device_type, dtype, triton_missing, interpreting),
+        "cpu": cpu_obstacle(device_type),
         "reference": None,
     }
+    why_not_reference = "it is the definition, written to be read; it runs only when asked for by name"
+    return choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, why_not_reference)
+
+
+def choose(
+    requested: str,
+    obstacles: dict[str, str | None],
+    automatic: tuple[str, ...],
+    call: str,
+    interpreting: bool,
+    why_not_reference: str,
+) -> BackendChoice:
+    """The choice among backends, each with what stands in its way, or None.
+
+    Args:
+        requested: a backend by name, or "auto" for the first of `automatic` that nothing stands in the way of.
+        call: what is asked for, in words.
+        why_not_reference: the reason why "auto" never takes the reference.
+    """
     if requested != "auto":
         obstacle = obstacles[requested]
         rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
@@ -48,18 +67,23 @@ def choose_backend(
         return BackendChoice(requested, "asked for by name", rejected)
     # The interpreter is for testing kernels: it never serves a call that did not ask for it.
     if interpreting:
-        obstacles["triton"] = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
-    rejected = {name: obstacle for name in _AUTOMATIC if (obstacle := obstacles[name])}
-    rejected["reference"] = "it is the definition, written to be read; it runs only when asked for by name"
-    for name in _AUTOMATIC:
+        slow = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
+        obstacles = {**obstacles, "triton": slow}
+    rejected = {name: obstacle for name in automatic if (obstacle := obstacles[name])}
+    rejected["reference"] = why_not_reference
+    for name in automatic:
         if not obstacles[name]:
-            return BackendChoice(name, f"the first choice for {dtype} on {device_type}", rejected)
+            return BackendChoice(name, f"the first choice for {call}", rejected)
     return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
 
 
-def _triton_obstacle(
-    device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
-) -> str | None:
+def cpu_obstacle(device_type: str) -> str | None:
+    """Why a CPU backend cannot serve a call; None when it can."""
+    return None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}"
+
+
+def triton_obstacle(device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool) -> str | None:
+    """Why Triton kernels cannot serve a call; None when they can."""
     if triton_missing:
         return triton_missing
     if dtype is torch.float64:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
@@ -246,8 +247,8 @@ def _plan(
         side.index_dtypes,
         side.key_lengths_dtype,
         _dot_precision(dtype, facts, allow_tf32),
-        _power_of_two_factor(misalignment),
-        _power_of_two_factor(*(stride for triple in triples for stride in triple)),
+        power_of_two_factor(misalignment),
+        power_of_two_factor(*(stride for triple in triples for stride in triple)),
         tiles,
     )
     if kernel == "dkdv":
@@ -307,12 +308,6 @@ def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
 def _contiguous_triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
     rows, heads, head_dim = shape[-3:]
     return (rows * heads * head_dim if len(shape) == 4 else 0, heads * head_dim, head_dim)
-
-
-def _power_of_two_factor(*numbers: int) -> int:
-    """The largest power of two up to 16 that divides all the numbers."""
-    bits = functools.reduce(int.__or__, numbers, 16)
-    return bits & -bits
 
 
 def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> str:
