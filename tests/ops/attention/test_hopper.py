@@ -142,7 +142,7 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
     for config in {configs.choose_config(*heads, *situation) for heads in _HEADS for situation in _LENGTHS_AND_BANDS}:
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert partitions * config.max_registers * 128 <= 65536
-        assert config.consumers * config.registers + launch._PRODUCER_REGISTERS <= partitions * config.max_registers
+        assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_every_head_of_the_backward_fits_shared_memory() -> None:
         config = configs.choose_backward_config(head_dim, head_dim_v)
         assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         # Four warpgroups of 128 registers a thread to begin with; the sums' warpgroup needs 72 of what is left.
-        assert 2 * config.registers + 24 + 72 <= 4 * 128
+        assert 2 * config.registers + configs.PRODUCER_REGISTERS + 72 <= 4 * 128
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Windows are clipped to this, far above any sequence and far below overflow.
 WIDEST_WINDOW = 2**29
@@ -45,3 +45,16 @@ def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
     """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
     left, right = spec.window_left, spec.window_right
     return min(left or 0, WIDEST_WINDOW), min(right or 0, WIDEST_WINDOW)
+
+
+def packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:
+    """Number of packed sequences, and how their lengths are stored; None and None for a dense call."""
+    if side.cu_seqlens_q is None or side.cu_seqlens_k is None:
+        return None, None
+    return side.cu_seqlens_q.shape[0] - 1, (side.cu_seqlens_q.dtype, side.cu_seqlens_k.dtype)
+
+
+def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
+    """Tiles of a sequence; of a packed call the slots of all its sequences, whose lengths the host does not know: each
+    has as many as it has tiles, or one more."""
+    return rows // block + batch + 1 if packed else -(-rows // block)

@@ -18,19 +18,15 @@ from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
+    PRODUCER_REGISTERS,
     BackwardConfig,
     aligned,
     choose_backward_config,
     tile_width,
 )
-from flashtile.ops.attention.plans import Layout, clipped_window, positive_scale
+from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
-#: The tensors that TMA moves, in the order of the main kernel's parameters.
-_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
-
-#: Of the producer, a single warp.
-_PRODUCER_REGISTERS = 24
 #: Of a thread at the start: four warpgroups share 64 Ki.
 _MAX_REGISTERS = 128
 
@@ -63,7 +59,7 @@ class BackwardPlan(NamedTuple):
     """The three launches.
 
     Attributes:
-        makers: for each of `_MOVED`, what makes its descriptor.
+        makers: for each tensor of `_boxes`, what makes its descriptor.
         outputs: dq, dk, dv, statistics, sums.
     """
 
@@ -98,33 +94,29 @@ def backward(
         q.device,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride(), dout.stride()),
-        *_packing(side),
+        *packing(side),
         spec,
         dlse is not None,
     )
     dq, dk, dv, statistics, sums = (empty(*layout, q.device) for layout in plan.outputs)
     turns = torch.empty(plan.end.programs, dtype=torch.int32, device=q.device) if spec.deterministic else None
-    cu_seqlens_q, cu_seqlens_k = (None if t is None else t.data_ptr() for t in side[:2])
-    pointers = (None if t is None else t.data_ptr() for t in (out, dout, lse, dlse, statistics, sums, turns))
-    plan.begin.launch(plan.begin.programs, *pointers, cu_seqlens_q, *plan.begin.scalars)
+    cu_seqlens_q, cu_seqlens_k, turns_ptr = map(_address, (side.cu_seqlens_q, side.cu_seqlens_k, turns))
+    pointers = map(_address, (out, dout, lse, dlse, statistics, sums))
+    plan.begin.launch(plan.begin.programs, *pointers, turns_ptr, cu_seqlens_q, *plan.begin.scalars)
     moved = (q, k, v, dout, statistics, sums, dk, dv)
     descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
-    turns_pointer = None if turns is None else turns.data_ptr()
-    plan.main.launch(plan.main.programs, *descriptors, turns_pointer, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
+    plan.main.launch(plan.main.programs, *descriptors, turns_ptr, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
     plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     return dq if sign == 1 else dq.mul_(sign), dk, dv
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _readable(tensor: Tensor) -> Tensor:
     """A gradient comes from whatever followed; where TMA cannot read it as it lies, a copy is read."""
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:
-    """Number of packed sequences, and how their lengths are stored."""
-    if side.cu_seqlens_q is None or side.cu_seqlens_k is None:
-        return None, None
-    return side.cu_seqlens_q.shape[0] - 1, (side.cu_seqlens_q.dtype, side.cu_seqlens_k.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -157,8 +149,8 @@ def _plan(
         spec.deterministic,
         index_dtypes,
     )
-    query_tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
-    key_tiles = rows_k // config.block_n + batch + 1 if packed else -(-rows_k // config.block_n)
+    query_tiles = tiles_of(rows_q, config.block_m, batch, packed)
+    key_tiles = tiles_of(rows_k, config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
@@ -187,7 +179,7 @@ def _outputs(variant: BackwardVariant, shapes: tuple[torch.Size, ...], tiles: in
 
 
 def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...]]:
-    """What one copy moves, of each of `_MOVED`."""
+    """What one copy moves, of each tensor that TMA moves, in the order of the main kernel's parameters."""
     config = variant.config
     outer = (1, 1) if variant.packed else (1,)
 
@@ -263,7 +255,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "HANDOVERS": config.handovers,
         "SPLIT_ROLES": config.split_roles,
         "REGISTERS": config.registers,
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
         "D": tile_width(variant.head_dim),

@@ -21,6 +21,10 @@ MAX_PACKED_ROWS = 2**30
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
 
+#: Of the producer, a single warp, in either kernel. With those of the others they make up 504 or 512 on each of 128
+#: lanes.
+PRODUCER_REGISTERS = 24
+
 #: Numbers of queries up to which a sequence is short, medium and long.
 SHORT, MEDIUM, LONG = 1024, 2048, 8192
 

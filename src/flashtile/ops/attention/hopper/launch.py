@@ -21,13 +21,14 @@ from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_la
 from flashtile.ops.attention.hopper.backward_launch import backward
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
+    PRODUCER_REGISTERS,
     HopperConfig,
     choose_config,
     column_chunks,
     out_in_q,
 )
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
-from flashtile.ops.attention.plans import Layout, clipped_window, positive_scale
+from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 __all__ = ["backward", "forward", "kernel_source"]
@@ -36,9 +37,6 @@ LOG2_E = 1.4426950408889634
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
-
-#: Of the producer, a single warp. With the consumers' they make up 504 or 512 on each of 128 lanes.
-_PRODUCER_REGISTERS = 24
 
 
 class Variant(NamedTuple):
@@ -84,7 +82,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         q.device,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
-        *_packing(cu_seqlens_q, cu_seqlens_k),
+        *packing(side),
         max_seqlen_q,
         spec,
     )
@@ -106,15 +104,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *plan.scalars,
     )
     return out, lse
-
-
-def _packing(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
-) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:
-    """Number of packed sequences, and how their lengths are stored."""
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        return None, None
-    return cu_seqlens_q.shape[0] - 1, (cu_seqlens_q.dtype, cu_seqlens_k.dtype)
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -155,7 +144,7 @@ def _plan(
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, spec.window_left is not None, spec.window_right is not None
     )
-    tiles = rows_q // config.block_m + batch + 1 if packed else -(-rows_q // config.block_m)
+    tiles = tiles_of(rows_q, config.block_m, batch, packed)
     lines = heads if packed else batch * heads
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike, each program takes its share in turn, which needs no atomics.
@@ -253,7 +242,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
         "REGISTERS": config.registers,
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "Q_IN_REGISTERS": config.q_in_registers,
         "HALVES": config.halves,
         "OUT_IN_Q": variant.out_in_q,

@@ -18,7 +18,7 @@ from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.plans import Layout, SideShape, clipped_window, positive_scale
+from flashtile.ops.attention.plans import Layout, SideShape, clipped_window, positive_scale, tiles_of
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.configs import (
@@ -284,7 +284,7 @@ def _output_layouts(kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int,
 
 def _programs(packed: bool, batch: int, heads: int, rows: int, block: int) -> int:
     """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
-    return (rows // block + batch + 1 if packed else -(-rows // block) * batch) * heads
+    return tiles_of(rows, block, batch, packed) * heads * (1 if packed else batch)
 
 
 def _stride_triples(
