@@ -48,6 +48,14 @@ def _unavailable() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
+def released_gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test on a GPU its memory goes back, so that tests of several processes have room beside one another."""
+    yield
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("hopper"):
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Under tests/ops, uninitialised memory is NaN (integers: their largest value), so an element that a kernel
     never wrote is seen.

@@ -117,6 +117,7 @@ _CALLS = {
     "parallel": Call(4096, tensors=("weight", "bias", "residual", "x1", "weight1", "bias1"), dropout_p=0.1),
     "everything": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
     "everything_looped": Call(20000, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
+    "fp32_looped": Call(4100, _FP32, _FP32, _FP32, (*_EVERYTHING[:3], "weight1", "bias1", "layerscale"), dropout_p=0.3),
 }
 #: What is compiled for architectures that nobody has run these kernels on.
 _ELSEWHERE = ("4096", "65536", "everything")

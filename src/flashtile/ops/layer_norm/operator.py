@@ -102,9 +102,9 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, *upstream):
         saved = Saved(*ctx.saved_tensors)
         spec, wanted, backend, dtype = ctx.scalars
-        dz, *upstream = upstream
-        dz1 = upstream.pop(0) if ctx.has_z1 else None
-        dx = upstream.pop(0) if upstream else None
+        dz = upstream[0]
+        dz1 = upstream[1] if ctx.has_z1 else None
+        dx = upstream[-1] if len(upstream) > 1 + ctx.has_z1 else None
         if dz is None:
             dz = saved.x.new_zeros(spec.out_rows, saved.x.shape[1], dtype=dtype)
         if ctx.has_z1 and dz1 is None:

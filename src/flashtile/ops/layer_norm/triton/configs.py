@@ -92,7 +92,7 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
     # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together. Beside them warps
     # exchange sums: of rows, and, where partial sums are in memory, of columns.
     tile = config.rows * config.block_n
-    exchange = 8 * tile if config.looped(width) else 4096
+    exchange = 4 * tile * max(2, sums) if config.looped(width) else 4096
     room = device.shared_memory // config.programs_per_multiprocessor - exchange
     return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
 
