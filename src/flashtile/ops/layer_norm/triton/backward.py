@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.common.triton.partial_sums import reduce_partial
 from flashtile.ops.layer_norm.triton.rows import branch_factor, load_parameter, source_rows, tile_mask
 
 
@@ -251,27 +252,8 @@ def norm_reduce_kernel(
 ):  # fmt: skip
     """Adds the partial sums of all programs, in their order, N columns to a program."""
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    partial_ptr = _reduce(partial_ptr, dweight_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT)
-    partial_ptr = _reduce(partial_ptr, dbias_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS)
-    partial_ptr = _reduce(partial_ptr, dweight1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT1)
-    partial_ptr = _reduce(partial_ptr, dbias1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS1)
-    _reduce(partial_ptr, dlayerscale_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_LAYERSCALE)
-
-
-@triton.jit
-def _reduce(
-    partial_ptr, out_ptr, columns, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRESENT: tl.constexpr,
-):  # fmt: skip
-    """Stores one sum over programs; returns where the next one begins."""
-    if PRESENT:
-        total = tl.zeros([ROWS, BLOCK_N], tl.float32)
-        inside = (columns < WIDTH)[None, :]
-        for first in range(0, programs, ROWS):
-            program = first + tl.arange(0, ROWS)
-            offsets = program.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-            total += tl.load(partial_ptr + offsets, mask=inside & (program < programs)[:, None], other=0.0)
-        sums = tl.sum(total, axis=0)
-        tl.store(out_ptr + columns, sums.to(out_ptr.dtype.element_ty), mask=columns < WIDTH)
-        partial_ptr += programs.to(tl.int64) * WIDTH
-    return partial_ptr
+    partial_ptr = reduce_partial(partial_ptr, dweight_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT)
+    partial_ptr = reduce_partial(partial_ptr, dbias_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS)
+    partial_ptr = reduce_partial(partial_ptr, dweight1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_WEIGHT1)
+    partial_ptr = reduce_partial(partial_ptr, dbias1_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_BIAS1)
+    reduce_partial(partial_ptr, dlayerscale_ptr, columns, programs, WIDTH, ROWS, BLOCK_N, SUMS_LAYERSCALE)
