@@ -1,6 +1,7 @@
 """flashtile: exact attention in tiles that stay in fast on-chip memory."""
 
 from flashtile.ops.attention.api import attention, attention_varlen
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
@@ -11,6 +12,7 @@ from flashtile.ops.softmax.merge import OnlineSoftmax, logsumexp_merge, online_s
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "Explanation",
     "OnlineSoftmax",
     "RotaryScaling",

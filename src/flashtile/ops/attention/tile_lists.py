@@ -1,0 +1,290 @@
+"""Lists of tiles: how a mask over pairs of query and key is cut into tiles, sorted into empty, full and partial ones.
+
+Of each tile it is told whether a pair in it *may* be visible and whether all *surely* are (`Bounds`). The elements of
+the tiles in doubt are made, some at a time, counted, and compared, so that memory grows with the result and not with
+the matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: The kind of a tile in which every pair is visible; while building, also that of one in which none is.
+FULL, EMPTY = -1, -2
+#: Tiles are multiples of this in both directions: eight bools are read as one word, and 64 ones fit into a byte.
+STORED_TILE = 64
+#: Pairs whose elements are made at once; building takes about 30 bytes of memory for each.
+PAIRS_AT_ONCE = 2**22
+#: Tiles that are sorted by their bounds at once.
+TILES_AT_ONCE = 2**20
+
+Shape = tuple[int, int, int, int]
+#: `predicate(batch, head, q_index, k_index)`: bool, of int64 tensors that broadcast against one another.
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Grid(NamedTuple):
+    """How a mask is cut into tiles. A tile has a number, its cell: `row · tiles_k + key tile`."""
+
+    shape: Shape
+    tile: tuple[int, int]
+
+    @property
+    def tiles_q(self) -> int:
+        return -(-self.shape[2] // self.tile[0])
+
+    @property
+    def tiles_k(self) -> int:
+        return -(-self.shape[3] // self.tile[1])
+
+    @property
+    def rows(self) -> int:
+        """Rows of tiles, of all batch entries and heads."""
+        return self.shape[0] * self.shape[1] * self.tiles_q
+
+    @property
+    def columns(self) -> int:
+        """Columns of tiles, likewise."""
+        return self.shape[0] * self.shape[1] * self.tiles_k
+
+    @property
+    def sticks_out(self) -> bool:
+        """Whether there are tiles that the sequences do not fill."""
+        return self.shape[2] % self.tile[0] != 0 or self.shape[3] % self.tile[1] != 0
+
+    def pairs(self, cells: Tensor) -> Tensor:
+        """How many pairs of each tile exist: at the ends of the sequences tiles stick out."""
+        row, column = cells // self.tiles_k, cells % self.tiles_k
+        queries = (self.shape[2] - row % self.tiles_q * self.tile[0]).clamp(max=self.tile[0])
+        return queries * (self.shape[3] - column * self.tile[1]).clamp(max=self.tile[1])
+
+
+class Tiles(NamedTuple):
+    """Some tiles of a grid, by tensors that broadcast against one another.
+
+    Attributes:
+        row, column: of the tile in the grid.
+        batch, head: that it belongs to.
+        first_q, last_q, first_k, last_k: the queries and keys in it, those past the ends left out.
+    """
+
+    row: Tensor
+    column: Tensor
+    batch: Tensor
+    head: Tensor
+    first_q: Tensor
+    last_q: Tensor
+    first_k: Tensor
+    last_k: Tensor
+
+    @classmethod
+    def of(cls, grid: Grid, row: Tensor, column: Tensor) -> Tiles:
+        (_, heads, seq_q, seq_k), (tile_q, tile_k) = grid.shape, grid.tile
+        sequence, first_q, first_k = row // grid.tiles_q, row % grid.tiles_q * tile_q, column * tile_k
+        last_q, last_k = (first_q + tile_q - 1).clamp(max=seq_q - 1), (first_k + tile_k - 1).clamp(max=seq_k - 1)
+        return cls(row, column, sequence // heads, sequence % heads, first_q, last_q, first_k, last_k)
+
+    def everywhere(self) -> Tensor:
+        """True, of all of them."""
+        return torch.ones((1, 1), dtype=torch.bool, device=self.row.device)
+
+
+class Bounds(NamedTuple):
+    """What is known of tiles before their elements are made; tensors that broadcast to `[rows, tiles_k]`.
+
+    Attributes:
+        possible: bool: a pair of the tile may be visible.
+        certain: bool: all pairs of the tile surely are; None = not known of any.
+        key: int64: tiles with equal keys have equal elements, but for pairs past the ends; None = not known.
+    """
+
+    possible: Tensor
+    certain: Tensor | None = None
+    key: Tensor | None = None
+
+
+#: The elements of some tiles, whose tensors are `[tiles]`: bool that broadcasts to `[tiles, tile_q, tile_k]`.
+Elements = Callable[[Tiles], Tensor]
+
+
+class Lists(NamedTuple):
+    """The tiles that are not empty, by row and by column; see `BlockMask`."""
+
+    row_offsets: Tensor
+    columns: Tensor
+    kinds: Tensor
+    column_offsets: Tensor
+    rows: Tensor
+    row_kinds: Tensor
+    tile_masks: Tensor
+
+
+class _Entries(NamedTuple):
+    """Some tiles: cells and kinds `[entries]` int64, and the patterns `[patterns, tile_q, tile_k]` bool."""
+
+    cells: Tensor
+    kinds: Tensor
+    patterns: Tensor
+
+
+def build(grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements) -> Lists:
+    """The lists from what is known of its tiles, and the elements of the others."""
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    parts = [_Entries(none, none, torch.zeros((0, *grid.tile), dtype=torch.bool, device=device))]
+    columns = torch.arange(grid.tiles_k, device=device)[None, :]
+    for rows in _ranges(grid.rows if grid.tiles_k else 0, TILES_AT_ONCE // max(grid.tiles_k, 1)):
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        known = bounds(Tiles.of(grid, row, columns))
+        cells = row * grid.tiles_k + columns
+        doubtful = known.possible.expand_as(cells)
+        if known.certain is not None:
+            certain = known.certain.expand_as(cells)
+            doubtful = doubtful & ~certain
+            full = cells[certain]
+            parts.append(_Entries(full, torch.full_like(full, FULL), parts[0].patterns))
+        key = None if known.key is None else known.key.expand_as(cells)[doubtful]
+        if (doubtful_cells := cells[doubtful]).shape[0]:
+            parts.append(_examined(grid, doubtful_cells, key, elements))
+    return _assembled(grid, _joined(parts))
+
+
+def _ranges(total: int, step: int) -> Iterator[range]:
+    step = max(step, 1)
+    return (range(start, min(start + step, total)) for start in range(0, total, step))
+
+
+def _examined(grid: Grid, cells: Tensor, key: Tensor | None, elements: Elements) -> _Entries:
+    """The tiles in doubt that turn out not to be empty. Of tiles with the same key one is looked at."""
+    looked_at, group = cells, None
+    if key is not None:
+        # Tiles that stick out have fewer pairs than others of their key.
+        at_end = 2 * (cells // grid.tiles_k % grid.tiles_q == grid.tiles_q - 1).long()
+        at_end += cells % grid.tiles_k == grid.tiles_k - 1
+        keys, group = torch.unique(4 * key + at_end, return_inverse=True)
+        looked_at = torch.zeros_like(keys).scatter_(0, group, cells)
+    tiles_at_once = max(PAIRS_AT_ONCE // math.prod(grid.tile), 1)
+    entries = _joined([_classified(grid, some, elements) for some in looked_at.split(tiles_at_once)])
+    kinds = entries.kinds if group is None else entries.kinds[group]
+    seen = kinds != EMPTY
+    return _Entries(cells[seen], kinds[seen], entries.patterns)
+
+
+def _classified(grid: Grid, cells: Tensor, elements: Elements) -> _Entries:
+    """Makes the elements of some tiles, and tells which are empty, which full, and what the others look like."""
+    tiles = Tiles.of(grid, cells // grid.tiles_k, cells % grid.tiles_k)
+    masks = elements(tiles).expand(cells.shape[0], *grid.tile)
+    if grid.sticks_out:
+        within_q = tiles.first_q[:, None] + torch.arange(grid.tile[0], device=cells.device) < grid.shape[2]
+        within_k = tiles.first_k[:, None] + torch.arange(grid.tile[1], device=cells.device) < grid.shape[3]
+        masks = masks & (within_q[:, :, None] & within_k[:, None, :])
+    else:
+        # In memory of their own: eight are read as one word below, which a slice may not be aligned for.
+        masks = masks.clone(memory_format=torch.contiguous_format)
+    visible = _counted(masks)
+    full = visible == grid.pairs(cells)
+    kinds = torch.where(full, FULL, EMPTY)
+    partial = ((visible > 0) & ~full).nonzero()[:, 0]
+    patterns, which = _distinct(masks[partial])
+    kinds[partial] = which
+    return _Entries(cells, kinds, patterns)
+
+
+def _counted(masks: Tensor) -> Tensor:
+    """How many pairs of each tile are visible. Eight bytes are added up at a time, and 64 fit into a byte."""
+    words = masks.view(torch.int64).view(masks.shape[0], -1, STORED_TILE, masks.shape[2] // 8)
+    return words.sum(dim=2).view(torch.uint8).flatten(1).sum(dim=1, dtype=torch.int64)
+
+
+def _distinct(masks: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct ones of `[tiles, tile_q, tile_k]` bool, in an order that is theirs alone, and which each is."""
+    words = masks.contiguous().flatten(1).view(torch.int64)
+    hashes, which = torch.unique(_hashed(words), return_inverse=True)
+    number = torch.arange(words.shape[0], device=words.device)
+    one_of_each = torch.zeros_like(hashes).scatter_(0, which, number)
+    if torch.equal(words[one_of_each][which], words):
+        return masks[one_of_each], which
+    # Two that differ have one hash: compared in full, which takes longer.
+    distinct, which = torch.unique(words, dim=0, return_inverse=True)
+    return distinct.view(torch.bool).view(-1, *masks.shape[1:]), which
+
+
+def _hashed(words: Tensor) -> Tensor:
+    """One number for each row of int64 words: of their products with odd numbers, which differ from place to place."""
+    place = torch.arange(words.shape[1], device=words.device)
+    mixed = (words + place) * 0x2545F4914F6CDD1D
+    mixed = (mixed ^ (mixed >> 32)) * 0x369DEA0F31A53F85
+    return (mixed ^ (mixed >> 29)).sum(dim=1)
+
+
+def _joined(parts: list[_Entries]) -> _Entries:
+    kinds, patterns = [], 0
+    for part in parts:
+        kinds.append(torch.where(part.kinds < 0, part.kinds, part.kinds + patterns))
+        patterns += part.patterns.shape[0]
+    return _Entries(
+        torch.cat([part.cells for part in parts]), torch.cat(kinds), torch.cat([part.patterns for part in parts])
+    )
+
+
+def _assembled(grid: Grid, entries: _Entries) -> Lists:
+    """Both lists of the tiles that are not empty."""
+    if entries.cells.shape[0] >= 2**31:
+        raise ValueError(
+            f"tile: expected fewer than 2**31 tiles that are not empty, got {entries.cells.shape[0]}; use larger tiles"
+        )
+    patterns, which = _distinct(entries.patterns)
+    if patterns.shape[0]:
+        kinds = torch.where(entries.kinds < 0, entries.kinds, which[entries.kinds.clamp(min=0)])
+    else:
+        kinds = entries.kinds
+    cells, order = torch.sort(entries.cells)
+    kinds = kinds[order].int()
+    row, column = cells // grid.tiles_k, cells % grid.tiles_k
+    by_column = row // grid.tiles_q * grid.tiles_k + column
+    sorted_columns, transposed = torch.sort(by_column, stable=True)
+    return Lists(
+        row_offsets=_offsets(row, grid.rows),
+        columns=column.int(),
+        kinds=kinds,
+        column_offsets=_offsets(sorted_columns, grid.columns),
+        rows=(row % grid.tiles_q)[transposed].int(),
+        row_kinds=kinds[transposed],
+        tile_masks=patterns.to(torch.uint8),
+    )
+
+
+def _offsets(owners: Tensor, total: int) -> Tensor:
+    """Where the entries of each owner start, `[total + 1]` int32; owners ascend."""
+    return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device), out_int32=True)
+
+
+def predicate_elements(predicate: Predicate, grid: Grid) -> Elements:
+    """The elements by a function of the indices; those past the ends are asked for as the last."""
+
+    def elements(tiles: Tiles) -> Tensor:
+        device = tiles.row.device
+        q_index = (tiles.first_q[:, None] + torch.arange(grid.tile[0], device=device)).clamp(max=grid.shape[2] - 1)
+        k_index = (tiles.first_k[:, None] + torch.arange(grid.tile[1], device=device)).clamp(max=grid.shape[3] - 1)
+        batch, head = tiles.batch[:, None, None], tiles.head[:, None, None]
+        visible = predicate(batch, head, q_index[:, :, None], k_index[:, None, :])
+        return _checked_result(visible, (tiles.row.shape[0], *grid.tile))
+
+    return elements
+
+
+def _checked_result(visible: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
+        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+        raise TypeError(f"predicate: expected a bool tensor, True = visible, got {got}; compare, as q_index >= k_index")
+    try:
+        return visible.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"predicate: expected a result that broadcasts to the indices, {shape}, got {tuple(visible.shape)}; "
+            "use element-wise operations and look-ups by index"
+        ) from None
