@@ -1,6 +1,30 @@
 """`nn.Module`s over the public functions of flashtile, with PyTorch's argument names and state-dict keys."""
 
+from flashtile.modules.attention import FlashCrossAttention, FlashSelfAttention, alibi_slopes
+from flashtile.modules.block import Block, ParallelBlock, add_norm, add_parallel_norm, add_prenorm
+from flashtile.modules.mha import MHA, FlashMHA, KVCache
 from flashtile.modules.norm import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from flashtile.modules.padding import Unpadded, pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
 
-__all__ = ["DropoutAddLayerNorm", "DropoutAddRMSNorm", "LayerNorm", "RMSNorm", "RotaryEmbedding"]
+__all__ = [
+    "MHA",
+    "Block",
+    "DropoutAddLayerNorm",
+    "DropoutAddRMSNorm",
+    "FlashCrossAttention",
+    "FlashMHA",
+    "FlashSelfAttention",
+    "KVCache",
+    "LayerNorm",
+    "ParallelBlock",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "Unpadded",
+    "add_norm",
+    "add_parallel_norm",
+    "add_prenorm",
+    "alibi_slopes",
+    "pad_input",
+    "unpad_input",
+]

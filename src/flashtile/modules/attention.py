@@ -1,0 +1,176 @@
+"""Attention without projections as modules: q, k, v apart, packed as qkv, or q and packed kv; dense or varlen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+
+
+class _Attention(nn.Module):
+    """`flashtile.attention`, or `attention_varlen` with cu_seqlens, and its options; dropout in training only."""
+
+    def __init__(
+        self,
+        causal: bool = False,
+        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0,
+        window_size: tuple[int | None, int | None] = (-1, -1),
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.attention_dropout = attention_dropout
+        self.window_size = window_size
+        self.window = _window(window_size)
+        self.deterministic = deterministic
+        # No buffer, because slopes stay float32 when a module is cast.
+        self._alibi_slopes = alibi_slopes
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Tensor:
+        """Attention of q `[B, Sq, Hq, D]` to k and v `[B, Sk, Hkv, D]`, or with cu_seqlens `[total, H, D]`.
+
+        `causal`, where given, comes before the module's own. The output has the shape of q.
+        """
+        options: dict[str, Any] = {
+            "causal": self.causal if causal is None else causal,
+            "window": self.window,
+            "scale": self.softmax_scale,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "deterministic": self.deterministic,
+        }
+        if self._alibi_slopes is not None:
+            self._alibi_slopes = options["alibi_slopes"] = self._alibi_slopes.to(q.device)
+        if cu_seqlens_q is not None:
+            options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+            return flashtile.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        for name, given in (
+            ("max_seqlen", max_seqlen_q), ("cu_seqlens_k", cu_seqlens_k), ("max_seqlen_k", max_seqlen_k),
+        ):  # fmt: skip
+            if given is not None:
+                raise ValueError(f"{name}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
+        return flashtile.attention(q, k, v, **options)
+
+    def extra_repr(self) -> str:
+        return f"causal={self.causal}, window_size={self.window_size}, attention_dropout={self.attention_dropout}"
+
+
+class InnerAttention(_Attention):
+    """Attention of queries, keys and values, each a tensor; arguments as `FlashSelfAttention`."""
+
+    forward = _Attention._attend
+
+
+class FlashSelfAttention(_Attention):
+    """Attention of packed queries, keys and values, by `flashtile.attention` or `attention_varlen`.
+
+    Args:
+        causal: no key right of the diagonal, which ends at the last key, is visible.
+        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+        attention_dropout: probability that an attention weight is dropped.
+        window_size: (left, right) number of keys visible on each side of the diagonal, -1 or None = unlimited.
+        alibi_slopes: float32 `[heads]` or `[batch, heads]`.
+        deterministic: gradients are the same in every run.
+    """
+
+    def forward(
+        self,
+        qkv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Attention of qkv to itself.
+
+        Args:
+            qkv: `[batch, seq, 3, heads, head_dim]`; with cu_seqlens `[total, 3, heads, head_dim]`.
+            causal: comes before the module's own.
+            cu_seqlens: `[batch + 1]` cumulative lengths of packed sequences.
+            max_seqlen: upper bound of them; it only helps to choose tiles.
+
+        Returns:
+            `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]`.
+        """
+        q, k, v = _unpacked("qkv", qkv, 3, cu_seqlens is not None)
+        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, None, max_seqlen)
+
+
+class FlashCrossAttention(_Attention):
+    """Attention of queries to packed keys and values; arguments as `FlashSelfAttention`."""
+
+    def forward(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        causal: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+    ) -> Tensor:
+        """Attention of q to kv.
+
+        Args:
+            q: `[batch, seq_q, heads_q, head_dim]`; with cu_seqlens `[total_q, heads_q, head_dim]`.
+            kv: `[batch, seq_k, 2, heads_kv, head_dim]`, or `[total_k, 2, heads_kv, head_dim]`; `heads_kv` divides
+                `heads_q`.
+            causal: comes before the module's own.
+            cu_seqlens: `[batch + 1]` cumulative lengths of packed queries.
+            max_seqlen: upper bound of their lengths.
+            cu_seqlens_k: those of the keys; default cu_seqlens.
+            max_seqlen_k: upper bound of their lengths.
+
+        Returns:
+            Of the shape of q.
+        """
+        k, v = _unpacked("kv", kv, 2, cu_seqlens is not None)
+        return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+
+
+def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
+    """The slopes of ALiBi, float32 `[heads]`: `2 ** (-8 (h + 1) / heads)` for a power of two.
+
+    Other numbers of heads take the slopes of the next lower power of two, and the rest from every other one of the
+    next higher.
+
+    Reference:
+        Press, Smith, Lewis, "Train Short, Test Long" (2022).
+    """
+    lower = 2 ** (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
+    slopes += [2 ** (-4 * (2 * h + 1) / lower) for h in range(heads - lower)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def _window(window_size: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """The window as `flashtile.attention` takes it, which checks the numbers."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}; -1 is an unlimited side")
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
+
+
+def _unpacked(name: str, packed: Tensor, parts: int, varlen: bool) -> tuple[Tensor, ...]:
+    """Views of the parts, which are the third dimension from the end."""
+    layout = "[total" if varlen else "[batch, seq"
+    if packed.dim() != (4 if varlen else 5) or packed.shape[-3] != parts:
+        raise ValueError(
+            f"{name}: expected {layout}, {parts}, heads, head_dim], got shape {tuple(packed.shape)}; cu_seqlens says "
+            "which of the layouts it is"
+        )
+    return packed.unbind(-3)

@@ -1,0 +1,248 @@
+"""Blocks of a Transformer over the fused dropout, addition and norm: one after the other, or side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+from flashtile.modules.norm import LayerNorm, RMSNorm
+
+
+class Block(nn.Module):
+    """A mixer (attention) and an MLP, each with dropout, residual addition and norm in one pass over memory.
+
+    Pre-norm blocks begin with the addition that the block before left open, so that it is fused with their norm::
+
+        residual = dropout1(hidden) + residual            y = mixer(norm1(residual))
+        residual = dropout2(y) + residual                 hidden = mlp(norm2(residual))
+
+    and return hidden and residual; the last norm of a model closes the last one (`add_norm`). Post-norm::
+
+        h = norm1(dropout1(mixer(hidden)) + hidden)       hidden = norm2(dropout2(mlp(h)) + h)
+
+    Args:
+        dim: of the hidden states.
+        mixer_cls: makes the mixer of dim: `functools.partial(MHA, num_heads=8)`.
+        mlp_cls: makes the MLP of dim; `nn.Identity` for a block without one, which has no second norm either.
+        norm_cls: makes a norm of dim: `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        prenorm: pre-norm, else post-norm.
+        resid_dropout1: probability that an element of the first summand is dropped, in training.
+        resid_dropout2: likewise of the second.
+        residual_in_fp32: the residual stream is float32; pre-norm only.
+        return_residual: mixer and MLP return their input beside their output (`MHA(return_residual=True)`), and it is
+            what is added; post-norm only.
+
+    Raises:
+        TypeError: a norm that is neither.
+        ValueError: an option that this order of norms does not have.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = LayerNorm,
+        prenorm: bool = True,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        residual_in_fp32: bool = False,
+        return_residual: bool = False,
+    ) -> None:
+        super().__init__()
+        if residual_in_fp32 and not prenorm:
+            raise ValueError("residual_in_fp32: expected False with prenorm=False, got True; a norm ends its residual")
+        if return_residual and prenorm:
+            raise ValueError(
+                "return_residual: expected False with prenorm=True, got True; the block keeps its residual"
+            )
+        self.prenorm = prenorm
+        self.resid_dropout1 = resid_dropout1
+        self.resid_dropout2 = resid_dropout2
+        self.residual_in_fp32 = residual_in_fp32
+        self.return_residual = return_residual
+        self.mixer = mixer_cls(dim)
+        self.norm1 = _checked(norm_cls(dim))
+        self.mlp = mlp_cls(dim)
+        if not isinstance(self.mlp, nn.Identity):
+            self.norm2 = _checked(norm_cls(dim))
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None = None, mixer_kwargs: Mapping[str, Any] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """One block.
+
+        Args:
+            hidden: `[..., dim]`: what joins the residual, of the first block the embeddings.
+            residual: `[..., dim]`, None in the first block; pre-norm only.
+            mixer_kwargs: further arguments of the mixer.
+
+        Returns:
+            Pre-norm hidden and residual, each `[..., dim]`; post-norm hidden.
+        """
+        if self.prenorm:
+            return self._prenorm(hidden, residual, mixer_kwargs or {})
+        if residual is not None:
+            raise ValueError("residual: expected None with prenorm=False, got a tensor; hidden is its own residual")
+        return self._postnorm(hidden, mixer_kwargs or {})
+
+    def _prenorm(
+        self, hidden: Tensor, residual: Tensor | None, mixer_kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        p1, p2 = self._dropout()
+        hidden, residual = add_prenorm(self.norm1, hidden, residual, p1, self.residual_in_fp32)
+        hidden = self.mixer(hidden, **mixer_kwargs)
+        if not isinstance(self.mlp, nn.Identity):
+            hidden, residual = add_prenorm(self.norm2, hidden, residual, p2)
+            hidden = self.mlp(hidden)
+        return hidden, residual
+
+    def _postnorm(self, hidden: Tensor, mixer_kwargs: Mapping[str, Any]) -> Tensor:
+        p1, p2 = self._dropout()
+        out = self.mixer(hidden, **mixer_kwargs)
+        out, residual = out if self.return_residual else (out, hidden)
+        hidden = add_norm(self.norm1, out, residual, p1)
+        if isinstance(self.mlp, nn.Identity):
+            return hidden
+        out = self.mlp(hidden)
+        out, residual = out if self.return_residual else (out, hidden)
+        return add_norm(self.norm2, out, residual, p2)
+
+    def _dropout(self) -> tuple[float, float]:
+        return (self.resid_dropout1, self.resid_dropout2) if self.training else (0.0, 0.0)
+
+    def extra_repr(self) -> str:
+        dropout = f"resid_dropout1={self.resid_dropout1}, resid_dropout2={self.resid_dropout2}"
+        return f"prenorm={self.prenorm}, {dropout}, residual_in_fp32={self.residual_in_fp32}"
+
+
+class ParallelBlock(nn.Module):
+    """A mixer and an MLP side by side, pre-norm: both read the same residual stream, and both join it later.
+
+    ::
+
+        residual = dropout(hidden1) + dropout(hidden2) + residual
+        hidden1 = mixer(norm1(residual))                  hidden2 = mlp(norm2(residual))
+
+    The two additions and both norms are one pass over memory.
+
+    Args:
+        dim: of the hidden states.
+        mixer_cls: makes the mixer of dim.
+        mlp_cls: makes the MLP of dim.
+        norm_cls: makes a norm of dim: `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        resid_dropout: probability that an element of either branch is dropped, in training.
+        tied_norm: the MLP reads the mixer's norm; there is no norm2.
+        residual_in_fp32: the residual stream is float32.
+
+    Raises:
+        TypeError: a norm that is neither.
+
+    Reference:
+        Wang, Komatsuzaki, "GPT-J-6B" (2021).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        mlp_cls: Callable[[int], nn.Module],
+        norm_cls: Callable[[int], nn.Module] = LayerNorm,
+        resid_dropout: float = 0.0,
+        tied_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        self.resid_dropout = resid_dropout
+        self.tied_norm = tied_norm
+        self.residual_in_fp32 = residual_in_fp32
+        self.mixer = mixer_cls(dim)
+        self.norm1 = _checked(norm_cls(dim))
+        self.mlp = mlp_cls(dim)
+        self.norm2 = None if tied_norm else _checked(norm_cls(dim))
+
+    def forward(
+        self,
+        hidden1: Tensor,
+        hidden2: Tensor | None = None,
+        residual: Tensor | None = None,
+        mixer_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One block.
+
+        Args:
+            hidden1: `[..., dim]`: the output of the mixer before, of the first block the embeddings.
+            hidden2: `[..., dim]`: that of the MLP before, None in the first block.
+            residual: `[..., dim]`, None in the first block.
+            mixer_kwargs: further arguments of the mixer.
+
+        Returns:
+            hidden1, hidden2 and residual of the next block.
+        """
+        p = self.resid_dropout if self.training else 0.0
+        normed1, normed2, residual = add_parallel_norm(
+            self.norm1, self.norm2, hidden1, hidden2, residual, p, self.residual_in_fp32
+        )
+        return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
+
+    def extra_repr(self) -> str:
+        return f"resid_dropout={self.resid_dropout}, residual_in_fp32={self.residual_in_fp32}"
+
+
+def add_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0) -> Tensor:
+    """`norm(dropout(hidden) + residual)` in one pass over memory: also what closes the last pre-norm block."""
+    fused, options = _fused(norm, hidden, residual, False)
+    return fused(hidden, residual, dropout_p=dropout_p, **options)
+
+
+def add_prenorm(
+    norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0, residual_in_fp32: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As `add_norm`, and the sum beside it."""
+    fused, options = _fused(norm, hidden, residual, residual_in_fp32)
+    return fused(hidden, residual, dropout_p=dropout_p, prenorm=True, **options)
+
+
+def add_parallel_norm(
+    norm1: nn.Module,
+    norm2: nn.Module | None,
+    hidden1: Tensor,
+    hidden2: Tensor | None,
+    residual: Tensor | None,
+    dropout_p: float = 0.0,
+    residual_in_fp32: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum; norm2 None is norm1."""
+    fused, options = _fused(norm1, hidden1, residual, residual_in_fp32)
+    options |= {"x1": hidden2, "dropout_p": dropout_p, "prenorm": True}
+    if norm2 is None or norm2.weight is None:  # norms without weights are the same
+        normed, residual = fused(hidden1, residual, **options)
+        return normed, normed, residual
+    return fused(hidden1, residual, weight1=norm2.weight, bias1=getattr(norm2, "bias", None), **options)
+
+
+def _fused(
+    norm: nn.Module, hidden: Tensor, residual: Tensor | None, residual_in_fp32: bool
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that fuses a norm with what comes before it, and the arguments which the norm says."""
+    options = {"weight": norm.weight, "bias": getattr(norm, "bias", None), "epsilon": norm.eps}
+    options["residual_in_fp32"] = residual_in_fp32
+    if isinstance(norm, (LayerNorm, nn.LayerNorm)):
+        return flashtile.dropout_add_layer_norm, options
+    if norm.eps is None:
+        narrow = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else hidden.dtype
+        options["epsilon"] = torch.finfo(torch.promote_types(narrow, torch.float32)).eps
+    return flashtile.dropout_add_rms_norm, options
+
+
+def _checked(norm: nn.Module) -> nn.Module:
+    if not isinstance(norm, (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)):
+        raise TypeError(
+            f"norm_cls: expected a LayerNorm or an RMSNorm, of flashtile.modules or torch.nn, got "
+            f"{type(norm).__name__}; no other is fused with dropout and addition"
+        )
+    return norm

@@ -1,0 +1,388 @@
+"""Multi-head attention with its projections: grouped heads, rotary, ALiBi, padding masks, packed inputs, KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+from flashtile.modules.attention import InnerAttention, alibi_slopes
+from flashtile.modules.padding import pad_input, unpad_input
+from flashtile.modules.rotary import RotaryEmbedding
+
+
+class KVCache:
+    """Keys and values of the tokens so far, of one layer, in buffers that are allocated once.
+
+    Args:
+        batch: sequences, all of one length.
+        capacity: tokens that fit.
+        heads_kv: heads of keys and values.
+        head_dim: of each.
+        device: of the buffers.
+        dtype: of the buffers, that of the keys.
+
+    Attributes:
+        k, v: `[batch, capacity, heads_kv, head_dim]`.
+        length: how many tokens are filled; the host knows it, so nothing waits for the GPU. Set it to 0 to begin anew,
+            or to a lower number to forget the last tokens.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        heads_kv: int,
+        head_dim: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.k = torch.empty(batch, capacity, heads_kv, head_dim, device=device, dtype=dtype)
+        self.v = torch.empty_like(self.k)
+        self.length = 0
+
+    @property
+    def capacity(self) -> int:
+        return self.k.shape[1]
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k and v `[batch, new, heads_kv, head_dim]` behind what is there; returns views of the filled part."""
+        wanted = (self.k.shape[0], k.shape[1], *self.k.shape[2:])
+        for name, given in (("k", k), ("v", v)):
+            if given.shape != wanted:
+                raise ValueError(f"{name}: expected shape {wanted}, that of the cache, got {tuple(given.shape)}")
+            if given.dtype is not self.k.dtype or given.device != self.k.device:
+                raise ValueError(
+                    f"{name}: expected {self.k.dtype} on {self.k.device}, those of the cache, got {given.dtype} on "
+                    f"{given.device}; make the cache with dtype= and device="
+                )
+            if given.requires_grad:
+                raise ValueError(f"{name}: expected no gradient with a cache, got one; decode under torch.no_grad()")
+        end = self.length + k.shape[1]
+        if end > self.capacity:
+            raise ValueError(f"cache: expected at most {self.capacity} tokens, its capacity, got {end}; make it larger")
+        self.k[:, self.length : end] = k
+        self.v[:, self.length : end] = v
+        self.length = end
+        return self.k[:, :end], self.v[:, :end]
+
+
+class MHA(nn.Module):
+    """Multi-head attention: projections, position embedding, attention, output projection.
+
+    State-dict keys are `Wqkv` (with cross_attn `Wq` and `Wkv`) and `out_proj`. Rows of `Wqkv` are the heads of q, then
+    those of k, then those of v.
+
+    Args:
+        embed_dim: of inputs and outputs, a multiple of num_heads.
+        num_heads: of the queries.
+        num_heads_kv: of keys and values, a divisor of num_heads; default num_heads.
+        cross_attn: keys and values come from a second input.
+        qkv_proj_bias: the input projections have a bias.
+        out_proj_bias: the output projection has one.
+        dropout: probability that an attention weight is dropped, in training.
+        softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
+        causal: no token sees later ones.
+        layer_idx: which of a sequence of caches is this layer's.
+        rotary_emb_dim: elements of a head that are rotated; 0 = no rotary embedding.
+        rotary_emb_base: of its frequencies.
+        rotary_emb_scale_base: with a number, xPos.
+        rotary_emb_interleaved: neighbours are pairs, else element `i` and `i + rotary_emb_dim / 2`.
+        use_alibi: scores have the biases of ALiBi.
+        window_size: (left, right) number of keys visible on each side, -1 or None = unlimited.
+        return_residual: also return the input.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: head counts do not divide, or rotary or a cache is asked for with cross attention.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None = None,
+        cross_attn: bool = False,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: tuple[int | None, int | None] = (-1, -1),
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        _check_sizes(embed_dim, num_heads, num_heads_kv)
+        if cross_attn and rotary_emb_dim:
+            raise ValueError(
+                f"rotary_emb_dim: expected 0 with cross_attn=True, got {rotary_emb_dim}; queries and keys of two "
+                "sequences have no common positions"
+            )
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_heads_kv = num_heads_kv
+        self.head_dim = embed_dim // num_heads
+        self.cross_attn = cross_attn
+        self.causal = causal
+        self.layer_idx = layer_idx
+        self.use_alibi = use_alibi
+        self.return_residual = return_residual
+        width_kv = 2 * num_heads_kv * self.head_dim
+        if cross_attn:
+            self.Wq = nn.Linear(embed_dim, embed_dim, qkv_proj_bias, device, dtype)
+            self.Wkv = nn.Linear(embed_dim, width_kv, qkv_proj_bias, device, dtype)
+        else:
+            self.Wqkv = nn.Linear(embed_dim, embed_dim + width_kv, qkv_proj_bias, device, dtype)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, out_proj_bias, device, dtype)
+        self.rotary_emb = (
+            RotaryEmbedding(rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device)
+            if rotary_emb_dim
+            else None
+        )
+        # On the CPU whatever the default device is, such as meta: it is a constant, not a parameter to be loaded.
+        slopes = alibi_slopes(num_heads, "cpu") if use_alibi else None
+        self.inner_attn = InnerAttention(causal, softmax_scale, dropout, window_size, slopes)
+
+    def forward(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        cache: KVCache | Sequence[KVCache] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attention of x to itself, or with cross_attn to x_kv.
+
+        Args:
+            x: `[batch, seq, embed_dim]`; with cu_seqlens `[total, embed_dim]`.
+            x_kv: `[batch, seq_k, embed_dim]`, or `[total_k, embed_dim]`, with cross_attn only.
+            key_padding_mask: bool, True = keep: `[batch, seq]`, or with cross_attn `[batch, seq_k]`. Rows that are
+                not kept are taken out before anything is computed (`unpad_input`, which waits for the GPU once): no
+                token sees them, their output is 0, and positions count the kept ones.
+            cu_seqlens: `[batch + 1]` cumulative lengths of packed sequences.
+            max_seqlen: upper bound of them; it helps to choose tiles, and keeps rotary tables short.
+            cu_seqlens_k: those of x_kv.
+            max_seqlen_k: upper bound of their lengths.
+            cache: x follows the tokens in it, and is appended. With layer_idx, a sequence of the caches of all layers.
+                Causal self-attention of dense x only: ragged batches have no cache yet.
+
+        Returns:
+            Of the shape of x; with return_residual the pair of it and x.
+
+        Raises:
+            ValueError: arguments that do not go together, or a shape that is wrong.
+        """
+        out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
+        return (out, x) if self.return_residual else out
+
+    def _output(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_k: int | None = None,
+        cache: KVCache | Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        self._check(x, x_kv, key_padding_mask, cu_seqlens, cu_seqlens_k, cache)
+        if cache is not None:
+            return self._decode(x, self._own(cache))
+        if key_padding_mask is None:
+            return self._attend(x, x_kv, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        if x_kv is not None:
+            return self._masked_cross(x, x_kv, key_padding_mask)
+        kept = unpad_input(x, key_padding_mask)
+        out = self._attend(kept.x, None, kept.cu_seqlens, kept.max_seqlen, None, None)
+        return pad_input(out, kept.indices, *key_padding_mask.shape)
+
+    def _attend(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        cu_seqlens_k: Tensor | None,
+        max_seqlen_k: int | None,
+    ) -> Tensor:
+        if x_kv is None:
+            cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
+            q, k, v = self._project(x, 0, cu_seqlens, max_seqlen)
+        else:
+            q = self._heads(self.Wq(x), self.num_heads)
+            k, v = self._heads(self.Wkv(x_kv), 2 * self.num_heads_kv).chunk(2, dim=-2)
+        out = self.inner_attn(q, k, v, None, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        return self.out_proj(out.flatten(-2))
+
+    def _masked_cross(self, x: Tensor, x_kv: Tensor, mask: Tensor) -> Tensor:
+        """Queries are packed too, all of one length."""
+        batch, seq = x.shape[:2]
+        if mask.shape[0] != batch:
+            raise ValueError(f"key_padding_mask: expected the batch of x, {batch}, got {mask.shape[0]}")
+        kept = unpad_input(x_kv, mask)
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seq
+        out = self._attend(x.flatten(0, 1), kept.x, cu_seqlens, seq, kept.cu_seqlens, kept.max_seqlen)
+        return out.unflatten(0, (batch, seq))
+
+    def _decode(self, x: Tensor, cache: KVCache) -> Tensor:
+        q, k, v = self._project(x, cache.length, None, None)
+        k, v = cache.append(k, v)
+        return self.out_proj(self.inner_attn(q, k, v).flatten(-2))
+
+    def _project(
+        self, x: Tensor, offset: int, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`."""
+        qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
+        if self.rotary_emb is not None:
+            # A packed batch of unknown lengths has no position past the total.
+            longest = x.shape[-2] if max_seqlen is None or cu_seqlens is None else max_seqlen
+            tables = self.rotary_emb.tables(longest + offset, x.device)
+            # In place: nothing else reads what the projection wrote.
+            qkv = flashtile.apply_rotary_qkv(
+                qkv, *tables, self.rotary_emb.interleaved, True, offset, self.num_heads, cu_seqlens, max_seqlen
+            )  # fmt: skip
+        q, k, v = qkv.split([self.num_heads, self.num_heads_kv, self.num_heads_kv], dim=-2)
+        return q, k, v
+
+    def _heads(self, x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, self.head_dim))
+
+    def _own(self, cache: KVCache | Sequence[KVCache]) -> KVCache:
+        if isinstance(cache, KVCache):
+            return cache
+        if self.layer_idx is None:
+            raise ValueError(
+                "cache: expected a KVCache without layer_idx, got a sequence; layer_idx says which is this"
+            )
+        return cache[self.layer_idx]
+
+    def _check(
+        self,
+        x: Tensor,
+        x_kv: Tensor | None,
+        key_padding_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        cache: KVCache | Sequence[KVCache] | None,
+    ) -> None:
+        """Which arguments go together; the functions below check the tensors themselves."""
+        if (x_kv is None) is self.cross_attn:
+            expected, came = ("a tensor", "None") if self.cross_attn else ("None", "a tensor")
+            raise ValueError(f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}")
+        layout = "[batch, seq, embed_dim]" if cu_seqlens is None else "[total, embed_dim], packed by cu_seqlens"
+        for name, given in (("x", x), ("x_kv", x_kv)):
+            if given is None:
+                continue
+            if given.dim() != (3 if cu_seqlens is None else 2) or given.shape[-1] != self.embed_dim:
+                raise ValueError(
+                    f"{name}: expected {layout}, with embed_dim {self.embed_dim}, got shape {tuple(given.shape)}"
+                )
+        if cu_seqlens is not None and (cu_seqlens_k is None) is self.cross_attn:
+            raise ValueError(
+                f"cu_seqlens_k: expected {'a tensor' if self.cross_attn else 'None'} beside cu_seqlens "
+                f"with cross_attn={self.cross_attn}"
+            )
+        if key_padding_mask is not None:
+            if cu_seqlens is not None:
+                raise ValueError(
+                    "key_padding_mask: expected None with cu_seqlens, got a tensor; packed x has no padding"
+                )
+            if self.cross_attn and (self.causal or self.use_alibi or self.inner_attn.window != (None, None)):
+                raise ValueError(
+                    "key_padding_mask: expected None where cross attention is causal, has a window or ALiBi, got a "
+                    "tensor; taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"
+                )
+        if cache is not None:
+            self._check_cache(key_padding_mask, cu_seqlens)
+
+    def _check_cache(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if self.cross_attn or not self.causal:
+            raise ValueError(
+                "cache: expected None where attention is not causal self-attention, got one; earlier tokens would have "
+                "to see the new ones"
+            )
+        if key_padding_mask is not None or cu_seqlens is not None:
+            raise ValueError(
+                "cache: expected None with key_padding_mask or cu_seqlens, got one; a cache holds sequences of one "
+                "length"
+            )
+        if self.rotary_emb is not None and self.rotary_emb.scale_base is not None:
+            raise ValueError(
+                "cache: expected None with rotary_emb_scale_base, got one; the decay of xPos depends on the length of "
+                "the table, which grows with the tokens"
+            )
+
+
+class FlashMHA(MHA):
+    """Multi-head self-attention as the first FlashAttention had it: an `MHA` that returns a pair.
+
+    Args:
+        embed_dim: of inputs and outputs, a multiple of num_heads.
+        num_heads: heads.
+        bias: of all projections.
+        batch_first: x is `[batch, seq, embed_dim]`, else `[seq, batch, embed_dim]`.
+        attention_dropout: probability that an attention weight is dropped, in training.
+        causal: no token sees later ones.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        bias: bool = True,
+        batch_first: bool = True,
+        attention_dropout: float = 0.0,
+        causal: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim, num_heads, qkv_proj_bias=bias, out_proj_bias=bias, dropout=attention_dropout, causal=causal,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        self.batch_first = batch_first
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, key_padding_mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """Attention of x to itself.
+
+        Args:
+            x: as batch_first says.
+            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0.
+            need_weights: must be False: weights are never in memory.
+
+        Returns:
+            The output, of the shape of x, and None in the place of weights.
+        """
+        if need_weights:
+            raise ValueError("need_weights: expected False, got True; attention weights are never in memory as a whole")
+        x = x if self.batch_first else x.transpose(0, 1)
+        out = self._output(x, key_padding_mask=key_padding_mask)
+        return (out if self.batch_first else out.transpose(0, 1)), None
+
+
+def _check_sizes(embed_dim: int, num_heads: int, num_heads_kv: int) -> None:
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(f"embed_dim: expected a multiple of num_heads, {num_heads}, got {embed_dim}")
+    if num_heads_kv < 1 or num_heads % num_heads_kv:
+        raise ValueError(f"num_heads_kv: expected a divisor of num_heads, {num_heads}, got {num_heads_kv}")

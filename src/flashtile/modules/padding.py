@@ -1,0 +1,131 @@
+"""From padded batches to packed sequences and back, each the other's gradient."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Unpadded(NamedTuple):
+    """The rows of a padded batch that are kept, one sequence after another: what `unpad_input` returns.
+
+    Attributes:
+        x: `[total, ...]`.
+        indices: int64 `[total]`, the row of `[batch · seq]` where each comes from; what `pad_input` needs.
+        cu_seqlens: int32 `[batch + 1]`; sequence `b` owns the rows from `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
+        max_seqlen: of the longest sequence; with `total=`, only a bound, seq.
+        lengths: int32 `[batch]`.
+    """
+
+    x: Tensor
+    indices: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    lengths: Tensor
+
+
+def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadded:
+    """Takes the rows that a mask keeps out of a padded batch, as `flashtile.attention_varlen` wants them.
+
+    How many there are is a value on the device that the host must know to allocate them. So a call waits for the GPU,
+    once, unless `total` says it. Differentiable in x; a gradient costs a copy, not a sum.
+
+    Args:
+        x: `[batch, seq, ...]`, any dtype and strides.
+        mask: bool `[batch, seq]`, True = keep. Any pattern: padding on the left, on the right or in between.
+        total: how many elements of the mask are True, where the host knows it. Checked on a CPU; on a GPU it must be
+            right.
+
+    Raises:
+        TypeError: the mask is not bool, or total not an int.
+        ValueError: shapes or devices do not fit, or total is wrong.
+    """
+    _check_mask(x, mask)
+    lengths = mask.sum(dim=1, dtype=torch.int32)
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    max_seqlen = mask.shape[1]
+    if total is None:
+        # Both numbers in one wait. The cumulative lengths begin with 0, so an empty batch has a maximum too.
+        total, max_seqlen = torch.stack((cu_seqlens[-1], cu_seqlens.diff(prepend=cu_seqlens[:1]).max())).tolist()
+    else:
+        _check_total(total, cu_seqlens)
+    indices = _kept_indices(mask.flatten(), total)
+    return Unpadded(_Gather.apply(x.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen, lengths)
+
+
+def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Puts packed rows back into a padded batch: what `unpad_input` undoes.
+
+    Args:
+        x: `[total, ...]`.
+        indices: int32 or int64 `[total]` from `unpad_input`, each row at most once.
+        batch: sequences of the result.
+        seqlen: rows of each.
+
+    Returns:
+        `[batch, seqlen, ...]`, 0 in rows that no index names. Differentiable in x.
+
+    Raises:
+        TypeError: indices are no integers.
+        ValueError: their number is not that of the rows.
+    """
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"indices: expected dtype int32 or int64, got {indices.dtype}; take those of unpad_input")
+    if indices.shape != x.shape[:1]:
+        raise ValueError(
+            f"indices: expected shape {tuple(x.shape[:1])}, one for each row of x, got {tuple(indices.shape)}"
+        )
+    return _scatter(x, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+class _Gather(torch.autograd.Function):
+    """Rows by number, each at most once: the gradient is a copy, where that of `index_select` alone would add."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows: Tensor, indices: Tensor) -> Tensor:
+        return rows.index_select(0, indices)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        rows, indices = inputs
+        ctx.save_for_backward(indices)
+        ctx.rows = rows.shape[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _scatter(grad, ctx.saved_tensors[0], ctx.rows), None
+
+
+def _scatter(x: Tensor, indices: Tensor, rows: int) -> Tensor:
+    """PyTorch's own gradient of this is the gather."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy(0, indices.long(), x)
+
+
+def _kept_indices(kept: Tensor, total: int) -> Tensor:
+    """Numbers of the True elements, of which there are `total`. `nonzero` would wait for their number again: here each
+    kept row writes its own to its place, and the others to one place more, which is cut off."""
+    place = torch.where(kept, kept.cumsum(0) - 1, total).clamp(max=total)
+    numbers = torch.arange(kept.shape[0], device=kept.device)
+    return numbers.new_zeros(total + 1).scatter_(0, place, numbers)[:total]
+
+
+def _check_mask(x: Tensor, mask: Tensor) -> None:
+    if mask.dtype is not torch.bool:
+        raise TypeError(f"mask: expected dtype bool, True = keep, got {mask.dtype}; compare or cast it")
+    if mask.dim() != 2 or mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"mask: expected the (batch, seq) of x, {tuple(x.shape[:2])}, got {tuple(mask.shape)}; one element a token"
+        )
+    if mask.device != x.device:
+        raise ValueError(f"mask: expected the device of x, {x.device}, got {mask.device}; move it")
+
+
+def _check_total(total: int, cu_seqlens: Tensor) -> None:
+    if isinstance(total, bool) or not isinstance(total, (int, torch.SymInt)):
+        raise TypeError(f"total: expected an int, got {total!r}; leave it out if the host does not know it")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling() and int(cu_seqlens[-1]) != total:
+        raise ValueError(f"total: expected the number of True elements of the mask, {int(cu_seqlens[-1])}, got {total}")

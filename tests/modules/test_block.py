@@ -1,0 +1,205 @@
+"""Blocks equal the composition of plain dropout, addition and norm, forward and gradients, in every order of norms."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.modules import MHA, Block, LayerNorm, ParallelBlock, RMSNorm, add_norm
+from module_cases import DEVICES, check_module
+
+DIM = 24
+NORMS = [LayerNorm, RMSNorm, partial(nn.LayerNorm, bias=False, eps=0.1), partial(nn.RMSNorm, eps=1e-3)]
+
+
+class Perceptron(nn.Module):
+    """An MLP that may return its input beside its output."""
+
+    def __init__(self, dim: int, return_residual: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+        self.return_residual = return_residual
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.down(F.gelu(self.up(x)))
+        return (out, x) if self.return_residual else out
+
+
+class Mixer(nn.Module):
+    """Something that mixes tokens and whose arithmetic is the same on both sides of the comparison."""
+
+    def __init__(self, dim: int, return_residual: bool = False) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, dim)
+        self.return_residual = return_residual
+
+    def forward(self, x: Tensor, shift: int = 1) -> Any:
+        out = self.proj(x.roll(shift, -2)).tanh()
+        return (out, x) if self.return_residual else out
+
+
+def plain_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    if isinstance(norm, (LayerNorm, nn.LayerNorm)):
+        return F.layer_norm(x, (DIM,), norm.weight, norm.bias, norm.eps)
+    return F.rms_norm(x, (DIM,), norm.weight, norm.eps)
+
+
+def plain_block(block: Block, hidden: Tensor, residual: Tensor | None = None) -> tuple[Tensor, ...]:
+    if block.prenorm:
+        residual = hidden if residual is None else hidden + residual
+        hidden = block.mixer(plain_norm(block.norm1, residual))
+        if isinstance(block.mlp, nn.Identity):
+            return hidden, residual
+        residual = hidden + residual
+        return block.mlp(plain_norm(block.norm2, residual)), residual
+    mixed = block.mixer(hidden)
+    hidden = plain_norm(block.norm1, (mixed[0] if block.return_residual else mixed) + hidden)
+    if isinstance(block.mlp, nn.Identity):
+        return (hidden,)
+    out = block.mlp(hidden)
+    return (plain_norm(block.norm2, (out[0] if block.return_residual else out) + hidden),)
+
+
+def make(cls: type = Block, mixer: Any = Mixer, mlp: Any = Perceptron, **options: Any) -> Any:
+    torch.manual_seed(0)
+    block = cls(DIM, mixer, mlp, **options)
+    for name, parameter in block.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, mean=1.0)
+    return block
+
+
+def run_block(block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
+    out = block(*inputs)
+    return out if block.prenorm else (out,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=["layer", "rms", "torch-layer", "torch-rms"])
+@pytest.mark.parametrize("prenorm", [True, False], ids=["prenorm", "postnorm"])
+def test_is_the_plain_composition(prenorm, norm, dtype, device):
+    block = make(prenorm=prenorm, norm_cls=norm)
+    inputs = [torch.randn(2, 7, DIM) for _ in range(1 + prenorm)]
+    check_module(block, run_block, plain_block, inputs, dtype, device)
+    check_module(block, run_block, plain_block, inputs[:1], dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "two-norms"])
+@pytest.mark.parametrize("norm", NORMS, ids=["layer", "rms", "torch-layer", "torch-rms"])
+def test_parallel(norm, tied, device):
+    block = make(ParallelBlock, norm_cls=norm, tied_norm=tied)
+
+    def plain(block, *hidden):
+        residual = sum(hidden)
+        second = block.norm1 if tied else block.norm2
+        return block.mixer(plain_norm(block.norm1, residual)), block.mlp(plain_norm(second, residual)), residual
+
+    for count in (1, 2, 3):
+        inputs = [torch.randn(2, 7, DIM) for _ in range(count)]
+        check_module(block, lambda block, *given: block(*given), plain, inputs, torch.float32, device)
+
+
+def test_norms_without_weights():
+    bare = partial(nn.LayerNorm, elementwise_affine=False)
+    hidden = [torch.randn(2, 7, DIM) for _ in range(3)]
+    block = make(ParallelBlock, norm_cls=bare)
+    mixed, out, residual = block(*hidden)
+    normed = F.layer_norm(sum(hidden), (DIM,))
+    torch.testing.assert_close((mixed, out, residual), (block.mixer(normed), block.mlp(normed), sum(hidden)))
+    first = make(norm_cls=bare)
+    torch.testing.assert_close(first(hidden[0]), plain_block(first, hidden[0]))
+
+
+@pytest.mark.parametrize("prenorm", [True, False], ids=["prenorm", "postnorm"])
+def test_a_block_without_mlp(prenorm):
+    block = make(prenorm=prenorm, mlp=nn.Identity)
+    assert not any(name.startswith(("norm2", "mlp")) for name in block.state_dict())
+    check_module(block, run_block, plain_block, [torch.randn(2, 7, DIM)], torch.float32)
+
+
+def test_residual_of_the_sublayers():
+    block = make(
+        prenorm=False, return_residual=True,
+        mixer=partial(Mixer, return_residual=True), mlp=partial(Perceptron, return_residual=True),
+    )  # fmt: skip
+    check_module(block, run_block, plain_block, [torch.randn(2, 7, DIM)], torch.float32)
+
+
+def test_dropout_is_that_of_the_function_and_only_in_training():
+    block, hidden, residual = make(resid_dropout1=0.5, resid_dropout2=0.25), *torch.randn(2, 2, 7, DIM)
+    torch.manual_seed(5)
+    actual = block(hidden, residual)
+    torch.manual_seed(5)
+    dropped = []
+    for p in (0.5, 0.25):
+        _, kept = flashtile.dropout_add_layer_norm(hidden, None, None, None, p, return_dropout_mask=True)
+        dropped.append(kept / (1 - p))
+    residual1 = hidden * dropped[0] + residual
+    residual2 = block.mixer(plain_norm(block.norm1, residual1)) * dropped[1] + residual1
+    torch.testing.assert_close(actual, (block.mlp(plain_norm(block.norm2, residual2)), residual2))
+    torch.testing.assert_close(block.eval()(hidden, residual), plain_block(block, hidden, residual))
+
+    parallel = make(ParallelBlock, resid_dropout=0.5)
+    assert not torch.equal(parallel(hidden, residual)[2], hidden + residual)
+    torch.testing.assert_close(parallel.eval()(hidden, residual)[2], hidden + residual)
+
+
+@pytest.mark.parametrize("cls", [Block, ParallelBlock])
+def test_a_residual_in_fp32(cls):
+    block = make(cls, residual_in_fp32=True).bfloat16()
+    hidden = torch.randn(2, 7, DIM).bfloat16()
+    *out, residual = block(hidden)
+    assert residual.dtype is torch.float32 and all(t.dtype is torch.bfloat16 for t in out)
+    # Which a PyTorch RMS norm without an eps reads as that of float32.
+    assert make(cls, residual_in_fp32=True, norm_cls=nn.RMSNorm).bfloat16()(hidden)[-1].dtype is torch.float32
+
+
+def test_blocks_in_a_row_with_attention():
+    """A pre-norm stack closed by `add_norm`, with the mixer's own arguments."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block(DIM, partial(MHA, num_heads=3, causal=True), Perceptron) for _ in range(2))
+    last, x = LayerNorm(DIM), torch.randn(2, 7, DIM)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 4:] = False
+
+    hidden, residual = x, None
+    for block in blocks:
+        hidden, residual = block(hidden, residual, {"key_padding_mask": mask})
+    out = add_norm(last, hidden, residual)
+    stream = x
+    for block in blocks:
+        stream = stream + block.mixer(block.norm1(stream), key_padding_mask=mask)
+        stream = stream + block.mlp(block.norm2(stream))
+    torch.testing.assert_close(out, last(stream))
+
+
+@pytest.mark.parametrize("cls", [Block, ParallelBlock])
+def test_compiles_whole(cls):
+    block, x = make(cls, mixer=partial(MHA, num_heads=3, causal=True)), torch.randn(2, 7, DIM)
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
+    out, expected = compiled(x), block(x)
+    torch.testing.assert_close(out, expected)
+    for result in (out, expected):
+        sum(t.square().sum() for t in result).backward()
+    for mine, theirs in zip(compiled.parameters(), block.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_mistakes_are_explained():
+    with pytest.raises(TypeError, match="norm_cls: expected a LayerNorm or an RMSNorm"):
+        make(norm_cls=nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="residual_in_fp32: expected False with prenorm=False"):
+        make(prenorm=False, residual_in_fp32=True)
+    with pytest.raises(ValueError, match="return_residual: expected False with prenorm=True"):
+        make(return_residual=True)
+    with pytest.raises(ValueError, match="residual: expected None with prenorm=False"):
+        make(prenorm=False)(torch.randn(2, 7, DIM), torch.randn(2, 7, DIM))

@@ -1,0 +1,281 @@
+"""Multi-head attention: each of its options is the plain computation, alone and together; caches, masks, mistakes."""
+
+from __future__ import annotations
+
+import copy
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.modules import MHA, FlashMHA, KVCache
+from module_cases import DEVICES, attention_in_full, band, check_module
+
+EMBED, HEADS, D = 48, 6, 8
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "num_heads_kv": 2, "qkv_proj_bias": False, "out_proj_bias": False},
+    {"causal": True, "rotary_emb_dim": 8, "num_heads_kv": 3},
+    {"rotary_emb_dim": 4, "rotary_emb_interleaved": True, "rotary_emb_base": 100.0, "softmax_scale": 0.2},
+    {"rotary_emb_dim": 8, "rotary_emb_scale_base": 32.0, "causal": True},
+    {"causal": True, "window_size": (3, 0), "num_heads_kv": 1},
+]
+
+
+def rotated(module: MHA, x: Tensor, table: int, first: int) -> Tensor:
+    """Rotation written out, as complex numbers; `table` positions decide the middle of xPos, `first` of the tables is
+    that of q."""
+    rotary = module.rotary_emb
+    if rotary is None:
+        return x
+    tables = flashtile.rotary_tables(table, rotary.dim, rotary.base, device=x.device)
+    cos, sin = (t[: x.shape[1], None].to(x) for t in tables)
+    if rotary.scale_base is not None:
+        scale = flashtile.xpos_scale(table, rotary.dim, rotary.scale_base, device=x.device)[: x.shape[1], None].to(x)
+        cos, sin = (t * scale if first == 0 else t / scale for t in (cos, sin))
+    turned, rest = x[..., : rotary.dim], x[..., rotary.dim :]
+    a, b = (turned[..., ::2], turned[..., 1::2]) if rotary.interleaved else turned.chunk(2, -1)
+    pairs = (a * cos - b * sin, a * sin + b * cos)
+    turned = torch.stack(pairs, -1).flatten(-2) if rotary.interleaved else torch.cat(pairs, -1)
+    return torch.cat((turned, rest), -1)
+
+
+def in_full(module: MHA, x: Tensor, x_kv: Tensor | None = None, table: int | None = None) -> Tensor:
+    """The module's attention of dense inputs by its matrices."""
+    if x_kv is None:
+        q, k, v = (
+            t.unflatten(-1, (-1, module.head_dim))
+            for t in module.Wqkv(x).split([module.embed_dim, *[module.num_heads_kv * module.head_dim] * 2], -1)
+        )
+        q, k = (rotated(module, t, table or x.shape[1], i) for i, t in enumerate((q, k)))
+    else:
+        q = module.Wq(x).unflatten(-1, (-1, module.head_dim))
+        k, v = (t.unflatten(-1, (-1, module.head_dim)) for t in module.Wkv(x_kv).chunk(2, -1))
+    seen = band(q.shape[1], k.shape[1], module.causal, module.inner_attn.window_size).to(x.device)
+    out = attention_in_full(q, k, v, seen, module.inner_attn.softmax_scale)
+    return F.linear(out.flatten(2), module.out_proj.weight, module.out_proj.bias)
+
+
+def make(**options: Any) -> MHA:
+    torch.manual_seed(0)
+    return MHA(EMBED, HEADS, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_dense(options, dtype, device):
+    module = make(**options)
+    plain = lambda module, x: (in_full(module, x),)  # noqa: E731
+    check_module(module, lambda module, x: (module(x),), plain, [torch.randn(2, 11, EMBED)], dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed(options, device):
+    cu_seqlens = torch.tensor([0, 4, 4, 11], dtype=torch.int32, device=device)
+
+    def in_turn(module, x):
+        return (torch.cat([in_full(module, x[None, a:b], table=7)[0] for a, b in pairwise(cu_seqlens.tolist())]),)
+
+    for given in ({"max_seqlen": 7}, {}):
+        if "rotary_emb_scale_base" in options and not given:
+            continue  # the middle of the table of xPos is then elsewhere
+        check_module(
+            make(**options),
+            lambda module, x, given=given: (module(x, cu_seqlens=cu_seqlens, **given),),
+            in_turn, [torch.randn(11, EMBED)], torch.float32, device,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_padding_mask(options, device):
+    """Kept tokens attend to one another as if the others had never been there; the others give 0 and take nothing."""
+    mask = torch.ones(3, 9, dtype=torch.bool, device=device)
+    mask[0, 5:] = mask[1, [0, 3]] = mask[2] = False
+    longest = int(mask.sum(1).max())
+
+    def one_by_one(module, x):
+        out = torch.zeros_like(x)
+        for row, keep in enumerate(mask):
+            attended = in_full(module, x[row, keep][None], table=longest)[0]
+            out = out.index_put((torch.tensor(row, device=x.device), keep.nonzero().flatten()), attended)
+        return (out,)
+
+    check_module(
+        make(**options),
+        lambda module, x: (module(x, key_padding_mask=mask),),
+        one_by_one, [torch.randn(3, 9, EMBED)], torch.float32, device,
+    )  # fmt: skip
+    x = torch.randn(3, 9, EMBED, device=device)
+    module = make(**options).to(device)
+    assert torch.equal(module(x.masked_fill(~mask[..., None], torch.nan), key_padding_mask=mask), module(x, None, mask))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("heads_kv", [HEADS, 2])
+def test_cross_attention(heads_kv, device):
+    inputs = [torch.randn(2, 5, EMBED), torch.randn(2, 9, EMBED)]
+    module = make(cross_attn=True, num_heads_kv=heads_kv)
+    run = lambda module, x, x_kv: (module(x, x_kv),)  # noqa: E731
+    check_module(module, run, lambda m, x, x_kv: (in_full(m, x, x_kv),), inputs, torch.float32, device)
+
+    mask = torch.ones(2, 9, dtype=torch.bool, device=device)
+    mask[0, 6:] = mask[1, [0, 4]] = False
+
+    def one_by_one(module, x, x_kv):
+        return (torch.cat([in_full(module, x[i][None], x_kv[i, keep][None]) for i, keep in enumerate(mask)]),)
+
+    masked = lambda module, x, x_kv: (module(x, x_kv, key_padding_mask=mask),)  # noqa: E731
+    check_module(module, masked, one_by_one, inputs, torch.float32, device)
+
+    cu_q, cu_k = (torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=device) for n in ([3, 2], [2, 7]))
+
+    def in_turn(module, x, x_kv):
+        parts = zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True)
+        return (torch.cat([in_full(module, x[None, a:b], x_kv[None, c:d])[0] for (a, b), (c, d) in parts]),)
+
+    packed = lambda module, x, x_kv: (module(x, x_kv, None, cu_q, 3, cu_k, 7),)  # noqa: E731
+    check_module(module, packed, in_turn, [torch.randn(5, EMBED), torch.randn(9, EMBED)], torch.float32, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options", [o for o in OPTIONS if o.get("causal") and "rotary_emb_scale_base" not in o], ids=str
+)
+def test_decoding_with_a_cache_is_the_whole_at_once(options, device):
+    """A prompt, then tokens one by one, then two at once."""
+    x = torch.randn(2, 12, EMBED, dtype=torch.float64 if device == "cpu" else torch.float32, device=device)
+    module = make(**options, layer_idx=1).to(x)
+    cache = KVCache(2, 12, module.num_heads_kv, D, device, x.dtype)
+    keys = cache.k
+    with torch.no_grad():
+        parts = [module(part, cache=[None, cache]) for part in x.split([7, 1, 1, 1, 2], 1)]
+        expected = module(x)
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+    assert cache.length == 12 and cache.k is keys
+    cache.length = 7  # forget what followed the prompt
+    with torch.no_grad():
+        torch.testing.assert_close(module(x[:, 7:8], cache=cache), expected[:, 7:8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_larger_one(dtype):
+    torch.manual_seed(0)
+    module = MHA(512, 8, 2, causal=True, rotary_emb_dim=64, window_size=(100, 0))
+    plain = lambda module, x: (in_full(module, x),)  # noqa: E731
+    check_module(module, lambda module, x: (module(x),), plain, [torch.randn(2, 333, 512)], dtype, "cuda")
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_step_with_a_cache_waits_for_nothing():
+    module = make(causal=True, rotary_emb_dim=8).cuda()
+    cache, x = KVCache(2, 12, HEADS, D, "cuda"), torch.randn(2, 12, EMBED, device="cuda")
+    expected = module(x)
+    parts = [module(x[:, :10], cache=cache), module(x[:, 10:11], cache=cache)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        parts.append(module(x[:, 11:], cache=cache))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_compiles_whole(options):
+    module, x = make(**options), torch.randn(2, 7, EMBED)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    out = compiled(x)
+    torch.testing.assert_close(out, module(x))
+    (expected,) = torch.autograd.grad(module(x).square().sum(), [module.out_proj.weight])
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), [module.out_proj.weight])[0], expected)
+
+
+def test_state_dict_keys():
+    kinds = {"weight", "bias"}
+    assert set(make(rotary_emb_dim=8).state_dict()) == {f"{n}.{k}" for n in ("Wqkv", "out_proj") for k in kinds}
+    cross = make(cross_attn=True).state_dict()
+    assert set(cross) == {f"{n}.{k}" for n in ("Wq", "Wkv", "out_proj") for k in kinds}
+    assert make(num_heads_kv=2).Wqkv.weight.shape == (EMBED + 2 * 2 * D, EMBED)
+    assert set(make(qkv_proj_bias=False, out_proj_bias=False).state_dict()) == {"Wqkv.weight", "out_proj.weight"}
+
+
+def test_residual_and_dropout():
+    x = torch.randn(2, 7, EMBED)
+    module = make(dropout=0.5)
+    assert torch.equal(module.eval()(x), make()(x))
+    assert not torch.equal(module.train()(x), make()(x))
+    out, residual = make(return_residual=True)(x)
+    assert residual is x and torch.equal(out, make()(x))
+
+
+def test_empty_inputs():
+    assert make()(torch.randn(0, 7, EMBED)).shape == (0, 7, EMBED)
+    assert make(rotary_emb_dim=8)(torch.randn(2, 0, EMBED)).shape == (2, 0, EMBED)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_flash_mha(batch_first, bias):
+    torch.manual_seed(0)
+    module = FlashMHA(EMBED, HEADS, bias=bias, batch_first=batch_first, causal=True)
+    expected = make(causal=True, qkv_proj_bias=bias, out_proj_bias=bias)
+    expected.load_state_dict(copy.deepcopy(module.state_dict()))
+    x, mask = torch.randn(3, 7, EMBED), torch.rand(3, 7) < 0.7
+    turn = (lambda x: x) if batch_first else (lambda x: x.transpose(0, 1))
+    out, weights = module(turn(x), key_padding_mask=mask)
+    assert weights is None
+    torch.testing.assert_close(turn(out), expected(x, key_padding_mask=mask))
+    with pytest.raises(ValueError, match="need_weights: expected False"):
+        module(x, need_weights=True)
+
+
+@torch.no_grad()
+def test_mistakes_are_explained():
+    x, mask, cu = torch.randn(2, 7, EMBED), torch.ones(2, 7, dtype=torch.bool), torch.tensor([0, 7])
+    cross = make(cross_attn=True)
+
+    def cache(length: int = 7, dtype: torch.dtype = torch.float32) -> KVCache:
+        return KVCache(2, length, HEADS, D, dtype=dtype)
+
+    for message, call in {
+        "embed_dim: expected a multiple of num_heads, 7, got 48": lambda: MHA(48, 7),
+        "num_heads_kv: expected a divisor of num_heads, 6, got 4": lambda: MHA(48, 6, 4),
+        "rotary_emb_dim: expected 0 with cross_attn=True, got 8": lambda: make(cross_attn=True, rotary_emb_dim=8),
+        "x_kv: expected a tensor with cross_attn=True": lambda: cross(x),
+        "x_kv: expected None with cross_attn=False": lambda: make()(x, x),
+        r"x: expected \[batch, seq, embed_dim\], with embed_dim 48, got shape \(7, 48\)": lambda: make()(x[0]),
+        r"x: expected \[total, embed_dim\], packed by": lambda: make()(x, cu_seqlens=cu),
+        "cu_seqlens_k: expected None beside cu_seqlens": lambda: make()(x[0], cu_seqlens=cu, cu_seqlens_k=cu),
+        "cu_seqlens_k: expected a tensor beside cu_seqlens": lambda: cross(x[0], x[0], cu_seqlens=cu),
+        "key_padding_mask: expected None with cu_seqlens": lambda: make()(x[0], None, mask, cu),
+        "key_padding_mask: expected None where cross attention is causal": lambda: make(cross_attn=True, causal=True)(
+            x, x, mask
+        ),
+        "key_padding_mask: expected the batch of x, 2, got 1": lambda: cross(x, x[:1], mask[:1]),
+        "max_seqlen: expected None without cu_seqlens": lambda: make()(x, max_seqlen=7),
+        "cache: expected None where attention is not causal": lambda: make()(x, cache=cache()),
+        "cache: expected None with key_padding_mask": lambda: make(causal=True)(x, None, mask, cache=cache()),
+        "cache: expected None with rotary_emb_scale_base": lambda: make(
+            causal=True, rotary_emb_dim=8, rotary_emb_scale_base=32.0
+        )(x, cache=cache()),
+        "cache: expected a KVCache without layer_idx": lambda: make(causal=True)(x, cache=[cache()]),
+        "cache: expected at most 6 tokens, its capacity, got 7": lambda: make(causal=True)(x, cache=cache(6)),
+        r"k: expected shape \(2, 7, 6, 8\), that of the cache, got \(2, 7, 2, 8\)": lambda: make(
+            causal=True, num_heads_kv=2
+        )(x, cache=cache()),
+        "k: expected torch.bfloat16 on cpu, those of the cache": lambda: make(causal=True)(
+            x, cache=cache(dtype=torch.bfloat16)
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with torch.enable_grad(), pytest.raises(ValueError, match="expected no gradient with a cache"):
+        make(causal=True)(x, cache=cache())

@@ -1,0 +1,116 @@
+"""Unpadding: the rows that a mask keeps, and back; each is the gradient of the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashtile.modules import pad_input, unpad_input
+
+
+def random_mask(batch: int, seq: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(batch, seq, generator=torch.Generator().manual_seed(seed)) < 0.6
+
+
+def check(x: torch.Tensor, mask: torch.Tensor, total: int | None = None) -> None:
+    kept = unpad_input(x, mask, total=total)
+    assert torch.equal(kept.x, x[mask])
+    assert torch.equal(kept.indices, mask.flatten().nonzero().flatten())
+    lengths = mask.sum(1)
+    assert kept.lengths.tolist() == lengths.tolist() and kept.lengths.dtype is torch.int32
+    assert kept.cu_seqlens.tolist() == [0, *lengths.cumsum(0).tolist()] and kept.cu_seqlens.dtype is torch.int32
+    longest = max(lengths.tolist(), default=0)
+    assert kept.max_seqlen == (longest if total is None else mask.shape[1]) and isinstance(kept.max_seqlen, int)
+    expected = torch.where(mask.view(*mask.shape, *[1] * (x.dim() - 2)), x, 0)
+    assert torch.equal(pad_input(kept.x, kept.indices, *mask.shape), expected)
+
+
+@given(st.integers(0, 4), st.integers(0, 9), st.integers(0, 3), st.booleans())
+@settings(max_examples=50)
+def test_is_indexing_with_the_mask(batch, seq, seed, known):
+    mask = random_mask(batch, seq, seed)
+    check(torch.randn(batch, seq, 3), mask, int(mask.sum()) if known else None)
+
+
+@pytest.mark.parametrize("x", [
+    torch.randn(3, 5), torch.randn(3, 5, 2, 4), torch.randn(5, 3, 4).transpose(0, 1),
+    torch.randn(3, 1, 4).expand(3, 5, 4), torch.arange(15).view(3, 5),
+], ids=["rows", "heads", "strided", "expanded", "tokens"])  # fmt: skip
+def test_any_shape_strides_and_dtype(x):
+    check(x, random_mask(3, 5))
+    check(x, torch.zeros(3, 5, dtype=torch.bool))
+    check(x, torch.ones(3, 5, dtype=torch.bool))
+
+
+def test_gradients():
+    mask = random_mask(3, 5)
+    x = torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
+    rows = torch.randn(int(mask.sum()), 2, dtype=torch.float64, requires_grad=True)
+    indices = unpad_input(x, mask).indices
+    for function, argument in (
+        (lambda x: unpad_input(x, mask).x, x),
+        (lambda rows: pad_input(rows, indices.int(), 3, 5), rows),
+    ):
+        torch.autograd.gradcheck(function, argument, fast_mode=True)
+        torch.autograd.gradgradcheck(function, argument, fast_mode=True)
+
+
+def test_a_vmapped_gradient():
+    mask, x = random_mask(3, 5), torch.randn(3, 5)
+    jacobian = torch.func.jacrev(lambda x: unpad_input(x, mask).x)(x)
+    assert torch.equal(jacobian.flatten(1), torch.eye(15)[mask.flatten()])
+
+
+def test_compiles_whole_with_a_known_total():
+    mask = random_mask(3, 5)
+    total = int(mask.sum())
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def there_and_back(x):
+        kept = unpad_input(x, mask, total=total)
+        return pad_input(kept.x * 2, kept.indices, 3, 5)
+
+    x = torch.randn(3, 5, 4, requires_grad=True)
+    out = there_and_back(x)
+    out.sum().backward()
+    assert torch.equal(out, 2 * x * mask[..., None])
+    assert torch.equal(x.grad, 2.0 * mask[..., None].expand(3, 5, 4))
+
+
+def test_mistakes_are_explained():
+    x, mask = torch.randn(3, 5, 4), random_mask(3, 5)
+    with pytest.raises(TypeError, match=r"mask: expected dtype bool, True = keep, got torch\.int64"):
+        unpad_input(x, mask.long())
+    with pytest.raises(ValueError, match=r"mask: expected the \(batch, seq\) of x, \(3, 5\), got \(5, 3\)"):
+        unpad_input(x, mask.T)
+    with pytest.raises(ValueError, match="mask: expected the device of x, cpu, got meta"):
+        unpad_input(x, mask.to("meta"))
+    with pytest.raises(
+        ValueError, match=rf"total: expected the number of True elements of the mask, {mask.sum()}, got"
+    ):
+        unpad_input(x, mask, total=int(mask.sum()) + 1)
+    with pytest.raises(TypeError, match=r"total: expected an int, got 7\.0"):
+        unpad_input(x, mask, total=7.0)
+    with pytest.raises(ValueError, match=r"indices: expected shape \(4,\), one for each row of x, got \(3,\)"):
+        pad_input(x[0, :4], torch.arange(3), 3, 5)
+    with pytest.raises(TypeError, match=r"indices: expected dtype int32 or int64, got torch.float32"):
+        pad_input(x[0, :3], torch.ones(3), 3, 5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_known_total_waits_for_nothing():
+    mask, x = random_mask(7, 300).cuda(), torch.randn(7, 300, 64, device="cuda", requires_grad=True)
+    total = int(mask.sum())
+    expected = torch.where(mask[..., None], x, 0)
+    grad = torch.randn_like(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        kept = unpad_input(x, mask, total=total)
+        out = pad_input(kept.x, kept.indices, 7, 300)
+        out.backward(grad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected) and torch.equal(x.grad, torch.where(mask[..., None], grad, 0))
+    assert unpad_input(x, mask).max_seqlen == mask.sum(1).max()
