@@ -1,0 +1,204 @@
+"""The public linear layers: what a user calls. They check, flatten to rows, and hand on to the operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common import backends
+from flashtile.ops.dense import checks
+from flashtile.ops.dense.operator import MlpOperands, run_dense, run_mlp, run_weight_gradient
+
+
+def fused_dense(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    return_residual: bool = False,
+    main_grad: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A linear layer, `x weightᵀ + bias`, whose backward reads each gradient as rarely as it can.
+
+    The matrix products are PyTorch's. The gradient of the bias is one pass over that of the result, summed in float32.
+    Under `torch.autocast` the operands are cast as those of `torch.nn.functional.linear` are.
+
+    Args:
+        x: `[..., in]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        weight: `[out, in]` in x's dtype.
+        bias: `[out]` in x's dtype, or None for 0.
+        return_residual: also return x. The gradient that comes back through it is added within the product that makes
+            x's gradient, and costs no pass of its own.
+        main_grad: `[out, in]` in x's dtype, or in float32: a backward adds the weight's gradient to it, and
+            `weight.grad` stays as it is. A float32 buffer for 16-bit products needs torch 2.8 on a GPU.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one for all that is not a matrix
+            product, or raise.
+
+    Returns:
+        `[..., out]` in x's dtype; with return_residual `(out, x)`.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+    """
+    checks.check_choice("backend", backend, backends.BACKENDS)
+    checks.raise_not_bool(return_residual=return_residual)
+    checks.check_input("x", x)
+    given = x
+    x, weight, bias = _cast((x, weight, bias))
+    checks.check_parameter("weight", weight, x, (None, x.shape[-1]), "the last dimension of x its second")
+    checks.check_parameter("bias", bias, x, (weight.shape[0],), "one for each row of weight")
+    checks.check_main_grad("main_grad", main_grad, weight.shape, x)
+    checks.check_accumulates("main_grad", main_grad, weight)
+    _check_backend(x, backend)
+    # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
+    within = return_residual and x is given
+    out, residual = run_dense(_rows(x), weight, bias, main_grad, within, backend)
+    out = out.view(*x.shape[:-1], weight.shape[0])
+    if not return_residual:
+        return out
+    return out, residual.view(x.shape) if within else given
+
+
+def fused_mlp(
+    x: Tensor,
+    weight1: Tensor,
+    bias1: Tensor | None,
+    weight2: Tensor,
+    bias2: Tensor | None,
+    *,
+    activation: str = "gelu_tanh",
+    gated: bool = False,
+    checkpoint_level: int = 0,
+    return_residual: bool = False,
+    main_grad1: Tensor | None = None,
+    main_grad2: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Linear layer, activation, linear layer: `act(x weight1ᵀ + bias1) weight2ᵀ + bias2`.
+
+    The matrix products are PyTorch's. Between them there is one pass over memory forward, and one backward, which makes
+    the gradient of the activation, the gradient of bias1 and, where it was not kept, the activation itself.
+
+    With `gated=True` the first layer makes values and gates: its first F rows the values, its last F rows the gates, as
+    in `torch.nn.functional.glu`, and `hidden = values · act(gates)`. With "silu" that is SwiGLU, with "gelu" or
+    "gelu_tanh" GEGLU, with "relu" ReGLU.
+
+    Args:
+        x: `[..., in]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        weight1: `[F, in]`, gated `[2F, in]`, in x's dtype.
+        bias1: `[F]`, gated `[2F]`, or None for 0.
+        weight2: `[out, F]`.
+        bias2: `[out]`, or None for 0.
+        activation: "gelu_tanh" (the tanh approximation), "gelu", "relu", "squared_relu" or "silu".
+        gated: see above.
+        checkpoint_level: what is kept for the backward beside the operands: 0 = the results of first product and
+            activation, 1 = that of the first product alone, 2 = neither, and the first product runs again.
+        return_residual: as `fused_dense`.
+        main_grad1: buffer for the gradient of weight1, as `main_grad` of `fused_dense`.
+        main_grad2: of weight2.
+        backend: as `fused_dense`.
+
+    Returns:
+        `[..., out]` in x's dtype; with return_residual `(out, x)`.
+
+    Raises:
+        TypeError, ValueError: as `fused_dense`.
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+    checks.check_choice("backend", backend, backends.BACKENDS)
+    checks.raise_not_bool(return_residual=return_residual)
+    spec = checks.resolve_activation(activation, gated)
+    level = checks.resolve_checkpoint_level(checkpoint_level)
+    checks.check_input("x", x)
+    given = x
+    x, weight1, bias1, weight2, bias2 = _cast((x, weight1, bias1, weight2, bias2))
+    checks.check_parameter("weight1", weight1, x, (None, x.shape[-1]), "the last dimension of x its second")
+    checks.check_parameter("bias1", bias1, x, (weight1.shape[0],), "one for each row of weight1")
+    checks.check_parameter("weight2", weight2, x, (None, None), "a matrix")
+    checks.check_mlp_shapes(weight1, weight2, spec)
+    checks.check_parameter("bias2", bias2, x, (weight2.shape[0],), "one for each row of weight2")
+    for name, main_grad, weight in (("main_grad1", main_grad1, weight1), ("main_grad2", main_grad2, weight2)):
+        checks.check_main_grad(name, main_grad, weight.shape, x)
+        checks.check_accumulates(name, main_grad, weight)
+    _check_backend(x, backend)
+    within = return_residual and x is given
+    operands = MlpOperands(_rows(x), weight1, bias1, weight2, bias2)
+    out, residual = run_mlp(operands, (main_grad1, main_grad2), spec, level, within, backend)
+    out = out.view(*x.shape[:-1], weight2.shape[0])
+    if not return_residual:
+        return out
+    return out, residual.view(x.shape) if within else given
+
+
+def linear_bias_wgrad(
+    x: Tensor, dout: Tensor, *, main_grad: Tensor | None = None, bias: bool = True, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of weight and bias of a linear layer `x weightᵀ + bias`: `doutᵀ x`, and dout's sum over rows.
+
+    For a backward of one's own. It has no derivative, and raises where autograd would need one.
+
+    Args:
+        x: `[..., in]`, the layer's input; dtypes as `fused_dense`.
+        dout: `[..., out]` in x's dtype, the gradient of its result.
+        main_grad: `[out, in]` in x's dtype, or in float32: the weight's gradient is added to it. A float32 buffer
+            takes the products of 16-bit operands without rounding them first; on a GPU that needs torch 2.8, on a CPU
+            it costs copies of both operands.
+        bias: also the gradient of the bias.
+        backend: as `fused_dense`.
+
+    Returns:
+        dweight `[out, in]`, which is main_grad itself where there is one, and dbias `[out]` in x's dtype, or None.
+
+    Raises:
+        TypeError, ValueError: as `fused_dense`.
+    """
+    checks.check_choice("backend", backend, backends.BACKENDS)
+    checks.raise_not_bool(bias=bias)
+    checks.check_input("x", x)
+    checks.check_dout(dout, x)
+    checks.check_no_gradient(x=x, dout=dout)
+    checks.check_main_grad("main_grad", main_grad, (dout.shape[-1], x.shape[-1]), x)
+    _check_backend(x, backend)
+    return run_weight_gradient(_rows(x), _rows(dout).contiguous(), main_grad, bias, backend)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as a matrix of its last dimension."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _cast(operands: Iterable[Tensor | None]) -> list[Any]:
+    """The operands as `torch.autocast` wants them, where it is active; it leaves float64 alone."""
+    tensors: list[Any] = list(operands)
+    x = tensors[0]
+    kind = x.device.type
+    if not ((x.is_cuda or x.is_cpu) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if _castable(t, x.device) else t for t in tensors]
+
+
+def _castable(tensor: object, device: torch.device) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.device == device
+        and tensor.is_floating_point()
+        and tensor.dtype is not torch.float64
+    )
+
+
+def _check_backend(x: Tensor, backend: str) -> None:
+    """Raises where a backend cannot serve the call, also where the call has nothing for it to do.
+
+    A graph that is being traced meets the same choice in its operators.
+    """
+    if (x.is_cuda or x.is_cpu) and not torch.compiler.is_compiling():
+        backends.implementation("dense", backend, x.device.type, x.dtype)

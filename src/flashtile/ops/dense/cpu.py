@@ -1,0 +1,89 @@
+"""The CPU backend: PyTorch's fused activations and their derivatives over blocks of rows that stay in cache.
+
+Arithmetic and sums are float32 (float64 for float64) and rounded where they are stored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.dense.spec import ACTIVATIONS, ActivationGradients, ActivationSpec, compute_dtype
+
+#: Elements of a block of rows: its temporaries together fit the second-level cache of a core.
+_BLOCK = 1 << 17
+
+_aten = torch.ops.aten
+
+
+def _squared_relu_backward(dhidden: Tensor, pre: Tensor) -> Tensor:
+    return _aten.threshold_backward(2 * dhidden * pre, pre, 0)
+
+
+#: name -> (gradient of the result, argument) -> gradient of the argument.
+_DERIVATIVES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gelu_tanh": functools.partial(_aten.gelu_backward, approximate="tanh"),
+    "gelu": _aten.gelu_backward,
+    "relu": functools.partial(_aten.threshold_backward, threshold=0),
+    "squared_relu": _squared_relu_backward,
+    "silu": _aten.silu_backward,
+}
+
+
+def activate(pre: Tensor, spec: ActivationSpec) -> Tensor:
+    """hidden `[R, F]` of pre `[R, F]`, gated `[R, 2F]`."""
+    hidden = pre.new_empty(pre.shape[0], spec.width(pre.shape[1]))
+    function, dtype = ACTIVATIONS[spec.activation], compute_dtype(pre.dtype)
+    for rows in _blocks(pre):
+        block = pre[rows].to(dtype)
+        if spec.gated:
+            value, gate = block.chunk(2, dim=1)
+            hidden[rows] = function(gate).mul_(value)
+        else:
+            hidden[rows] = function(block)
+    return hidden
+
+
+def activate_backward(
+    dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_bias: bool, wants_hidden: bool
+) -> ActivationGradients:
+    """See `spec.ActivationGradients`."""
+    dtype = compute_dtype(pre.dtype)
+    dpre, hidden = torch.empty_like(pre), torch.empty_like(dhidden) if wants_hidden else None
+    dbias = pre.new_zeros(pre.shape[1], dtype=dtype) if wants_bias else None
+    for rows in _blocks(pre):
+        gradient, activated = _differentiate(dhidden[rows].to(dtype), pre[rows].to(dtype), spec, wants_hidden)
+        dpre[rows] = gradient
+        if dbias is not None:
+            dbias += gradient.sum(dim=0)
+        if hidden is not None and activated is not None:
+            hidden[rows] = activated
+    return ActivationGradients(dpre, None if dbias is None else dbias.to(pre.dtype), hidden)
+
+
+def _differentiate(
+    dhidden: Tensor, pre: Tensor, spec: ActivationSpec, wants_hidden: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of a block of pre, and its activation where it is wanted."""
+    function, derivative = ACTIVATIONS[spec.activation], _DERIVATIVES[spec.activation]
+    if not spec.gated:
+        return derivative(dhidden, pre), function(pre) if wants_hidden else None
+    value, gate = pre.chunk(2, dim=1)
+    activated, gradient = function(gate), torch.empty_like(pre)
+    dvalue, dgate = gradient.chunk(2, dim=1)
+    torch.mul(dhidden, activated, out=dvalue)
+    dgate.copy_(derivative(dhidden * value, gate))
+    return gradient, activated.mul_(value) if wants_hidden else None
+
+
+def column_sum(x: Tensor) -> Tensor:
+    """The sum over rows of x `[R, N]`, in its dtype; PyTorch adds up in float32."""
+    return x.sum(dim=0)
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    rows = max(1, _BLOCK // max(x.shape[1], 1))
+    return (slice(first, first + rows) for first in range(0, x.shape[0], rows))

@@ -1,0 +1,167 @@
+"""The kernels between the matrix products: activation, its backward with the sum over rows, and sums over rows.
+
+Shapes: M = ROWS rows of a tile, N = BLOCK_N columns of a tile; hidden and dhidden are matrices `[rows, WIDTH]`, pre and
+dpre too, gated `[rows, 2 · WIDTH]`: values in the first half of a row, gates in the second. All are contiguous. See
+`ops/dense/spec.py` for the formulas.
+
+Sums over rows: programs stay, each with a strip of N columns, and walk over tiles of rows in steps of `splits`. Each
+stores its part in a row of `[splits, columns]`, which one more launch adds up in order: no atomics, and the same result
+in every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.ops.common.triton.partial_sums import reduce_partial
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
+#: gelu_tanh(x) = x · sigmoid(GELU_SLOPE · x · (1 + GELU_CUBIC · x²)), for 1 + tanh(u) = 2 · sigmoid(2u).
+GELU_SLOPE = tl.constexpr(1.5957691216057308)
+GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of float32 x. Comparisons are such that NaN stays."""
+    if ACTIVATION == "relu":
+        return tl.where(x <= 0.0, 0.0, x)
+    elif ACTIVATION == "squared_relu":
+        return tl.where(x <= 0.0, 0.0, x * x)
+    elif ACTIVATION == "silu":
+        return x * sigmoid(x)
+    elif ACTIVATION == "gelu_tanh":
+        return x * sigmoid(GELU_SLOPE * x * (1.0 + GELU_CUBIC * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
+
+
+@triton.jit
+def derivative(upstream, x, ACTIVATION: tl.constexpr):
+    """The gradient of x from that of its activation, float32. Where relu is 0 no gradient passes, whatever it is."""
+    if ACTIVATION == "relu":
+        return tl.where(x <= 0.0, 0.0, upstream)
+    elif ACTIVATION == "squared_relu":
+        return tl.where(x <= 0.0, 0.0, 2.0 * upstream * x)
+    elif ACTIVATION == "silu":
+        s = sigmoid(x)
+        return upstream * (s * (1.0 + x * (1.0 - s)))
+    elif ACTIVATION == "gelu_tanh":
+        square = GELU_CUBIC * x * x
+        s = sigmoid(GELU_SLOPE * x * (1.0 + square))
+        slope = GELU_SLOPE * (1.0 + 3.0 * square)
+        return upstream * (s + x * s * (1.0 - s) * slope)
+    else:
+        tl.static_assert(ACTIVATION == "gelu")
+        density = INVERSE_SQRT_2_PI * tl.exp2(x * x * (-0.5 * LOG2_E))
+        return upstream * (0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * density)
+
+
+@triton.jit
+def tile_places(row, columns, rows, WIDTH: tl.constexpr, GATED: tl.constexpr):
+    """Offsets of a tile in hidden and in pre, int64 `[M, N]`, and which of its elements exist."""
+    row_start = row.to(tl.int64)[:, None] * WIDTH
+    inside = (row < rows)[:, None] & (columns < WIDTH)[None, :]
+    if GATED:
+        return row_start + columns[None, :], 2 * row_start + columns[None, :], inside
+    else:
+        return row_start + columns[None, :], row_start + columns[None, :], inside
+
+
+@triton.jit
+def activate_kernel(
+    pre_ptr, hidden_ptr, rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    strips: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    row = tl.program_id(0) // strips * ROWS + tl.arange(0, ROWS)  # [M]
+    columns = tl.program_id(0) % strips * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    hidden_places, pre_places, inside = tile_places(row, columns, rows, WIDTH, GATED)
+    pre = tl.load(pre_ptr + pre_places, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(pre_ptr + pre_places + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        hidden = pre * activated(gate, ACTIVATION)
+    else:
+        hidden = activated(pre, ACTIVATION)
+    tl.store(hidden_ptr + hidden_places, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate_backward_kernel(
+    dhidden_ptr, pre_ptr, dpre_ptr, hidden_ptr, partial_ptr, rows, splits, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    SUMS_BIAS: tl.constexpr, STORES_HIDDEN: tl.constexpr,
+):  # fmt: skip
+    strips: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    split = tl.program_id(0) // strips
+    columns = tl.program_id(0) % strips * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    dbias = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    dbias_gate = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in tl.range(split, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS)  # [M]
+        hidden_places, pre_places, inside = tile_places(row, columns, rows, WIDTH, GATED)
+        dhidden = tl.load(dhidden_ptr + hidden_places, mask=inside, other=0.0).to(tl.float32)
+        pre = tl.load(pre_ptr + pre_places, mask=inside, other=0.0).to(tl.float32)
+        if GATED:
+            gate = tl.load(pre_ptr + pre_places + WIDTH, mask=inside, other=0.0).to(tl.float32)
+            factor = activated(gate, ACTIVATION)
+            hidden = pre * factor
+            dgate = derivative(dhidden * pre, gate, ACTIVATION)
+            dpre = dhidden * factor
+            tl.store(dpre_ptr + pre_places + WIDTH, dgate.to(dpre_ptr.dtype.element_ty), mask=inside)
+            dbias_gate += dgate
+        else:
+            hidden = activated(pre, ACTIVATION)
+            dpre = derivative(dhidden, pre, ACTIVATION)
+        tl.store(dpre_ptr + pre_places, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
+        dbias += dpre
+        if STORES_HIDDEN:
+            tl.store(hidden_ptr + hidden_places, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
+    if SUMS_BIAS:
+        store_partial(partial_ptr, dbias, split, columns, WIDTH, GATED, 0)
+        if GATED:
+            store_partial(partial_ptr, dbias_gate, split, columns, WIDTH, GATED, WIDTH)
+
+
+@triton.jit
+def store_partial(
+    partial_ptr, tile, split, columns, WIDTH: tl.constexpr, GATED: tl.constexpr, FIRST: tl.constexpr
+):  # fmt: skip
+    """Stores the sum over the rows of a tile `[M, N]` in row `split` of the partial sums, from column FIRST on."""
+    row_width: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+    places = split.to(tl.int64) * row_width + FIRST + columns
+    tl.store(partial_ptr + places, tl.sum(tile, axis=0), mask=columns < WIDTH)
+
+
+@triton.jit
+def column_sum_kernel(
+    x_ptr, partial_ptr, rows, splits, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of a contiguous x `[rows, WIDTH]`."""
+    strips: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    split = tl.program_id(0) // strips
+    columns = tl.program_id(0) % strips * BLOCK_N + tl.arange(0, BLOCK_N)  # [N]
+    total = tl.zeros([ROWS, BLOCK_N], tl.float32)
+    for tile in tl.range(split, tl.cdiv(rows, ROWS), splits, num_stages=STAGES):
+        places, _, inside = tile_places(tile * ROWS + tl.arange(0, ROWS), columns, rows, WIDTH, False)
+        total += tl.load(x_ptr + places, mask=inside, other=0.0).to(tl.float32)
+    store_partial(partial_ptr, total, split, columns, WIDTH, False, 0)
+
+
+@triton.jit
+def reduce_kernel(
+    partial_ptr, sum_ptr, splits, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Adds partial sums `[splits, WIDTH]` in their order, N columns to a program."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    reduce_partial(partial_ptr, sum_ptr, columns, splits, WIDTH, ROWS, BLOCK_N, True)

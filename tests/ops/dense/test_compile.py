@@ -1,0 +1,157 @@
+"""The kernels between the matrix products compiled ahead of time for every architecture, none of which need be present.
+
+What is held: nothing spills, memory is read and written 16 bytes at a time, the backward reads ahead, and programs that
+stay on a multiprocessor fit there together.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
+from flashtile.ops.dense.triton import launch
+from flashtile.ops.dense.triton.configs import activate_config, backward_config
+from machine_code import instructions, spilled_bytes
+
+_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
+_KERNELS = ("activate", "activate_backward", "column_sum")
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it; `misalignment` of all addresses modulo 16."""
+
+    activation: str = "gelu_tanh"
+    gated: bool = False
+    width: int = 4096
+    dtype: torch.dtype = _BF16
+    wants_hidden: bool = False
+    wants_bias: bool = True
+    rows: int = 16384
+    misalignment: int = 0
+
+
+def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
+    spec = ActivationSpec(call.activation, call.gated)
+    where = (call.dtype, call.rows, call.width, call.misalignment)
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "multiprocessors", return_value=132),
+        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
+    ):
+        if kernel == "activate":
+            return launch._activate_plan.__wrapped__(*where, spec, torch.device("cuda", 0))
+        flags = (spec, call.wants_bias, call.wants_hidden)
+        if kernel == "column_sum":
+            flags = (launch._COLUMN_SUM, True, False)
+        return launch._backward_plan.__wrapped__(kernel, *where, *flags, torch.device("cuda", 0))
+
+
+_CALLS = {
+    **{name: Call(name) for name in ACTIVATIONS},
+    **{f"gated_{name}": Call(name, gated=True, wants_hidden=True) for name in ACTIVATIONS},
+    "no_bias": Call(wants_bias=False, wants_hidden=True),
+    "fp32": Call(dtype=_FP32, wants_hidden=True),
+    "fp32_gated": Call("silu", dtype=_FP32, gated=True, wants_hidden=True),
+    "narrow": Call(width=48),
+    "odd": Call(width=1001, gated=True),
+    "misaligned": Call(misalignment=2),
+}
+#: What is compiled for architectures that nobody has run these kernels on: what takes most registers of each.
+_ELSEWHERE = {"activate": "gelu", "activate_backward": "gated_gelu"}
+_ON_HOPPER = {
+    "activate": ("gelu", "gated_gelu_tanh", "squared_relu", "fp32_gated", "narrow", "odd"),
+    "activate_backward": tuple(_CALLS),
+    "column_sum": ("gelu", "fp32", "narrow", "odd"),
+}
+
+
+def _matrix() -> list[Any]:
+    cases = [(arch, *case) for arch in devices.KNOWN_DEVICES if arch != "sm_90" for case in _ELSEWHERE.items()]
+    cases += [("sm_90", kernel, name) for kernel, names in _ON_HOPPER.items() for name in names]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize("arch, kernel, name", _matrix())
+def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
+    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
+    if arch == "sm_75":  # no bfloat16 there
+        call = call._replace(dtype=_FP16)
+    variant = plan(kernel, device, call).launch
+    compiled = compile_kernel(launch.kernel_source(variant), device)
+    together = max(1, variant.config.programs_per_multiprocessor)
+    assert compiled.metadata.shared * together <= device.shared_memory
+    assert not spilled_bytes(compiled.asm, device)
+    if arch == "sm_90" and name not in ("odd", "misaligned"):
+        _check_vectors(kernel, instructions(compiled.asm))
+
+
+def _check_vectors(kernel: str, code: str) -> None:
+    """Memory is read and written 16 bytes at a time, and by kernels that stay ahead of its use."""
+    lines = code.splitlines()
+    ahead = kernel != "activate"
+    reads = [line for line in lines if ("LDGSTS" in line if ahead else "LDG.E" in line)]
+    assert reads and all(".128" in line for line in reads)
+    if ahead:
+        assert not any("LDG.E" in line for line in lines), "nothing is read at the moment when it is needed"
+    writes = [line for line in lines if "STG.E" in line]
+    assert any(".128" in line for line in writes) or kernel == "column_sum"
+    narrow = [line for line in writes if ".128" not in line]
+    assert len(narrow) <= (0 if kernel == "activate" else 4), "only partial sums are written otherwise"
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "gated_silu", "fp32", "odd"])
+def test_reduce_compiles(name: str) -> None:
+    variant = plan("activate_backward", _HOPPER, _CALLS[name]).reduce
+    assert not spilled_bytes(compile_kernel(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+
+
+# --- plans ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_other_numbers_of_rows_need_no_other_binary(kernel: str) -> None:
+    assert plan(kernel, _HOPPER, Call(rows=77)).launch == plan(kernel, _HOPPER, Call()).launch
+
+
+@pytest.mark.parametrize("rows, width", [(0, 64), (5, 0), (0, 0)])
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> None:
+    assert plan(kernel, _HOPPER, Call(rows=rows, width=width)) == launch.Plan()
+
+
+@pytest.mark.parametrize(
+    "rows, width, splits, programs",
+    [(16384, 16384, 4, 256), (16384, 4096, 16, 256), (16, 4096, 1, 16), (17, 4096, 2, 32), (99, 300000, 1, 1172)],
+)
+def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int) -> None:
+    """As many programs as are on the GPU at once, each with a strip of columns, and no split without a tile."""
+    found = plan("activate_backward", _HOPPER, Call(rows=rows, width=width))
+    assert (found.splits, found.programs) == (splits, programs)
+    assert found.scalars == (rows, splits)
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("width", [1, 17, 255, 257, 1024, 16385])
+def test_cuts_are_sound(width: int, arch: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    configs = [activate_config(width, device)]
+    configs += [backward_config(width, gated, size, device) for gated in (False, True) for size in (2, 4, 6, 12)]
+    for config in configs:
+        assert config.num_warps * device.warp_size <= 1024
+        assert config.block_n & (config.block_n - 1) == 0 and config.rows & (config.rows - 1) == 0
+        assert config.rows * config.block_n // (config.num_warps * device.warp_size) in (8, 16)
+        assert config.num_stages >= 1
