@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,6 +45,15 @@ def refuse_named_backend(backend: str) -> None:
             f"backend: expected 'auto' or 'reference' under torch.func transforms, got {backend!r}; the transforms "
             "work on PyTorch's own operations"
         )
+
+
+def distinct(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The same tensors, none twice: torch.compile cannot trace an autograd.Function that gets a tensor twice."""
+    found: list[Tensor | None] = []
+    for tensor in tensors:
+        twice = tensor is not None and any(tensor is other for other in found)
+        found.append(tensor.view_as(tensor) if twice and tensor is not None else tensor)
+    return found
 
 
 @contextmanager

@@ -50,6 +50,8 @@ def run_dense(
     if dispatch.transformed():
         _refuse_under_transforms(backend, main_grad)
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+        if torch.compiler.is_compiling():
+            x, weight, bias, main_grad = dispatch.distinct((x, weight, bias, main_grad))  # type: ignore[assignment]
         results = _Dense.apply(x, weight, bias, main_grad, return_residual, backend)
         return results if return_residual else (results, x)
     return products.linear(x, weight, bias), x
@@ -69,7 +71,10 @@ def run_mlp(
         _refuse_under_transforms(backend, *main_grads)
         return reference.mlp(x, weight1, bias1, weight2, bias2, spec), x
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-        results = _Mlp.apply(*operands, *main_grads, *spec, checkpoint_level, return_residual, backend)
+        tensors: Any = (*operands, *main_grads)
+        if torch.compiler.is_compiling():
+            tensors = dispatch.distinct(tensors)
+        results = _Mlp.apply(*tensors, *spec, checkpoint_level, return_residual, backend)
         return results if return_residual else (results, x)
     hidden = _activate(products.linear(x, weight1, bias1), spec, backend)
     return products.linear(hidden, weight2, bias2), x

@@ -50,7 +50,7 @@ def run_norm(operands: Operands, spec: NormSpec, backend: str) -> tuple[Tensor, 
         results = _transformed(operands, spec, backend)
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         if torch.compiler.is_compiling():
-            operands = _distinct(operands)
+            operands = Operands(*dispatch.distinct(operands))  # type: ignore[arg-type]
         results = iter(_Norm.apply(*operands, *spec, backend))
         z = next(results)
         z1 = None if operands.weight1 is None else next(results)
@@ -70,15 +70,6 @@ def _run_forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised
     if dispatch.unobserved(*operands):
         return _forward(operands, spec, backend)
     return _normalised(_forward_op(*operands, *spec, backend), operands, spec)
-
-
-def _distinct(operands: Operands) -> Operands:
-    """The same arguments, none twice: torch.compile cannot trace an autograd.Function that gets a tensor twice."""
-    tensors: list[Tensor | None] = []
-    for tensor in operands:
-        twice = tensor is not None and any(tensor is other for other in tensors)
-        tensors.append(tensor.view_as(tensor) if twice and tensor is not None else tensor)
-    return Operands(*tensors)  # type: ignore[arg-type]
 
 
 class _Norm(torch.autograd.Function):

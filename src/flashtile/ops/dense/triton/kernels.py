@@ -19,14 +19,20 @@ from flashtile.ops.common.triton.partial_sums import reduce_partial
 LOG2_E = tl.constexpr(1.4426950408889634)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
-#: gelu_tanh(x) = x · sigmoid(GELU_SLOPE · x · (1 + GELU_CUBIC · x²)), for 1 + tanh(u) = 2 · sigmoid(2u).
-GELU_SLOPE = tl.constexpr(1.5957691216057308)
-GELU_CUBIC = tl.constexpr(0.044715)
+#: gelu_tanh(x) = x · sigmoid(u) with u = x · (GELU_LINEAR + GELU_CUBIC · x²), for 1 + tanh(u / 2) = 2 · sigmoid(u).
+GELU_LINEAR = tl.constexpr(1.5957691216057308)
+GELU_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308)
 
 
 @triton.jit
 def sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(x * -LOG2_E))
+
+
+@triton.jit
+def gelu_sigmoid(x):
+    # The factor of exp2 is in the constants.
+    return 1.0 / (1.0 + tl.exp2(x * (-LOG2_E * GELU_LINEAR - LOG2_E * GELU_CUBIC * (x * x))))
 
 
 @triton.jit
@@ -39,7 +45,7 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "silu":
         return x * sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
-        return x * sigmoid(GELU_SLOPE * x * (1.0 + GELU_CUBIC * x * x))
+        return x * gelu_sigmoid(x)
     else:
         tl.static_assert(ACTIVATION == "gelu")
         return 0.5 * x * (1.0 + tl.erf(x * SQRT_HALF))
@@ -54,12 +60,12 @@ def derivative(upstream, x, ACTIVATION: tl.constexpr):
         return tl.where(x <= 0.0, 0.0, 2.0 * upstream * x)
     elif ACTIVATION == "silu":
         s = sigmoid(x)
-        return upstream * (s * (1.0 + x * (1.0 - s)))
+        value = x * s
+        return upstream * (s + (value - value * s))
     elif ACTIVATION == "gelu_tanh":
-        square = GELU_CUBIC * x * x
-        s = sigmoid(GELU_SLOPE * x * (1.0 + square))
-        slope = GELU_SLOPE * (1.0 + 3.0 * square)
-        return upstream * (s + x * s * (1.0 - s) * slope)
+        s = gelu_sigmoid(x)
+        value = x * s  # before the slope: far from 0 that is large, and the value 0
+        return upstream * (s + (value - value * s) * (GELU_LINEAR + 3.0 * GELU_CUBIC * (x * x)))
     else:
         tl.static_assert(ACTIVATION == "gelu")
         density = INVERSE_SQRT_2_PI * tl.exp2(x * x * (-0.5 * LOG2_E))
