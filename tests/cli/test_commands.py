@@ -163,6 +163,20 @@ def test_bench_attention_reports_unknown_names(option):
 
 
 @needs_no_gpu
+def test_bench_companions_prints_tables_and_writes_the_record(tmp_path):
+    output = tmp_path / "record.json"
+    result = invoke("bench", "companions", "--op", "copy,layer_norm", "--impl", "eager,flashtile-cpu", "-o", output)
+    assert result.exit_code == 0, result.output
+    assert "Companions fwd: GB/s" in result.output and "flashtile-cpu / copy" in result.output
+    assert {row["op"] for row in json.loads(output.read_text())["rows"]} == {"copy", "layer_norm"}
+
+
+def test_bench_companions_lists_its_choices():
+    result = invoke("bench", "companions", "--list")
+    assert result.exit_code == 0 and "cases of rotary" in result.output and "eager" in result.output
+
+
+@needs_no_gpu
 def test_bench_host_time():
     result = invoke("bench", "host-time", "--impl", "sdpa-flash")
     assert result.exit_code == 0 and "fwd-nograd" in result.output

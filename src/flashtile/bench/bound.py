@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,22 @@ class Bound:
     def backward(self) -> tuple[Tensor, ...]:
         """The backward alone."""
         return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        """What is timed in each phase."""
+        return {"fwd": self.forward, "bwd": self.backward}
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Runs phase "fwd" or "bwd"; the tensors that the oracle judges, in flashtile's layout."""
+        if phase == "fwd":
+            return {"out": self.change_layout(self.forward())}
+        tensors = map(self.change_layout, (self._out, *self.backward()))
+        return dict(zip(("out", "dq", "dk", "dv"), tensors, strict=True))
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """No keys of a row beside those that every row has."""
+        return {}
 
     def forward_backward(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self.forward(), self._leaves, self._dout)

@@ -6,10 +6,10 @@ Shape letters: B batch, S sequence, H query heads, Hkv key/value heads, D head_d
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,21 @@ _BACKWARD_FLOPS = 2.5
 
 class ChoiceError(ValueError):
     """A table, a case or an implementation was asked for that is not there."""
+
+
+_Named = TypeVar("_Named")
+
+
+def select_named(option: str, names: Sequence[str], known: Mapping[str, _Named], place: str) -> list[_Named]:
+    """What an option names, each once.
+
+    Raises:
+        ChoiceError: a name is unknown in this place.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ChoiceError(f"{option}: no {', '.join(unknown)} on {place}; there are: {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from flashtile.bench.cases import Case
+from flashtile.bench.companions import implementations as companion_implementations
+from flashtile.bench.companions import tables as companion_tables
+from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
+from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
 from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.runner import Row, run_cases
 from flashtile.bench.tables import cases_of, select_cases, tables
@@ -19,6 +23,13 @@ _HOST_TIME_DEFAULT = {
     "cuda": ["flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
     "cpu": ["flashtile-cpu", "sdpa-flash"],
 }
+
+#: Called with index, number of cases, case and its rows after each case.
+OnCase = Callable[[int, int, Any, list[Row]], None]
+
+
+def _nothing(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
+    pass
 
 
 def default_device() -> torch.device:
@@ -30,7 +41,7 @@ def bench_attention(
     impl: Sequence[str] = (),
     quick: bool = False,
     output: Path | None = None,
-    on_case: Callable[[int, int, Case, list[Row]], None] = lambda index, total, case, rows: None,
+    on_case: OnCase = _nothing,
     *,
     table: Sequence[str] = (),
     seconds: float | None = None,
@@ -52,15 +63,52 @@ def bench_attention(
     device = default_device()
     chosen_cases = select_cases(cases_of(device, _split(table), quick), _split(cases))
     chosen_implementations = select_implementations(_split(impl), device)
+    return _run(chosen_cases, chosen_implementations, device, output, on_case, seconds, AttentionProblem)
+
+
+def bench_companions(
+    op: Sequence[str] = (),
+    cases: Sequence[str] = (),
+    impl: Sequence[str] = (),
+    output: Path | None = None,
+    on_case: OnCase = _nothing,
+    *,
+    seconds: float | None = None,
+) -> Record:
+    """Measures the operations beside attention on this machine's device.
+
+    Args:
+        op: names of operations, each perhaps several with commas; all when empty.
+        cases, impl, output, on_case, seconds: as `bench_attention`.
+
+    Raises:
+        ChoiceError: a pattern or a name matches nothing.
+    """
+    device = default_device()
+    chosen_cases = select_cases(companion_tables.cases_of(device, _split(op)), _split(cases))
+    chosen = companion_implementations.select_implementations(_split(impl), device)
+    return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
+
+
+def _run(
+    cases: Sequence[Any],
+    implementations: Sequence[AnyImplementation],
+    device: torch.device,
+    output: Path | None,
+    on_case: OnCase,
+    seconds: float | None,
+    problem: Callable[[Any, torch.device], Problem],
+) -> Record:
+    """Runs cases into a record."""
     record = make_record(device, command_line(), [])
 
-    def after_case(index: int, case: Case, rows: list[Row]) -> None:
+    def after_case(index: int, case: Any, rows: list[Row]) -> None:
         record["rows"] += rows
         if output is not None:
             write_record(record, output)
-        on_case(index, len(chosen_cases), case, rows)
+        on_case(index, len(cases), case, rows)
 
-    run_cases(chosen_cases, chosen_implementations, device, after_case, seconds)
+    run_cases(cases, implementations, device, after_case, seconds, problem)
     return record
 
 
@@ -82,13 +130,29 @@ def describe_choices(device: torch.device) -> str:
     """Names of the cases of each table and of the implementations of a device, for reading."""
     lists = {f"cases of table {name}": [case.name for case in cases] for name, cases in tables(device).items()}
     lists["implementations"] = [i.name for i in IMPLEMENTATIONS if device.type in i.devices]
+    return _listed(lists)
+
+
+def describe_companions(device: torch.device) -> str:
+    """The same of the companion operations."""
+    cases = companion_tables.companion_cases(device)
+    lists = {f"cases of {op}": [case.name for case in cases if case.op == op] for op in companion_tables.OPERATIONS}
+    here = [i.name for i in companion_implementations.IMPLEMENTATIONS if device.type in i.devices]
+    return _listed({**lists, "implementations": here})
+
+
+def _listed(lists: dict[str, list[str]]) -> str:
     return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
 
 
-def describe_progress(index: int, total: int, case: Case, rows: list[Row], seconds: float) -> str:
+def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], seconds: float) -> str:
     """A line about a case that was measured."""
-    speeds = ", ".join(f"{row['impl']} {row['phase']} {row['tflops']:.3g}" for row in rows if row["ms"] is not None)
+    speeds = ", ".join(f"{row['impl']} {row['phase']} {_speed(row):.3g}" for row in rows if row["ms"] is not None)
     return f"[{index + 1}/{total}, {seconds:.0f} s] {case.name}: {speeds or 'no speed'}"
+
+
+def _speed(row: Row) -> float:
+    return row["gbps"] if row["tflops"] is None else row["tflops"]
 
 
 def command_line() -> str:

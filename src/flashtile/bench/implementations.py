@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile.bench.cases import Case, ChoiceError, Inputs
+from flashtile.bench.cases import Case, Inputs, select_named
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -255,8 +255,4 @@ def select_implementations(names: list[str], device: torch.device) -> list[Imple
     here = [implementation for implementation in IMPLEMENTATIONS if device.type in implementation.devices]
     if not names:
         return [implementation for implementation in here if implementation.default]
-    by_name = {implementation.name: implementation for implementation in here}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        raise ChoiceError(f"--impl: no {', '.join(unknown)} on {device.type}; there are: {', '.join(by_name)}")
-    return [by_name[name] for name in dict.fromkeys(names)]
+    return select_named("--impl", names, {implementation.name: implementation for implementation in here}, device.type)

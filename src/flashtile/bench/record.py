@@ -19,7 +19,7 @@ import torch
 import flashtile
 from flashtile.bench.implementations import device_memory
 
-_PEER_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl")
+_PEER_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
 
 Record = dict[str, Any]
 

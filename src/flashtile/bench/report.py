@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flashtile.bench.cases import Case
+from flashtile.bench.companions.movement import Copy
+from flashtile.bench.companions.tables import OPERATIONS, case_of
 from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.tables import table_of
 
@@ -24,15 +27,30 @@ class Table:
 
 
 def case_name(row: Row) -> str:
-    """The name of a row's case, with its batch and heads."""
+    """The name of a row's case; of attention with its batch and heads."""
+    if row.get("op") in OPERATIONS:
+        return case_of(row["op"], row["case"]).name
     case = Case.from_record(row["case"])
     heads = f"h{case.H}" if case.H == case.Hkv else f"h{case.H}:{case.Hkv}"
     return f"b{case.B}-{heads}-{case.name}"
 
 
 def speed_tables(rows: Sequence[Row]) -> list[Table]:
-    """One table for each phase: TFLOP/s of every implementation, and ours as a multiple of the best peer."""
-    return [_speed_table(phase, [row for row in rows if row["phase"] == phase]) for phase in _phases(rows)]
+    """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
+
+    Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
+    then with the share of a copy's speed that ours reaches; and a table of the memory that they take.
+    """
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        kind = "Companions" if row["op"] in OPERATIONS else "Attention"
+        groups.setdefault((kind, row["phase"], _unit(row)), []).append(row)
+    copies = [row for row in rows if row["op"] == Copy.op and row["ms"] is not None]
+    found = [
+        _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
+    ]
+    measured = [row for row in rows if "peak_mib" in row]
+    return [*found, _peak_table(measured)] if measured else found
 
 
 def host_table(rows: Sequence[Row]) -> Table:
@@ -46,13 +64,15 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each table of cases, the geometric means of our speed over the best peer's and over each peer's.
+    """Of each table of attention cases, and of each companion operation, the geometric means of our speed over the
+    best peer's and over each peer's.
 
     None without a peer.
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        by_table.setdefault(table_of(Case.from_record(row["case"])), []).append(row)
+        name = row["op"] if row["op"] in OPERATIONS else f"{table_of(Case.from_record(row['case']))} table"
+        by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
     return [table for table in found if table.lines]
 
@@ -67,14 +87,19 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
                 if chosen:
                     lines.append([f"{ours} / {against}", phase, *_mean_cells(chosen)])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
-    return Table(f"Our speed over the peers': {name} table", headings, lines)
+    return Table(f"Our speed over the peers': {name}", headings, lines)
 
 
 def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:
     values = [ratio.value for ratio in ratios]
     lowest = min(ratios, key=lambda ratio: ratio.value)
     figures = (geometric_mean(values), min(values), max(values))
-    return [*(f"{f:.2f}" for f in figures), str(len(values)), lowest.peer, case_name({"case": lowest.case})]
+    return [
+        *(f"{f:.2f}" for f in figures),
+        str(len(values)),
+        lowest.peer,
+        case_name({"op": lowest.op, "case": lowest.case}),
+    ]
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
@@ -101,24 +126,57 @@ def plain_text(table: Table) -> str:
     return "\n".join([table.title, line(table.headings), *map(line, table.lines)])
 
 
-def _speed_table(phase: str, rows: list[Row]) -> Table:
+def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> Table:
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     ours = [impl for impl in impls if is_ours(impl)]
-    ratios = {(case_key({"case": ratio.case}), ratio.ours): ratio for ratio in ratios_to_best(rows)}
+    beside_copy = ours if unit == "GB/s" and copies else []
+    ratios = {(case_key({"op": ratio.op, "case": ratio.case}), ratio.ours): ratio for ratio in ratios_to_best(rows)}
     lines = []
     for key in dict.fromkeys(map(case_key, rows)):
         of_case = {row["impl"]: row for row in rows if case_key(row) == key}
-        speeds = [_teraflops(of_case.get(impl)) for impl in impls]
+        speeds = [_speed(of_case.get(impl), unit) for impl in impls]
+        shares = [_share_of_copy(of_case.get(impl), copies) for impl in beside_copy]
         compared = [f"{ratios[key, impl].value:.2f}" if (key, impl) in ratios else "–" for impl in ours]
-        lines.append([case_name(next(iter(of_case.values()))), *speeds, *compared])
-    headings = ["case", *impls, *(f"{impl} / best" for impl in ours)]
-    return Table(f"Attention {phase}: TFLOP/s", headings, lines)
+        lines.append([case_name(next(iter(of_case.values()))), *speeds, *shares, *compared])
+    of_copy = (f"{impl} / copy" for impl in beside_copy)
+    return Table(f"{title}: {unit}", ["case", *impls, *of_copy, *(f"{impl} / best" for impl in ours)], lines)
 
 
-def _teraflops(row: Row | None) -> str:
+def _unit(row: Row) -> str:
+    """Of an operation's speed: what bounds it."""
+    if row["op"] not in OPERATIONS:
+        return "TFLOP/s"
+    return "GB/s" if case_of(row["op"], row["case"]).flops(row["phase"]) is None else "TFLOP/s"
+
+
+def _speed(row: Row | None, unit: str) -> str:
     if row is None or row["ms"] is None:
         return "–"
-    return f"{row['tflops']:.0f}" if row["tflops"] >= 100 else f"{row['tflops']:.3g}"
+    speed = row["tflops" if unit == "TFLOP/s" else "gbps"]
+    return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
+
+
+def _share_of_copy(row: Row | None, copies: list[Row]) -> str:
+    """Of the speed of the copy that moves about as many bytes: smaller ones stay in the caches, in part."""
+    if row is None or row["ms"] is None:
+        return "–"
+    nearest = min(copies, key=lambda copy: abs(math.log(_moved(copy) / _moved(row))))
+    return f"{row['gbps'] / nearest['gbps']:.0%}"
+
+
+def _moved(row: Row) -> float:
+    """Bytes, of a row with a speed."""
+    return row["gbps"] * row["ms"] * 1e6
+
+
+def _peak_table(rows: list[Row]) -> Table:
+    impls = list(dict.fromkeys(row["impl"] for row in rows))
+    lines = []
+    for key in dict.fromkeys(map(case_key, rows)):
+        of_case = {row["impl"]: row for row in rows if case_key(row) == key}
+        cells = [f"{of_case[impl]['peak_mib']:.0f}" if impl in of_case else "–" for impl in impls]
+        lines.append([case_name(next(iter(of_case.values()))), *cells])
+    return Table("Memory beside inputs and gradients (MiB)", ["case", *impls], lines)
 
 
 def _microseconds(row: Row) -> str:

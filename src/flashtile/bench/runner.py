@@ -6,21 +6,18 @@ import gc
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from flashtile.bench.bound import Bound
-from flashtile.bench.cases import Case, Inputs, make_inputs
-from flashtile.bench.implementations import Implementation
+from flashtile.bench.problem import AnyBound, AnyCase, AnyImplementation, AttentionProblem, Problem
 from flashtile.bench.timing import Timer, make_timer
-from flashtile.bench.verify import Oracle
 
-PHASES = ("fwd", "bwd")
+PHASES = AttentionProblem.phases
 
 #: Implementations take turns this often, so that a GPU whose clock moves slows all of them alike.
 _ROUNDS = 6
@@ -36,13 +33,14 @@ Row = dict[str, Any]
 class Prepared:
     """An implementation with its own copy of a case's tensors, called once and judged."""
 
-    implementation: Implementation
-    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    implementation: AnyImplementation
+    bound: AnyBound | None = None
     errors: dict[str, float] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     timers: dict[str, Timer] = field(default_factory=dict)
-    samples: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def sample(self, phase: str, seconds: float) -> None:
         """Takes a round's samples of a phase that has a timer and, of the `seconds` of all rounds, time left."""
@@ -56,11 +54,12 @@ class Prepared:
 
 
 def run_cases(
-    cases: Sequence[Case],
-    implementations: Sequence[Implementation],
+    cases: Sequence[Any],
+    implementations: Sequence[AnyImplementation],
     device: torch.device,
-    on_case: Callable[[int, Case, list[Row]], None] = lambda index, case, rows: None,
+    on_case: Callable[[int, Any, list[Row]], None] = lambda index, case, rows: None,
     seconds: float | None = None,
+    problem: Callable[[Any, torch.device], Problem] = AttentionProblem,
 ) -> list[Row]:
     """Measures all cases.
 
@@ -70,39 +69,51 @@ def run_cases(
         device: where.
         on_case: called with the index, the case and its rows after each.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
+        problem: makes the tensors of a case; which operation's cases they are.
     """
     rows: list[Row] = []
     with side_stream(device):
         for index, case in enumerate(cases):
-            case_rows = run_case(case, implementations, device, seconds)
+            case_rows = run_case(case, implementations, device, seconds, problem)
             rows += case_rows
             on_case(index, case, case_rows)
     return rows
 
 
 def run_case(
-    case: Case, implementations: Iterable[Implementation], device: torch.device, seconds: float | None = None
+    case: Any,
+    implementations: Iterable[AnyImplementation],
+    device: torch.device,
+    seconds: float | None = None,
+    problem: Callable[[Any, torch.device], Problem] = AttentionProblem,
 ) -> list[Row]:
     """The rows of one case: for each implementation and phase a speed, or the reason why there is none."""
-    rows = _measure(case, implementations, device, _SECONDS[device.type] if seconds is None else seconds)
+    seconds = _SECONDS[device.type] if seconds is None else seconds
+    rows = _measure(case, problem(case, device), implementations, device, seconds)
     _free(device)
     return rows
 
 
-def _measure(case: Case, implementations: Iterable[Implementation], device: torch.device, seconds: float) -> list[Row]:
-    inputs = make_inputs(case, device)
-    oracle = Oracle(case, inputs)
-    entries = [_prepare(implementation, case, inputs, oracle) for implementation in implementations]
+def _measure(
+    case: AnyCase,
+    problem: Problem,
+    implementations: Iterable[AnyImplementation],
+    device: torch.device,
+    seconds: float,
+) -> list[Row]:
+    entries = [
+        _prepare(implementation, problem) for implementation in implementations if problem.offers(implementation)
+    ]
     for entry in entries:
-        _make_timers(entry, device)
-    _sample_in_turns(entries, seconds)
-    return [_row(entry, case, phase) for entry in entries for phase in PHASES]
+        _make_timers(entry, problem.phases, device)
+    _sample_in_turns(entries, seconds, problem.phases)
+    return [_row(entry, problem.op, case, phase) for entry in entries for phase in problem.phases]
 
 
-def _sample_in_turns(entries: list[Prepared], seconds: float) -> None:
+def _sample_in_turns(entries: list[Prepared], seconds: float, phases: Sequence[str] = PHASES) -> None:
     """Samples of one phase from each implementation in turn, to and fro, so that none always follows the same one."""
     for turn in range(_ROUNDS):
-        for phase in PHASES:
+        for phase in phases:
             for entry in entries if turn % 2 == 0 else entries[::-1]:
                 entry.sample(phase, seconds)
 
@@ -112,43 +123,38 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
 
-def _prepare(implementation: Implementation, case: Case, inputs: Inputs, oracle: Oracle) -> Prepared:
+def _prepare(implementation: AnyImplementation, problem: Problem) -> Prepared:
     entry = Prepared(implementation)
-    reason = implementation.unsupported(case, inputs.q.device)
-    if reason is not None:
-        entry.why = dict.fromkeys(PHASES, reason)
-        return entry
-    results: dict[str, Tensor] = {}
-    for phase in PHASES:
+    reasons = {phase: problem.unsupported(implementation, phase) for phase in problem.phases}
+    entry.why = {phase: reason for phase, reason in reasons.items() if reason is not None}
+    phases = [phase for phase in problem.phases if phase not in entry.why]
+    for index, phase in enumerate(phases):
         try:
             with implementation.context():
-                if phase == "fwd":
-                    bound = Bound(implementation, case, inputs)
-                    entry.calls = {"fwd": bound.forward, "bwd": bound.backward}
-                    results["out"] = bound.change_layout(bound.forward())
-                else:
-                    gradients = map(bound.change_layout, bound.backward())
-                    results.update(zip(("dq", "dk", "dv"), gradients, strict=True))
+                if entry.bound is None:
+                    entry.bound = problem.bind(implementation)
+                results = entry.bound.results(phase)
         except Exception as error:  # whatever a peer raises is a fact for the record, not the end of the run
-            entry.why.update(dict.fromkeys(PHASES[PHASES.index(phase) :], describe(error)))
+            entry.why.update(dict.fromkeys(phases[index:], describe(error)))
             break
-        verdict = oracle.judge(phase, results)
+        verdict = problem.judge(entry.bound, phase, results)
         entry.errors[phase] = verdict.error
         if verdict.why is not None:
             entry.why[phase] = verdict.why
     return entry
 
 
-def _make_timers(entry: Prepared, device: torch.device) -> None:
-    for phase in PHASES:
-        if phase not in entry.why:
+def _make_timers(entry: Prepared, phases: Sequence[str], device: torch.device) -> None:
+    for phase in phases:
+        if phase not in entry.why and entry.bound is not None:
             with entry.implementation.context():
-                entry.timers[phase] = make_timer(entry.calls[phase], device)
+                entry.facts[phase] = entry.bound.facts(phase)
+                entry.timers[phase] = make_timer(entry.bound.calls[phase], device)
 
 
-def _row(entry: Prepared, case: Case, phase: str) -> Row:
+def _row(entry: Prepared, op: str, case: AnyCase, phase: str) -> Row:
     row: Row = {
-        "op": "attention",
+        "op": op,
         "phase": phase,
         "impl": entry.implementation.name,
         "case": case.record(),
@@ -159,9 +165,9 @@ def _row(entry: Prepared, case: Case, phase: str) -> Row:
     }
     if phase in entry.why:
         return {**row, "why": entry.why[phase]}
-    ms = statistics.median(entry.samples[phase])
-    speed = {"ms": ms, "tflops": case.flops(phase) / ms / 1e9, "gbps": case.bytes(phase) / ms / 1e6}
-    return {**row, **speed, "timer": entry.timers[phase].kind}
+    ms, flops = statistics.median(entry.samples[phase]), case.flops(phase)
+    speed = {"ms": ms, "tflops": None if flops is None else flops / ms / 1e9, "gbps": case.bytes(phase) / ms / 1e6}
+    return {**row, **speed, **entry.facts[phase], "timer": entry.timers[phase].kind}
 
 
 def _finite(value: float | None) -> float | None:

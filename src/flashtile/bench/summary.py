@@ -16,6 +16,7 @@ class Ratio:
     """How many times as fast ours is as a peer in one case; above 1 ours is the faster."""
 
     ours: str
+    op: str
     phase: str
     case: dict[str, Any]
     peer: str
@@ -27,8 +28,8 @@ def is_ours(impl: str) -> bool:
 
 
 def case_key(row: Row) -> str:
-    """Cases are the same when their `case` objects are."""
-    return json.dumps(row["case"], sort_keys=True)
+    """Cases are the same when their operations and `case` objects are."""
+    return json.dumps([row["op"], row["case"]], sort_keys=True)
 
 
 def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
@@ -44,7 +45,7 @@ def ratios_to_best(rows: Iterable[Row]) -> list[Ratio]:
             continue
         best = min(peers, key=lambda row: row["ms"])
         found += [
-            Ratio(row["impl"], row["phase"], row["case"], best["impl"], best["ms"] / row["ms"])
+            Ratio(row["impl"], row["op"], row["phase"], row["case"], best["impl"], best["ms"] / row["ms"])
             for row in group
             if is_ours(row["impl"])
         ]

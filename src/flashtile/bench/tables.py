@@ -11,10 +11,14 @@ import functools
 import math
 import random
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
 from flashtile.bench.cases import Case, ChoiceError, packed_case
+from flashtile.bench.problem import AnyCase
+
+_AnyCase = TypeVar("_AnyCase", bound=AnyCase)
 
 DEFAULT = "default"
 ALL = "all"
@@ -130,7 +134,7 @@ def _few(cases: list[Case], device: torch.device) -> list[Case]:
     return [case for case in cases if case.D == head_dim and case.S in lengths] or cases
 
 
-def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
+def select_cases(cases: list[_AnyCase], patterns: list[str]) -> list[_AnyCase]:
     """The cases whose name matches one of the shell patterns (`d64-causal-*`); a bare word matches anywhere.
 
     Raises:
@@ -138,7 +142,7 @@ def select_cases(cases: list[Case], patterns: list[str]) -> list[Case]:
     """
     if not patterns:
         return cases
-    chosen: list[Case] = []
+    chosen: list[_AnyCase] = []
     for pattern in patterns:
         glob = pattern if any(c in pattern for c in "*?[") else f"*{pattern}*"
         found = [case for case in cases if fnmatch.fnmatch(case.name, glob)]

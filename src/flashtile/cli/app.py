@@ -23,6 +23,11 @@ app.add_typer(bench, name="bench")
 _Impl = Annotated[
     list[str] | None, typer.Option("--impl", help="Implementation to measure; repeat, or separate with commas.")
 ]
+_Cases = Annotated[
+    list[str] | None, typer.Option(help="Pattern of case names, such as '*-causal-*'; repeat, or commas.")
+]
+_Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
+_Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
 _Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
 
 
@@ -152,39 +157,56 @@ def bench_attention(
     table: Annotated[
         list[str] | None, typer.Option(help="Table of cases, or 'all'; --list names them. Repeat, or commas.")
     ] = None,
-    cases: Annotated[
-        list[str] | None, typer.Option(help="Pattern of case names, such as 'd128-causal-*'; repeat, or commas.")
-    ] = None,
+    cases: _Cases = None,
     impl: _Impl = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few cases instead of the tables.")] = False,
-    seconds: Annotated[
-        float | None, typer.Option(help="Time for each phase of each implementation in each case.")
-    ] = None,
+    seconds: _Seconds = None,
     output: _Record = None,
-    show: Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")] = False,
+    show: _Show = False,
 ) -> None:
     """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
 
     def work() -> bool:
         from flashtile.bench import commands
-        from flashtile.bench.cases import Case
-        from flashtile.bench.runner import Row
-        from flashtile.cli.bench import show_attention_record
+        from flashtile.cli.bench import progress_printer, show_speed_record
 
         console = make_console()
         if show:
             console.print(commands.describe_choices(commands.default_device()), markup=False)
             return True
-        begin = time.perf_counter()
-
-        def on_case(index: int, total: int, case: Case, rows: list[Row]) -> None:
-            line = commands.describe_progress(index, total, case, rows, time.perf_counter() - begin)
-            console.print(line, style="dim", markup=False, soft_wrap=True)
-
         record = commands.bench_attention(
-            cases or (), impl or (), quick, output, on_case, table=table or (), seconds=seconds
+            cases or (), impl or (), quick, output, progress_printer(console), table=table or (), seconds=seconds
         )
-        show_attention_record(console, record["rows"], output)
+        show_speed_record(console, record["rows"], output)
+        return True
+
+    run_command(work)
+
+
+@bench.command("companions")
+def bench_companions(
+    op: Annotated[
+        list[str] | None, typer.Option(help="Operation; --list names them. Repeat, or commas. Default: all.")
+    ] = None,
+    cases: _Cases = None,
+    impl: _Impl = None,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    show: _Show = False,
+) -> None:
+    """Forward and backward of the operations beside attention, ours beside the peers; wrong results get no speed."""
+
+    def work() -> bool:
+        from flashtile.bench import commands
+        from flashtile.cli.bench import progress_printer, show_speed_record
+
+        console = make_console()
+        if show:
+            console.print(commands.describe_companions(commands.default_device()), markup=False)
+            return True
+        choice = (op or (), cases or (), impl or ())
+        record = commands.bench_companions(*choice, output, progress_printer(console), seconds=seconds)
+        show_speed_record(console, record["rows"], output)
         return True
 
     run_command(work)

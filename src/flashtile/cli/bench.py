@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
+from flashtile.bench.commands import OnCase, describe_progress
+from flashtile.bench.problem import AnyCase
 from flashtile.bench.report import Row, host_table, mean_tables, reasons, speed_tables
-from flashtile.bench.summary import is_ours
 from flashtile.cli.console import print_table
 
 
-def show_attention_record(console: Console, rows: Sequence[Row], output: Path | None) -> None:
+def progress_printer(console: Console) -> OnCase:
+    """Prints a line about each case that was measured."""
+    begin = time.perf_counter()
+
+    def on_case(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
+        line = describe_progress(index, total, case, rows, time.perf_counter() - begin)
+        console.print(line, style="dim", markup=False, soft_wrap=True)
+
+    return on_case
+
+
+def show_speed_record(console: Console, rows: Sequence[Row], output: Path | None) -> None:
     """Speeds of each phase with our ratio to the best peer in bold, geometric means, and what could not run."""
-    ours = len({row["impl"] for row in rows if is_ours(row["impl"])})
     for table in speed_tables(rows):
-        print_table(console, table, emphasise=ours)
+        print_table(console, table, emphasise=sum(heading.endswith("/ best") for heading in table.headings))
     for table in mean_tables(rows):
         print_table(console, table)
     _show_rest(console, rows, output)

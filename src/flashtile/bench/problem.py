@@ -1,0 +1,102 @@
+"""What the runner asks of a benchmark: a case with its tensors, to which implementations are bound and by which their
+results are judged. Attention's answers are here, those of the companion operations in `companions/problem.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.bound import Bound
+from flashtile.bench.cases import Case, make_inputs
+from flashtile.bench.implementations import Implementation
+from flashtile.bench.verify import Oracle, Verdict
+
+
+class AnyCase(Protocol):
+    """A case of any operation."""
+
+    @property
+    def name(self) -> str:
+        """A readable identifier, that `--cases` patterns match."""
+
+    def record(self) -> dict[str, Any]:
+        """The `case` object of a record."""
+
+    def flops(self, phase: str) -> float | None:
+        """Floating-point operations; None where bytes are what counts."""
+
+    def bytes(self, phase: str) -> int:
+        """Bytes that must move at least."""
+
+
+class AnyImplementation(Protocol):
+    """An implementation of any operation."""
+
+    @property
+    def name(self) -> str:
+        """As it stands in records."""
+
+    @property
+    def context(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What must be entered around its calls."""
+
+
+class AnyBound(Protocol):
+    """An implementation with its own copy of a case's tensors."""
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        """For each phase what is timed."""
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Runs a phase once; the tensors that are judged, by name."""
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """Further keys of the row of a phase."""
+
+
+class Problem(Protocol):
+    """A case with its tensors on a device."""
+
+    op: str
+    phases: tuple[str, ...]
+
+    def offers(self, implementation: Any) -> bool:
+        """Whether there is a row for an implementation at all."""
+
+    def unsupported(self, implementation: Any, phase: str) -> str | None:
+        """Why an implementation cannot run a phase here, or None."""
+
+    def bind(self, implementation: Any) -> AnyBound:
+        """An implementation with its own copy of the tensors."""
+
+    def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
+        """Whether the results of a phase are right."""
+
+
+class AttentionProblem:
+    """One attention call and its gradients."""
+
+    op = "attention"
+    phases: tuple[str, ...] = ("fwd", "bwd")
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self._case = case
+        self._inputs = make_inputs(case, device)
+        self._oracle = Oracle(case, self._inputs)
+
+    def offers(self, implementation: Implementation) -> bool:
+        return True
+
+    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
+        return implementation.unsupported(self._case, self._inputs.q.device)
+
+    def bind(self, implementation: Implementation) -> Bound:
+        return Bound(implementation, self._case, self._inputs)
+
+    def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
+        return self._oracle.judge(phase, results)

@@ -1,0 +1,91 @@
+"""Cases of the companion operations: names, records, work counted by hand, formulas beside flashtile's reference."""
+
+import json
+
+import pytest
+import torch
+
+from flashtile.bench.cases import ChoiceError
+from flashtile.bench.companions import oracle
+from flashtile.bench.companions.case import Random
+from flashtile.bench.companions.implementations import select_implementations
+from flashtile.bench.companions.movement import Copy
+from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from flashtile.bench.companions.oracle import evaluate
+from flashtile.bench.companions.rotary import Rotary
+from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
+from flashtile.bench.companions.tables import OPERATIONS, case_of, cases_of
+from flashtile.bench.tables import select_cases
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+ALL = [*cases_of(CPU), *cases_of(CUDA)]
+
+
+@pytest.mark.parametrize(
+    "case, forward, backward",
+    [
+        (Copy("bf16", 3), 2 * 3 * 1024, None),
+        (LayerNorm("bf16", 5, 7), 2 * (2 * 35 + 14), 2 * (3 * 35 + 7 + 14)),
+        (RMSNorm("fp32", 5, 7), 4 * (2 * 35 + 7), 4 * (3 * 35 + 7 + 7)),
+        (DropoutAddLayerNorm("bf16", 5, 7, 0.5), 2 * (4 * 35 + 14), 2 * (5 * 35 + 7 + 14)),
+        (DropoutAddRMSNorm("bf16", 5, 7), 2 * (4 * 35 + 7), 2 * (4 * 35 + 7 + 7)),
+        (Rotary("bf16", 2, 3, 5, 8), 2 * (2 * 240 + 2 * 3 * 4), 2 * (2 * 240 + 2 * 3 * 4)),
+        (CausalSoftmax("bf16", 2, 3, 4), 2 * 6 * (10 + 16), 2 * 6 * (20 + 16)),
+        (MaskedSoftmax("bf16", 2, 3, 4), 2 * 6 * 32 + 2 * 16, 2 * 6 * 48),
+    ],
+    ids=lambda value: getattr(value, "op", ""),
+)
+def test_bytes_count_each_input_and_output_once(case, forward, backward):
+    assert case.bytes("fwd") == forward
+    assert case.flops("fwd") is None
+    if backward is not None:
+        assert case.bytes("bwd") == backward
+
+
+def test_names_tell_cases_apart():
+    for device in (CPU, CUDA):
+        names = [case.name for case in cases_of(device)]
+        assert len(set(names)) == len(names)
+    assert LayerNorm("bf16", 16384, 4096).name == "layer_norm-16384x4096-bf16"
+    assert Copy("bf16", 2048 * 1024).name == "copy-2048mib-bf16"
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+def test_case_comes_back_from_its_record(case):
+    assert case_of(case.op, json.loads(json.dumps(case.record()))) == case
+
+
+def test_every_operation_has_cases_everywhere():
+    for device in (CPU, CUDA):
+        assert {case.op for case in cases_of(device)} == set(OPERATIONS)
+
+
+def test_choosing():
+    assert {case.op for case in cases_of(CPU, ["rotary", "copy"])} == {"rotary", "copy"}
+    assert [case.name for case in select_cases(cases_of(CUDA), ["rms_norm-*4096*"])] == ["rms_norm-16384x4096-bf16"]
+    with pytest.raises(ChoiceError, match="--op: no attention on cpu; there are: copy, layer_norm"):
+        cases_of(CPU, ["attention"])
+    with pytest.raises(ChoiceError, match="--impl: no liger on cpu; there are: flashtile-cpu, eager, compile"):
+        select_implementations(["liger"], CPU)
+    assert [i.name for i in select_implementations([], CUDA)][-2:] == ["liger", "quack"]
+
+
+def test_inputs_are_reproducible():
+    case = MaskedSoftmax("fp32", 1, 2, 8)
+    first, second = (case.make_inputs(Random(CPU, torch.float32)) for _ in range(2))
+    assert torch.equal(first.leaves["x"], second.leaves["x"]) and torch.equal(
+        first.others["mask"], second.others["mask"]
+    )
+    assert not first.others["mask"].all(dim=-1).any()
+
+
+@pytest.mark.parametrize("case", cases_of(CPU), ids=lambda case: case.name)
+def test_formula_is_the_same_by_rows(case, monkeypatch):
+    inputs = case.make_inputs(Random(CPU, case.torch_dtype))
+    whole = evaluate(case, inputs, inputs.others, torch.float64)
+    rows = next(t.shape[0] for name, t in inputs.leaves.items() if name in case.rowwise)
+    monkeypatch.setitem(oracle._ELEMENTS, "cpu", case.width() * max(1, rows // 3))
+    parts = evaluate(case, inputs, inputs.others, torch.float64)
+    assert whole.keys() == parts.keys() >= set(case.outputs)
+    for name, expected in whole.items():
+        torch.testing.assert_close(parts[name], expected, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,289 @@
+"""Measuring companion operations on a CPU: what is right gets a speed, what is wrong, missing or failing a reason."""
+
+import functools
+import json
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flashtile.bench import runner
+from flashtile.bench.__main__ import main
+from flashtile.bench.commands import bench_companions, describe_companions
+from flashtile.bench.companions import tables
+from flashtile.bench.companions.bound import Bound
+from flashtile.bench.companions.case import Random, Way
+from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
+from flashtile.bench.companions.movement import Copy
+from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from flashtile.bench.companions.problem import CompanionProblem
+from flashtile.bench.companions.rotary import Rotary
+from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
+
+CPU = torch.device("cpu")
+BY_NAME = {implementation.name: implementation for implementation in IMPLEMENTATIONS}
+TINY = [
+    Copy("fp32", 4),
+    LayerNorm("bf16", 7, 33),
+    RMSNorm("fp32", 7, 33),
+    DropoutAddLayerNorm("fp32", 40, 65, 0.3),
+    DropoutAddRMSNorm("bf16", 7, 33),
+    Rotary("bf16", 2, 5, 3, 8),
+    CausalSoftmax("fp32", 2, 2, 9),
+    MaskedSoftmax("fp32", 2, 2, 9),
+]
+
+
+@pytest.fixture(autouse=True)
+def short_measuring(monkeypatch):
+    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+
+def run(case, *names):
+    return runner.run_case(case, [BY_NAME[name] for name in names], CPU, problem=CompanionProblem)
+
+
+def run_with(case, way, monkeypatch):
+    """The rows of one implementation, `eager`, that computes a case in another way."""
+    monkeypatch.setattr(type(case), "eager", lambda self, others: way(self, others))
+    return run(case, "eager")
+
+
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_right_results_get_a_speed(case):
+    names = ["eager"] if case.op == "copy" else ["flashtile-cpu", "eager", "compile"]
+    rows = run(case, *names)
+    assert [(row["impl"], row["phase"]) for row in rows] == [(name, phase) for name in names for phase in case.phases]
+    for row in rows:
+        assert row["op"] == case.op and row["case"] == case.record()
+        assert row["ms"] is not None and row["ms"] > 0, row
+        assert row["gbps"] == pytest.approx(case.bytes(row["phase"]) / row["ms"] / 1e6) and row["tflops"] is None
+        assert row["timer"] == "perf-counter"
+
+
+def test_a_wrong_output_gets_no_speed(monkeypatch):
+    def spoiled(case, others):
+        return Way(lambda *leaves: case.formula(leaves, others)[0] * 1.01)
+
+    rows = run_with(LayerNorm("fp32", 7, 33), spoiled, monkeypatch)
+    assert all(row["ms"] is None and row["why"].startswith("wrong result: out: largest error") for row in rows)
+
+
+def test_a_wrong_gradient_costs_the_backward_only(monkeypatch):
+    def spoiled(case, others):
+        def function(x, weight, bias):
+            return case.formula((x, weight * 2 - weight.detach(), bias), others)[0]
+
+        return Way(function)
+
+    forward, backward = run_with(LayerNorm("fp32", 7, 33), spoiled, monkeypatch)
+    assert forward["ms"] is not None
+    assert backward["ms"] is None and backward["why"].startswith("wrong result: dweight: largest error")
+
+
+def test_a_wrong_shape_is_told(monkeypatch):
+    rows = run_with(
+        RMSNorm("fp32", 7, 33), lambda case, others: Way(lambda x, w: case.formula((x, w), others)[0][:3]), monkeypatch
+    )
+    assert rows[0]["why"].startswith("wrong result: out: shape") and rows[1]["ms"] is None
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.6])
+def test_dropout_with_another_probability_is_found(dropped, monkeypatch):
+    eager = DropoutAddLayerNorm.eager
+
+    def other(case, others):
+        return replace(eager(replace(case, dropout_p=dropped), others), own_bits=True)
+
+    rows = run_with(DropoutAddLayerNorm("fp32", 40, 65, 0.3), other, monkeypatch)
+    assert all(row["ms"] is None and "of the elements, expected 0.7" in row["why"] for row in rows)
+
+
+def test_dropout_that_does_not_scale_is_found(monkeypatch):
+    def unscaled(case, others):
+        def function(x, residual, *parameters):
+            kept = torch.rand_like(x) >= case.dropout_p
+            total = x * kept + residual
+            return case._normalise(total, *parameters), total
+
+        return Way(function, own_bits=True)
+
+    rows = run_with(DropoutAddLayerNorm("fp32", 40, 65, 0.3), unscaled, monkeypatch)
+    assert all(row["ms"] is None and row["why"].startswith("wrong result: out") for row in rows)
+
+
+def test_own_layouts_are_changed_back(monkeypatch):
+    """As a peer that rotates two halves of the heads, heads first and in place."""
+
+    def halves(case, others):
+        def function(*parts):
+            for part in parts:
+                with torch.no_grad():
+                    part.copy_(case.formula([part], others)[0])
+            return [_Rotated.apply(part, case, others).transpose(1, 2) for part in parts]
+
+        return Way(
+            function,
+            own_leaves=lambda tensors: list(tensors[0].chunk(2, dim=2)),
+            own_upstream=lambda tensors: [t.transpose(1, 2) for t in tensors[0].chunk(2, dim=2)],
+            outputs=lambda tensors: [torch.cat([t.transpose(1, 2) for t in tensors], dim=2)],
+            gradients=lambda tensors: [torch.cat(tensors, dim=2)],
+        )
+
+    rows = run_with(Rotary("fp32", 2, 5, 4, 8), halves, monkeypatch)
+    assert all(row["ms"] is not None for row in rows), rows
+
+
+class _Rotated(torch.autograd.Function):
+    """The gradient of a rotation that is already there."""
+
+    @staticmethod
+    def forward(ctx, x, case, others):
+        ctx.turn = functools.partial(case.formula, others={**others, "sin": -others["sin"]})
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return ctx.turn([dout])[0], None, None
+
+
+def test_missing_packages_and_failures_are_reasons(monkeypatch):
+    case = LayerNorm("fp32", 7, 33)
+    missing = Implementation("liger", ("cpu",), ("no_such_package", "no-such-package"))
+    failing = Implementation("quack", ("cpu",))
+    monkeypatch.setattr(LayerNorm, "peers", lambda self: {"liger": _unreachable, "quack": _unreachable})
+    rows = runner.run_case(case, [missing, failing], CPU, problem=CompanionProblem)
+    assert [row["why"] for row in rows] == ["no-such-package is not installed"] * 2 + ["RuntimeError: unreachable"] * 2
+
+
+def _unreachable(others):
+    raise RuntimeError("unreachable")
+
+
+def test_no_row_where_an_implementation_has_no_such_operation():
+    elsewhere = Implementation("quack", ("cpu",), ("no_such_package", "no-such-package"))
+    assert runner.run_case(CausalSoftmax("fp32", 1, 1, 4), [elsewhere], CPU, problem=CompanionProblem) == []
+
+
+def test_results_are_those_of_fresh_inputs():
+    """A peer that writes over its input is judged by its first call, not by what it made of the input since."""
+    case = RMSNorm("fp32", 3, 8)
+    inputs = case.make_inputs(Random(CPU, torch.float32))
+
+    def overwrite(x, weight):
+        out = case.formula((x, weight), {})[0]
+        x.data.zero_()
+        return out
+
+    bound = Bound(Way(overwrite), case, inputs)
+    expected = case.formula(list(inputs.leaves.values()), {})[0]
+    for phase in ("fwd", "bwd", "fwd"):
+        assert torch.equal(bound.results(phase)["out"], expected)
+
+
+def test_liger_is_called_by_its_signatures(monkeypatch):
+    """Those of version 0.8.5, over plain PyTorch."""
+
+    def rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+        return tuple(x * cos[:, None] + _rotate_half(x) * sin[:, None] for x in (q, k))
+
+    def add_rms(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+        return F.rms_norm(X + R, X.shape[-1:], W, eps), X + R
+
+    _install(
+        monkeypatch,
+        "liger_kernel.transformers.functional",
+        liger_layer_norm=lambda X, W, B, eps: F.layer_norm(X, X.shape[-1:], W, B, eps),
+        liger_rms_norm=lambda X, W, eps, offset=0.0, casting_mode="llama", in_place=True: F.rms_norm(
+            X, X.shape[-1:], W, eps
+        ),
+        liger_fused_add_rms_norm=add_rms,
+        liger_rope=rope,
+    )
+    _assert_right("liger", LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary)
+
+
+def test_quack_is_called_by_its_signatures(monkeypatch):
+    """Those of version 0.6.5, over plain PyTorch."""
+
+    def rmsnorm(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6, prenorm=False):
+        total = x if residual is None else x + residual
+        out = F.rms_norm(total, x.shape[-1:], weight, eps)
+        return (out, total) if prenorm else out
+
+    def layernorm_fwd(x, weight, bias=None, eps=1e-6, return_rstd=False, return_mean=False):
+        assert weight.dtype is bias.dtype is torch.float32 and return_rstd and return_mean
+        out, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], weight, bias, eps)
+        return out, rstd, mean
+
+    def layernorm_bwd(x, weight, dout, rstd, mean, has_bias=True):
+        bias = torch.empty_like(weight)
+        given = (dout, x, x.shape[-1:], mean, rstd, weight, bias, [True] * 3)
+        return torch.ops.aten.native_layer_norm_backward(*given)
+
+    def rotary(x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=None, cu_seqlens=None, max_seqlen=None):
+        cos, sin = (torch.cat([table] * 2, dim=-1)[:, None] for table in (cos, sin))
+        return x * cos + _rotate_half(x) * sin
+
+    _install(monkeypatch, "quack.rmsnorm", rmsnorm=rmsnorm, layernorm_fwd=layernorm_fwd, layernorm_bwd=layernorm_bwd)
+    _install(monkeypatch, "quack.rotary", apply_rotary_emb=rotary)
+    _assert_right("quack", LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary)
+
+
+def _install(monkeypatch, module, **functions):
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name, types.ModuleType(name)))
+    for name, function in functions.items():
+        monkeypatch.setattr(sys.modules[module], name, function, raising=False)
+
+
+def _assert_right(peer, *kinds):
+    for case in (case for case in TINY if isinstance(case, kinds)):
+        case = replace(case, dtype="fp32", **({"H": 4} if isinstance(case, Rotary) else {}))
+        for row in runner.run_case(case, [Implementation(peer, ("cpu",))], CPU, problem=CompanionProblem):
+            assert row["ms"] is not None, row
+
+
+def _rotate_half(x):
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
+    output, seen = tmp_path / "record.json", []
+    record = bench_companions(
+        ["copy,rms_norm"], [], ["eager"], output, lambda *given: seen.append(given[:2]), seconds=0.0
+    )
+    assert seen == [(0, 2), (1, 2)] and json.loads(output.read_text()) == record
+    assert [(row["op"], row["phase"]) for row in record["rows"]] == [
+        ("copy", "fwd"),
+        ("rms_norm", "fwd"),
+        ("rms_norm", "bwd"),
+    ]
+    for row in record["rows"]:
+        assert set(row) == {"op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "timer"}
+
+
+def test_choices_are_listed():
+    text = describe_companions(torch.device("cuda"))
+    assert "cases of rotary:\n  rotary-4x4096x32x128-bf16" in text and text.endswith("liger\n  quack")
+
+
+def test_module_measures_lists_and_reports_mistakes(capsys, monkeypatch):
+    monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
+    assert main(["companions", "--op", "rms_norm", "--impl", "eager", "flashtile-cpu", "--seconds", "0"]) == 0
+    printed = capsys.readouterr()
+    assert "Companions bwd: GB/s" in printed.out and "Our speed over the peers': rms_norm" in printed.out
+    assert "[1/1" in printed.err
+    assert main(["companions", "--list"]) == 0
+    assert "cases of copy:" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        main(["companions", "--op", "nothing"])
+    assert stop.value.code == 2 and "there are: copy" in capsys.readouterr().err
