@@ -1,5 +1,6 @@
 """flashtile: exact attention in tiles that stay in fast on-chip memory."""
 
+from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
@@ -34,6 +35,7 @@ __all__ = [
     "linear_bias_wgrad",
     "logsumexp_merge",
     "online_softmax",
+    "patterns",
     "rms_norm",
     "rotary_frequencies",
     "rotary_tables",

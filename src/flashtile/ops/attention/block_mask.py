@@ -11,24 +11,28 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.tile_lists import (
-    FULL,
-    STORED_TILE,
-    Bounds,
-    Elements,
-    Grid,
+from flashtile.ops.attention.tile_lists import FULL, STORED_TILE, Bounds, Elements, Grid, Shape, Tiles, build
+from flashtile.ops.attention.tile_sources import (
     Predicate,
-    Shape,
-    Tiles,
-    build,
-    predicate_elements,
+    anywhere,
+    flex_blocks,
+    flex_list,
+    looked_up,
+    of_flex,
+    of_layout,
+    of_listed_masks,
+    of_predicate,
 )
-from flashtile.ops.common.checks import check_tensors
+from flashtile.ops.common.checks import check_device, check_tensors
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 #: A user's tile is a multiple of this.
 USER_TILE = 16
@@ -85,7 +89,48 @@ class BlockMask:
         mask = _as_four("mask", mask, "seq_q, seq_k")
         batch, heads, seq_q, seq_k = mask.shape
         grid = Grid((batch, heads, seq_q, seq_k), stored_tile(tile))
-        return cls._built(grid, mask.device, lambda tiles: Bounds(tiles.everywhere()), _dense_elements(mask, grid))
+        return from_bounds(grid, mask.device, anywhere, looked_up(mask, grid.tile))
+
+    @classmethod
+    def from_layout(
+        cls,
+        layout: Tensor,
+        tile: tuple[int, int],
+        seq_q: int,
+        seq_k: int,
+        element_mask: Tensor | None = None,
+    ) -> BlockMask:
+        """The tiles that a coarse layout names.
+
+        Args:
+            layout: bool or integer `[ceil(seq_q / tile_q), ceil(seq_k / tile_k)]`, or with batch and heads before it;
+                a tile is visible where it is not 0.
+            tile: `(tile_q, tile_k)` of the layout, multiples of 16; (16, 256) is the layout of the first
+                block-sparse FlashAttention.
+            seq_q: number of queries; the last tiles may stick out.
+            seq_k: number of keys.
+            element_mask: which pairs of the named tiles are visible; None = all. bool, either of every pair, as in
+                `from_dense`, or of the named tiles in the order of `layout.nonzero()`, `[tiles, tile_q, tile_k]`.
+
+        Raises:
+            TypeError: a dtype or an argument's type is wrong.
+            ValueError: tile is no multiple of 16, or a shape does not fit the others.
+        """
+        small, stored = tile, stored_tile(tile)
+        named = _checked_layout(layout, tile, *checked_shape(1, 1, seq_q, seq_k)[2:])
+        batch, heads = named.shape[:2]
+        elements = None
+        if element_mask is not None:
+            check_tensors(element_mask=element_mask)
+            if element_mask.dim() == 3:
+                elements = of_listed_masks(_checked_tiles(element_mask, named, tile), named, stored)
+            else:
+                element_mask = _checked_elements(element_mask, named, seq_q, seq_k)
+                batch, heads = torch.broadcast_shapes((batch, heads), element_mask.shape[:2])
+                elements = looked_up(element_mask, stored)
+        grid = Grid((batch, heads, seq_q, seq_k), stored)
+        within = looked_up(named, (stored[0] // small[0], stored[1] // small[1]))
+        return from_bounds(grid, named.device, *of_layout(within, elements, small))
 
     @classmethod
     def from_predicate(
@@ -125,15 +170,58 @@ class BlockMask:
         sizes = {"batch": 1 if batch is None else batch, "heads": 1 if heads is None else heads}
         shape = checked_shape(**sizes, seq_q=seq_q, seq_k=seq_k)
         grid = Grid(shape, stored_tile(tile))
-        elements = predicate_elements(predicate, grid)
-        return cls._built(grid, torch.device(device or "cpu"), lambda tiles: Bounds(tiles.everywhere()), elements)
+        return from_bounds(grid, resolved_device(device), anywhere, of_predicate(predicate, grid))
 
     @classmethod
-    def _built(
-        cls, grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements
-    ) -> BlockMask:
-        """From what is known of the tiles of a grid, and the elements of the others."""
-        return cls(grid.shape, grid.tile, *build(grid, device, bounds, elements))
+    def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:
+        """The same mask as FlexAttention's, whose mask_mod is asked for the pairs of its partial blocks.
+
+        Args:
+            block_mask: a `torch.nn.attention.flex_attention.BlockMask` whose BLOCK_SIZE are multiples of 16.
+
+        Raises:
+            TypeError: it is something else.
+            ValueError: a block size is no multiple of 16.
+        """
+        from torch.nn.attention import flex_attention
+
+        if not isinstance(block_mask, flex_attention.BlockMask):
+            raise TypeError(
+                f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got "
+                f"{type(block_mask).__name__}; a mask_mod alone goes to BlockMask.from_predicate"
+            )
+        tile_q, tile_k = block_mask.BLOCK_SIZE
+        seq_q, seq_k = block_mask.shape[-2:]
+        tiles_k = -(-seq_k // tile_k)
+        full = flex_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, tiles_k)
+        partial = flex_blocks(block_mask.kv_num_blocks, block_mask.kv_indices, tiles_k)
+        assert partial is not None
+        grid = Grid((*partial.shape[:2], seq_q, seq_k), stored_tile((tile_q, tile_k)))
+        full = torch.zeros_like(partial) if full is None else full
+        return from_bounds(grid, partial.device, *of_flex(block_mask, partial, full, grid))
+
+    def to_flex(self) -> FlexBlockMask:
+        """The same mask for FlexAttention; its mask_mod reads `tile_masks`.
+
+        FlexAttention's own lists, and the table of kinds beside them, take `tiles_q · tiles_k` integers for each batch
+        entry and head.
+        """
+        from torch.nn.attention import flex_attention
+
+        batch, heads, seq_q, seq_k = self.shape
+        (tile_q, tile_k), patterns = self.tile, self.tile_masks.shape[0]
+        table = self._kind_table().view(batch, heads, self.grid.tiles_q, self.grid.tiles_k)
+        masks = self._masks_with_ends() != 0
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            # Where the mask is shared, batch entry and head are those of the call.
+            kind = table[b * (batch > 1), h * (heads > 1), q // tile_q, k // tile_k]
+            return masks[kind, q % tile_q, k % tile_k]
+
+        lists = [flex_list(tiles) for tiles in (table < patterns, table == patterns + 1)]
+        return flex_attention.BlockMask.from_kv_blocks(
+            *lists[0], *lists[1], BLOCK_SIZE=self.tile, mask_mod=mask_mod, seq_lengths=(seq_q, seq_k)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -171,10 +259,9 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """bool `[batch, heads, seq_q, seq_k]`, True = visible. Takes the memory of that matrix several times."""
         (batch, heads, seq_q, seq_k), (tile_q, tile_k), grid = self.shape, self.tile, self.grid
-        # Empty and full tiles become patterns like any other.
-        ends = self.tile_masks.new_tensor([0, 1]).view(2, 1, 1).expand(2, tile_q, tile_k)
-        masks = torch.cat((self.tile_masks, ends))
-        tiles = masks[self._kind_table()].view(batch * heads, grid.tiles_q, grid.tiles_k, tile_q, tile_k)
+        tiles = self._masks_with_ends()[self._kind_table()].view(
+            batch * heads, grid.tiles_q, grid.tiles_k, tile_q, tile_k
+        )
         dense = tiles.transpose(2, 3).reshape(batch, heads, grid.tiles_q * tile_q, grid.tiles_k * tile_k)
         return dense[..., :seq_q, :seq_k].bool()
 
@@ -212,8 +299,13 @@ class BlockMask:
         row = torch.repeat_interleave(row, lengths, output_size=self.columns.shape[0])
         return row * self.grid.tiles_k + self.columns
 
+    def _masks_with_ends(self) -> Tensor:
+        """`tile_masks`, and after them an empty and a full one."""
+        ends = torch.arange(2, dtype=torch.uint8, device=self.device).view(2, 1, 1).expand(2, *self.tile)
+        return torch.cat((self.tile_masks, ends))
+
     def _kind_table(self) -> Tensor:
-        """The pattern of every tile, `[rows · tiles_k]` int64: `patterns` of an empty, `patterns + 1` of a full one."""
+        """Which of `_masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
         table = torch.full((self.grid.rows * self.grid.tiles_k,), patterns, device=self.device)
         table[self._cells()] = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()
@@ -233,13 +325,9 @@ pytree.register_pytree_node(
 )
 
 
-def _dense_elements(mask: Tensor, grid: Grid) -> Elements:
-    """The elements out of a bool `[batch, heads, seq_q, seq_k]`."""
-    (tile_q, tile_k), (_, _, seq_q, seq_k) = grid.tile, grid.shape
-    if grid.sticks_out:
-        mask = torch.nn.functional.pad(mask, (0, -seq_k % tile_k, 0, -seq_q % tile_q))
-    by_tile = mask.reshape(grid.rows, tile_q, grid.tiles_k, tile_k).transpose(1, 2)
-    return lambda tiles: by_tile[tiles.row, tiles.column]
+def from_bounds(grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements) -> BlockMask:
+    """A mask from what is known of the tiles of a grid, and the elements of those in doubt."""
+    return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
 
 
 def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
@@ -249,6 +337,10 @@ def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
         if size < 0:
             raise ValueError(f"{name}: expected a size of at least 0, got {size}; pass the length of the call")
     return batch, heads, seq_q, seq_k
+
+
+def resolved_device(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)
 
 
 def stored_tile(tile: tuple[int, int]) -> tuple[int, int]:
@@ -271,3 +363,45 @@ def _as_four(name: str, mask: Tensor, dims: str) -> Tensor:
             "a batch or heads of 1 stands for any number"
         )
     return mask if mask.dim() == 4 else mask[None, None]
+
+
+def _checked_layout(layout: Tensor, tile: tuple[int, int], seq_q: int, seq_k: int) -> Tensor:
+    """Which tiles a layout names, bool with all four dimensions."""
+    check_tensors(layout=layout)
+    if layout.is_floating_point() or layout.is_complex():
+        raise TypeError(f"layout: expected dtype bool or an integer, got {layout.dtype}; use layout != 0")
+    expected = -(-seq_q // tile[0]), -(-seq_k // tile[1])
+    named = _as_four("layout", layout != 0, "tiles_q, tiles_k")
+    if named.shape[2:] != expected:
+        raise ValueError(
+            f"layout: expected {expected} tiles of {tuple(tile)} for {seq_q} queries and {seq_k} keys, "
+            f"got {tuple(named.shape[2:])}; check tile, seq_q and seq_k"
+        )
+    return named
+
+
+def _checked_tiles(masks: Tensor, named: Tensor, tile: tuple[int, int]) -> Tensor:
+    """An element mask for each tile that a layout names."""
+    if masks.dtype is not torch.bool:
+        raise TypeError(f"element_mask: expected dtype bool, True = visible, got {masks.dtype}; use element_mask != 0")
+    expected = int(named.sum()), *tile
+    if masks.shape != expected:
+        raise ValueError(
+            f"element_mask: expected {expected}, a mask for each tile that the layout names, got {tuple(masks.shape)}; "
+            "order them as layout.nonzero() does"
+        )
+    check_device("element_mask", masks, named.device, "layout")
+    return masks
+
+
+def _checked_elements(mask: Tensor, named: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """An element mask of every pair, beside a layout."""
+    mask = _as_four("element_mask", mask, "seq_q, seq_k")
+    fits = all(own == other or 1 in (own, other) for own, other in zip(mask.shape[:2], named.shape[:2]))
+    if not fits or mask.shape[2:] != (seq_q, seq_k):
+        raise ValueError(
+            f"element_mask: expected {seq_q} × {seq_k} pairs, and the batch and heads of layout, "
+            f"{tuple(named.shape[:2])}, or 1, got {tuple(mask.shape)}; cut or expand it"
+        )
+    check_device("element_mask", mask, named.device, "layout")
+    return mask

@@ -24,8 +24,6 @@ PAIRS_AT_ONCE = 2**22
 TILES_AT_ONCE = 2**20
 
 Shape = tuple[int, int, int, int]
-#: `predicate(batch, head, q_index, k_index)`: bool, of int64 tensors that broadcast against one another.
-Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Grid(NamedTuple):
@@ -65,18 +63,18 @@ class Grid(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Some tiles of a grid, by tensors that broadcast against one another.
+    """Some tiles of a grid, by int64 tensors that broadcast against one another.
 
     Attributes:
-        row, column: of the tile in the grid.
-        batch, head: that it belongs to.
-        first_q, last_q, first_k, last_k: the queries and keys in it, those past the ends left out.
+        batch, head: that they belong to.
+        q_tile, k_tile: which of its tiles they are.
+        first_q, last_q, first_k, last_k: the queries and keys in them, those past the ends left out.
     """
 
-    row: Tensor
-    column: Tensor
     batch: Tensor
     head: Tensor
+    q_tile: Tensor
+    k_tile: Tensor
     first_q: Tensor
     last_q: Tensor
     first_k: Tensor
@@ -85,13 +83,10 @@ class Tiles(NamedTuple):
     @classmethod
     def of(cls, grid: Grid, row: Tensor, column: Tensor) -> Tiles:
         (_, heads, seq_q, seq_k), (tile_q, tile_k) = grid.shape, grid.tile
-        sequence, first_q, first_k = row // grid.tiles_q, row % grid.tiles_q * tile_q, column * tile_k
+        sequence, q_tile = row // grid.tiles_q, row % grid.tiles_q
+        first_q, first_k = q_tile * tile_q, column * tile_k
         last_q, last_k = (first_q + tile_q - 1).clamp(max=seq_q - 1), (first_k + tile_k - 1).clamp(max=seq_k - 1)
-        return cls(row, column, sequence // heads, sequence % heads, first_q, last_q, first_k, last_k)
-
-    def everywhere(self) -> Tensor:
-        """True, of all of them."""
-        return torch.ones((1, 1), dtype=torch.bool, device=self.row.device)
+        return cls(sequence // heads, sequence % heads, q_tile, column, first_q, last_q, first_k, last_k)
 
 
 class Bounds(NamedTuple):
@@ -261,30 +256,3 @@ def _assembled(grid: Grid, entries: _Entries) -> Lists:
 def _offsets(owners: Tensor, total: int) -> Tensor:
     """Where the entries of each owner start, `[total + 1]` int32; owners ascend."""
     return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device), out_int32=True)
-
-
-def predicate_elements(predicate: Predicate, grid: Grid) -> Elements:
-    """The elements by a function of the indices; those past the ends are asked for as the last."""
-
-    def elements(tiles: Tiles) -> Tensor:
-        device = tiles.row.device
-        q_index = (tiles.first_q[:, None] + torch.arange(grid.tile[0], device=device)).clamp(max=grid.shape[2] - 1)
-        k_index = (tiles.first_k[:, None] + torch.arange(grid.tile[1], device=device)).clamp(max=grid.shape[3] - 1)
-        batch, head = tiles.batch[:, None, None], tiles.head[:, None, None]
-        visible = predicate(batch, head, q_index[:, :, None], k_index[:, None, :])
-        return _checked_result(visible, (tiles.row.shape[0], *grid.tile))
-
-    return elements
-
-
-def _checked_result(visible: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
-        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-        raise TypeError(f"predicate: expected a bool tensor, True = visible, got {got}; compare, as q_index >= k_index")
-    try:
-        return visible.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"predicate: expected a result that broadcasts to the indices, {shape}, got {tuple(visible.shape)}; "
-            "use element-wise operations and look-ups by index"
-        ) from None

@@ -1,0 +1,54 @@
+"""What the patterns share: their way to a mask, and checks of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.block_mask import BlockMask, checked_shape, from_bounds, resolved_device, stored_tile
+from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
+from flashtile.ops.attention.tile_sources import Predicate, of_predicate
+from flashtile.ops.common.checks import INDEX_DTYPES
+
+Device = torch.device | str | None
+#: Unless the caller says otherwise.
+TILE = (128, 128)
+
+
+def made(
+    shape: Shape,
+    tile: tuple[int, int],
+    device: Device,
+    bounds: Callable[[Tiles], Bounds],
+    visible: Predicate,
+) -> BlockMask:
+    grid = Grid(checked_shape(*shape), stored_tile(tile))
+    return from_bounds(grid, resolved_device(device), bounds, of_predicate(visible, grid))
+
+
+def check_count(name: str, count: int, least: int, remedy: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name}: expected an int, got {count!r}; {remedy}")
+    if count < least:
+        raise ValueError(f"{name}: expected at least {least}, got {count}; {remedy}")
+
+
+def integers(
+    name: str, values: Sequence[int] | Tensor | None, ranks: tuple[int, ...], shape: str, device: Device
+) -> Tensor:
+    """A tensor of integers, made of a sequence where it is none."""
+    if not isinstance(values, (Tensor, list, tuple)):
+        raise TypeError(f"{name}: expected a tensor or a list of ints, got {type(values).__name__}; shape {shape}")
+    if isinstance(values, Tensor):
+        tensor = values if device is None else values.to(device)
+    else:
+        for value in values:
+            check_count(name, value, 0, "a list holds lengths")
+        tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    if tensor.dtype not in INDEX_DTYPES:
+        raise TypeError(f"{name}: expected dtype int32 or int64, got {tensor.dtype}; cast it")
+    if tensor.dim() not in ranks:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; reshape it")
+    return tensor

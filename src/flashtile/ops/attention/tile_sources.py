@@ -1,0 +1,133 @@
+"""What the elements of tiles are made from: a predicate, a matrix, a layout, FlexAttention's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.tile_lists import Bounds, Elements, Grid, Tiles
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+#: `predicate(batch, head, q_index, k_index)`: bool, of int64 tensors that broadcast against one another.
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def anywhere(tiles: Tiles) -> Bounds:
+    """Nothing is known."""
+    return Bounds(torch.ones((1, 1), dtype=torch.bool, device=tiles.batch.device))
+
+
+def of_predicate(predicate: Predicate, grid: Grid) -> Elements:
+    """The elements by a function of the indices; those past the ends are asked for as the last."""
+
+    def elements(tiles: Tiles) -> Tensor:
+        device = tiles.batch.device
+        q_index = (tiles.first_q[:, None] + torch.arange(grid.tile[0], device=device)).clamp(max=grid.shape[2] - 1)
+        k_index = (tiles.first_k[:, None] + torch.arange(grid.tile[1], device=device)).clamp(max=grid.shape[3] - 1)
+        batch, head = tiles.batch[:, None, None], tiles.head[:, None, None]
+        visible = predicate(batch, head, q_index[:, :, None], k_index[:, None, :])
+        return _checked_result(visible, (tiles.batch.shape[0], *grid.tile))
+
+    return elements
+
+
+def _checked_result(visible: Tensor, shape: tuple[int, ...]) -> Tensor:
+    if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
+        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
+        raise TypeError(f"predicate: expected a bool tensor, True = visible, got {got}; compare, as q_index >= k_index")
+    try:
+        return visible.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"predicate: expected a result that broadcasts to the indices, {shape}, got {tuple(visible.shape)}; "
+            "use element-wise operations and look-ups by index"
+        ) from None
+
+
+def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
+    """What lies in the tiles of a `[batch | 1, heads | 1, rows, columns]`; 0 past its ends."""
+    batch, heads, rows, columns = matrix.shape
+    if rows % tile[0] or columns % tile[1]:
+        matrix = torch.nn.functional.pad(matrix, (0, -columns % tile[1], 0, -rows % tile[0]))
+    tiles_q, tiles_k = matrix.shape[2] // tile[0], matrix.shape[3] // tile[1]
+    by_tile = matrix.reshape(batch, heads, tiles_q, tile[0], tiles_k, tile[1]).transpose(3, 4)
+    return lambda tiles: by_tile[tiles.batch * (batch > 1), tiles.head * (heads > 1), tiles.q_tile, tiles.k_tile]
+
+
+def of_layout(
+    within: Elements, elements: Elements | None, small: tuple[int, int]
+) -> tuple[Callable[[Tiles], Bounds], Elements]:
+    """Bounds and elements of the stored tiles, given which of the small tiles in them are named."""
+
+    def bounds(tiles: Tiles) -> Bounds:
+        named = within(tiles).flatten(-2)
+        return Bounds(named.any(dim=-1), named.all(dim=-1) if elements is None else None)
+
+    def visible(tiles: Tiles) -> Tensor:
+        named = _enlarged(within(tiles), small)
+        return named if elements is None else named & elements(tiles)
+
+    return bounds, visible
+
+
+def _enlarged(named: Tensor, small: tuple[int, int]) -> Tensor:
+    """`[tiles, n, m]` with each element as often as the small tile is large: `[tiles, n · small_q, m · small_k]`."""
+    return named.repeat_interleave(small[0], dim=1).repeat_interleave(small[1], dim=2)
+
+
+def of_listed_masks(masks: Tensor, named: Tensor, stored: tuple[int, int]) -> Elements:
+    """The elements out of one mask `[small_q, small_k]` for each small tile that the layout names."""
+    number = (named.flatten().cumsum(0) - 1).clamp(min=0).view(named.shape)
+    numbers = looked_up(number, (stored[0] // masks.shape[1], stored[1] // masks.shape[2]))
+    # [tiles, n, m, small_q, small_k]: those not named show some other mask, and are left out by the caller.
+    return lambda tiles: masks[numbers(tiles)].transpose(2, 3).reshape(-1, *stored)
+
+
+def flex_blocks(num_blocks: Tensor | None, indices: Tensor | None, tiles_k: int) -> Tensor | None:
+    """FlexAttention's lists as bool `[batch, heads, tiles_q, tiles_k]`."""
+    if num_blocks is None or indices is None:
+        return None
+    used = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    # What lies past the number of blocks goes to a column that is cut off.
+    columns = torch.where(used, indices, tiles_k).long()
+    tiles = torch.zeros((*indices.shape[:-1], tiles_k + 1), dtype=torch.bool, device=indices.device)
+    tiles = tiles.scatter_(-1, columns, True)[..., :tiles_k]
+    return tiles[(None,) * (4 - tiles.dim())]
+
+
+def flex_list(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """bool `[..., tiles_k]` as FlexAttention's lists: how many there are, and their indices before all others."""
+    indices = torch.argsort(tiles.int(), dim=-1, descending=True, stable=True)
+    return tiles.sum(dim=-1, dtype=torch.int32), indices.int()
+
+
+def of_flex(
+    block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: Grid
+) -> tuple[Callable[[Tiles], Bounds], Elements]:
+    """Bounds and elements, given which blocks FlexAttention looks into and which it takes whole."""
+    from torch.nn.attention import flex_attention
+
+    small = block_mask.BLOCK_SIZE
+    per_tile = grid.tile[0] // small[0], grid.tile[1] // small[1]
+    looked_into, whole = looked_up(partial & ~full, per_tile), looked_up(full, per_tile)
+
+    def bounds(tiles: Tiles) -> Bounds:
+        taken = whole(tiles).flatten(-2)
+        return Bounds(taken.any(dim=-1) | looked_into(tiles).flatten(-2).any(dim=-1), taken.all(dim=-1))
+
+    def elements(tiles: Tiles) -> Tensor:
+        def of_tile(tile: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            q_index = (tiles.first_q[tile] + q).clamp(max=grid.shape[2] - 1)
+            k_index = (tiles.first_k[tile] + k).clamp(max=grid.shape[3] - 1)
+            return block_mask.mask_mod(tiles.batch[tile], tiles.head[tile], q_index, k_index)
+
+        # A mask_mod is written for single numbers; `create_mask` knows how to map it over many.
+        visible = flex_attention.create_mask(of_tile, tiles.batch.shape[0], 1, *grid.tile, partial.device)[:, 0]
+        return visible & _enlarged(looked_into(tiles), small) | _enlarged(whole(tiles), small)
+
+    return bounds, elements
