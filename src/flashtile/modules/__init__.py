@@ -3,6 +3,7 @@
 from flashtile.modules.attention import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.modules.block import Block, ParallelBlock, add_norm, add_parallel_norm, add_prenorm
 from flashtile.modules.mha import MHA, FlashMHA, KVCache
+from flashtile.modules.mlp import FusedDense, FusedMlp, GatedMlp, Mlp
 from flashtile.modules.norm import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.modules.padding import Unpadded, pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
@@ -15,8 +16,12 @@ __all__ = [
     "FlashCrossAttention",
     "FlashMHA",
     "FlashSelfAttention",
+    "FusedDense",
+    "FusedMlp",
+    "GatedMlp",
     "KVCache",
     "LayerNorm",
+    "Mlp",
     "ParallelBlock",
     "RMSNorm",
     "RotaryEmbedding",

@@ -88,8 +88,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...],
         raise ValueError(
             f"{name}: expected a buffer that wants no gradient, got one with requires_grad=True; detach it"
         )
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if main_grad.dtype is not x.dtype and main_grad.is_cuda and version < _WIDE_RESULTS_SINCE:
+    if main_grad.dtype is not x.dtype and main_grad.is_cuda and _torch_version() < _WIDE_RESULTS_SINCE:
         raise ValueError(
             f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.8 is the "
             "first to add up 16-bit products in float32 on a GPU"
@@ -103,6 +102,10 @@ def check_dout(dout: Tensor, x: Tensor) -> None:
         raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
     if dout.dtype is not x.dtype:
         raise TypeError(f"dout: expected the dtype of x, {x.dtype}, got {dout.dtype}; cast one of them")
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> None:
@@ -131,7 +134,7 @@ def resolve_activation(activation: str, gated: bool) -> ActivationSpec:
 
 
 def resolve_checkpoint_level(level: int) -> int:
-    if isinstance(level, bool) or level not in _CHECKPOINT_LEVELS:
+    if not isinstance(level, int) or isinstance(level, bool) or level not in _CHECKPOINT_LEVELS:
         raise ValueError(
             f"checkpoint_level: expected 0 (keep all), 1 (make the activation again) or 2 (the first product too), "
             f"got {level!r}"

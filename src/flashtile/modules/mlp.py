@@ -1,0 +1,245 @@
+"""Linear layers and perceptrons as modules: fused ones over public functions, and plain ones for any activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashtile
+
+#: Hidden features are rounded up to it where they are not given: matrix products like multiples of their tiles.
+_MULTIPLE_OF = 128
+
+
+class FusedDense(nn.Linear):
+    """`torch.nn.Linear` by `flashtile.fused_dense`: the same arguments, the same state-dict keys.
+
+    Args:
+        in_features: the last dimension of the input.
+        out_features: that of the output.
+        bias: has a bias.
+        return_residual: also returns the input, whose gradient joins that of the layer within the product.
+        device: of the parameters.
+        dtype: of the parameters; that of the input, or wider under `torch.autocast`.
+        accumulate_main_grad: a backward adds the weight's gradient to the buffer `weight.main_grad`, which must be
+            there by then, and leaves `weight.grad` alone.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_main_grad: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.return_residual = return_residual
+        self.accumulate_main_grad = accumulate_main_grad
+
+    def forward(self, input: Tensor) -> Tensor | tuple[Tensor, Tensor]:  # type: ignore[override]
+        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and the input."""
+        main_grad = _main_grad("weight", self.weight) if self.accumulate_main_grad else None
+        return flashtile.fused_dense(
+            input, self.weight, self.bias, return_residual=self.return_residual, main_grad=main_grad
+        )
+
+
+class _Perceptron(nn.Module):
+    """Two linear layers, `fc1` with a row or two for each hidden feature, and `fc2`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        out_features: int | None,
+        gated: bool,
+        bias1: bool,
+        bias2: bool,
+        return_residual: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        out_features = in_features if out_features is None else out_features
+        self.return_residual = return_residual
+        rows = 2 * hidden_features if gated else hidden_features
+        self.fc1 = nn.Linear(in_features, rows, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, device=device, dtype=dtype)
+
+
+class Mlp(_Perceptron):
+    """Linear layer, any activation, linear layer, by PyTorch's own layers `fc1` and `fc2`.
+
+    Args:
+        in_features: the last dimension of the input.
+        hidden_features: between the layers; four times in_features where left out.
+        out_features: of the output; in_features where left out.
+        activation: a function of a tensor.
+        bias1: fc1 has a bias.
+        bias2: fc2 has a bias.
+        return_residual: also returns the input.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias1: bool = True,
+        bias2: bool = True,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        hidden = _hidden_features(in_features, False) if hidden_features is None else hidden_features
+        super().__init__(in_features, hidden, out_features, False, bias1, bias2, return_residual, device, dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
+        out = self.fc2(self.activation(self.fc1(x)))
+        return (out, x) if self.return_residual else out
+
+
+class GatedMlp(_Perceptron):
+    """A perceptron with gates, `fc2(values · activation(gates))`, by PyTorch's own layers.
+
+    The first half of the rows of `fc1` makes the values, the second half the gates, as in `torch.nn.functional.glu`.
+
+    Args:
+        in_features: the last dimension of the input.
+        hidden_features: between the layers, rounded up to multiple_of; 8/3 of in_features where left out, which takes
+            as many parameters as four times in_features without gates.
+        out_features: of the output; in_features where left out.
+        activation: of the gates, a function of a tensor; `F.silu` makes it SwiGLU, `F.gelu` GEGLU.
+        bias1: fc1 has a bias.
+        bias2: fc2 has a bias.
+        multiple_of: of the hidden features.
+        return_residual: also returns the input.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Reference:
+        Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = _MULTIPLE_OF,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        hidden = _rounded_up(8 * in_features // 3 if hidden_features is None else hidden_features, multiple_of)
+        super().__init__(in_features, hidden, out_features, True, bias1, bias2, return_residual, device, dtype)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
+        values, gates = self.fc1(x).chunk(2, dim=-1)
+        out = self.fc2(values * self.activation(gates))
+        return (out, x) if self.return_residual else out
+
+
+class FusedMlp(_Perceptron):
+    """A perceptron by `flashtile.fused_mlp`; the keys of `Mlp`, and with gates the keys and rows of `GatedMlp`.
+
+    `fc1` and `fc2` hold the parameters; hooks on them do not run.
+
+    Args:
+        in_features: the last dimension of the input.
+        hidden_features: between the layers; where left out, four times in_features, and with gates 8/3 of it rounded
+            up to a multiple of 128.
+        out_features: of the output; in_features where left out.
+        bias1: fc1 has a bias.
+        bias2: fc2 has a bias.
+        activation: a name that `flashtile.fused_mlp` knows.
+        checkpoint_level: what is kept for the backward: 0 = all, 1 = no activation, 2 = nothing between the layers.
+        gated: with gates.
+        return_residual: also returns the input, whose gradient joins that of the first layer within the product.
+        device: of the parameters.
+        dtype: of the parameters; that of the input, or wider under `torch.autocast`.
+        accumulate_main_grad: as `FusedDense`, for both weights.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        activation: str = "gelu_tanh",
+        checkpoint_level: int = 0,
+        gated: bool = False,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_main_grad: bool = False,
+    ) -> None:
+        hidden = _hidden_features(in_features, gated) if hidden_features is None else hidden_features
+        super().__init__(in_features, hidden, out_features, gated, bias1, bias2, return_residual, device, dtype)
+        self.activation = activation
+        self.checkpoint_level = checkpoint_level
+        self.gated = gated
+        self.accumulate_main_grad = accumulate_main_grad
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
+        fc1, fc2 = self.fc1, self.fc2
+        buffers: dict[str, Any] = {}
+        if self.accumulate_main_grad:
+            buffers["main_grad1"] = _main_grad("fc1.weight", fc1.weight)
+            buffers["main_grad2"] = _main_grad("fc2.weight", fc2.weight)
+        return flashtile.fused_mlp(
+            x,
+            fc1.weight,
+            fc1.bias,
+            fc2.weight,
+            fc2.bias,
+            activation=self.activation,
+            gated=self.gated,
+            checkpoint_level=self.checkpoint_level,
+            return_residual=self.return_residual,
+            **buffers,
+        )
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, checkpoint_level={self.checkpoint_level}, gated={self.gated}"
+
+
+def _hidden_features(in_features: int, gated: bool) -> int:
+    return _rounded_up(8 * in_features // 3, _MULTIPLE_OF) if gated else 4 * in_features
+
+
+def _rounded_up(features: int, multiple_of: int) -> int:
+    return -(-features // multiple_of) * multiple_of
+
+
+def _main_grad(name: str, weight: Tensor) -> Tensor | None:
+    """The buffer of a weight that takes a gradient."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            f"{name}: expected an attribute main_grad with accumulate_main_grad=True, got none; set it to a buffer, "
+            "such as torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    return main_grad

@@ -1,0 +1,132 @@
+"""The perceptron modules: keys, defaults and results; buffers of gradients by switch only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flashtile.modules import FusedDense, FusedMlp, GatedMlp, Mlp
+
+_KEYS = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"dtype": torch.float64}], ids=str)
+def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
+    ours, theirs = FusedDense(6, 4, **options), nn.Linear(6, 4, **options)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(3, 5, 6, dtype=options.get("dtype", torch.float32))
+    torch.testing.assert_close(ours(x), theirs(x))
+    theirs.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMlp])
+def test_keys_shapes_and_defaults(module: type) -> None:
+    made = module(12)
+    shapes = {name: tuple(value.shape) for name, value in made.state_dict().items()}
+    hidden = 128 if module is GatedMlp else 48
+    rows = 2 * hidden if module is GatedMlp else hidden
+    assert list(shapes) == _KEYS
+    assert shapes == dict(zip(_KEYS, [(rows, 12), (rows,), (12, hidden), (12,)]))
+    small = module(12, 128, 5, bias1=False, dtype=torch.float64)
+    assert list(small.state_dict()) == ["fc1.weight", "fc2.weight", "fc2.bias"]
+    assert list(module(12, bias2=False).state_dict()) == _KEYS[:3]
+    assert small(torch.randn(2, 3, 12, dtype=torch.float64)).shape == (2, 3, 5)
+
+
+def test_hidden_features_of_gates_are_rounded_up() -> None:
+    assert GatedMlp(100).fc1.weight.shape == (768, 100)  # 266, to 384
+    assert GatedMlp(100, 129, multiple_of=64).fc2.weight.shape == (100, 192)
+    assert FusedMlp(100, gated=True).fc1.weight.shape == (768, 100)
+    assert FusedMlp(100, 130, gated=True).fc1.weight.shape == (260, 100)
+
+
+def test_mlp_takes_any_activation() -> None:
+    x, module = torch.randn(2, 3, 6), Mlp(6, 10, activation=torch.sin)
+    torch.testing.assert_close(module(x), module.fc2(torch.sin(module.fc1(x))))
+
+
+def test_gates_are_the_second_half() -> None:
+    x, module = torch.randn(2, 3, 6), GatedMlp(6, 10, multiple_of=1)
+    torch.testing.assert_close(module(x), module.fc2(F.glu(module.fc1(x))))
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("gelu_tanh", Mlp(6, 10, 4, activation=gelu_tanh)),
+        ("relu", Mlp(6, 10, 4, activation=F.relu)),
+        ("silu", GatedMlp(6, 10, 4, activation=F.silu, multiple_of=1)),
+        ("gelu", GatedMlp(6, 10, 4, activation=F.gelu, multiple_of=1)),
+    ],
+    ids=["gelu_tanh", "relu", "swiglu", "geglu"],
+)
+def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
+    fused = FusedMlp(6, 10, 4, activation=name, gated=isinstance(plain, GatedMlp), checkpoint_level=level)
+    fused.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    torch.testing.assert_close(fused(x), plain(x))
+    parameters = [(x, *module.parameters()) for module in (fused, plain)]
+    grads = [torch.autograd.grad(m(x).square().sum(), p) for m, p in zip((fused, plain), parameters)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMlp, lambda n, **options: FusedDense(n, n, **options)])
+def test_residual(module: Any) -> None:
+    x = torch.randn(2, 6, requires_grad=True)
+    made = module(6, return_residual=True)
+    out, residual = made(x)
+    assert torch.equal(residual, x)
+    both, alone = (torch.autograd.grad(y, x)[0] for y in (out.sum() + residual.sum(), made(x)[0].sum()))
+    torch.testing.assert_close(both, alone + 1)
+
+
+def test_buffers_of_gradients_by_switch_only() -> None:
+    x = torch.randn(5, 6)
+    dense, mlp = FusedDense(6, 4, accumulate_main_grad=True), FusedMlp(6, 10, accumulate_main_grad=True)
+    weights = [dense.weight, mlp.fc1.weight, mlp.fc2.weight]
+    with pytest.raises(ValueError, match="weight: expected an attribute main_grad"):
+        dense(x)
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    expected = torch.autograd.grad(F.linear(x, dense.weight, dense.bias).sum(), dense.weight)[0]
+    for _ in range(2):
+        dense(x).sum().backward()
+        mlp(x).sum().backward()
+    torch.testing.assert_close(dense.weight.main_grad, 2 * expected)
+    assert all(weight.grad is None and weight.main_grad.any() for weight in weights)
+    assert dense.bias.grad is not None
+
+    before = dense.weight.main_grad.clone()
+    plain = FusedDense(6, 4)
+    plain.weight.main_grad = before
+    plain(x).sum().backward()
+    assert plain.weight.grad is not None and torch.equal(before, dense.weight.main_grad)
+
+
+def test_frozen_weights_need_no_buffer() -> None:
+    mlp = FusedMlp(6, 10, accumulate_main_grad=True).requires_grad_(False)
+    assert mlp(torch.randn(5, 6, requires_grad=True)).requires_grad
+    with torch.no_grad():
+        assert FusedDense(6, 4, accumulate_main_grad=True)(torch.randn(5, 6)).shape == (5, 4)
+
+
+def test_autocast_of_wide_parameters() -> None:
+    x, mlp = torch.randn(5, 6), FusedMlp(6, 10, gated=True, activation="silu")
+    for weight in (mlp.fc1.weight, mlp.fc2.weight):
+        weight.main_grad = torch.zeros_like(weight)
+    mlp.accumulate_main_grad = True
+    with torch.autocast("cpu", torch.bfloat16):
+        out = mlp(x)
+    assert out.dtype is torch.bfloat16
+    out.sum().backward()
+    assert mlp.fc1.weight.main_grad.any() and mlp.fc2.weight.main_grad.any()
+    assert mlp.fc1.bias.grad.dtype is torch.float32
