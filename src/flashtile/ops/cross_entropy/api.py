@@ -1,0 +1,100 @@
+"""The public cross-entropy functions: what a user calls. They check, flatten to rows, build the spec, and hand on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.cross_entropy import checks
+from flashtile.ops.cross_entropy.operator import run_cross_entropy
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace_backward: bool = False,
+    process_group: ProcessGroup | None = None,
+    return_z_loss: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Cross-entropy of logits against labels, reading the logits once, forward and backward.
+
+    With `s = logit_scale · logits` and `lse = ln Σ exp(s)` of a row, and its label y::
+
+        loss = lse - (1 - label_smoothing) · s[y] - label_smoothing / vocabulary · Σ s + lse_square_scale · lse²
+
+    Differentiable in the logits. Arithmetic is float32 (float64 for float64); nothing of the size of the logits is made
+    but their gradient.
+
+    Args:
+        logits: `[..., vocabulary]`; float16, bfloat16, float32, or float64 (CPU and reference only). Read in place
+            where the last dimension is contiguous and the rows lie at one distance, else copied.
+        labels: `[...]`, int64 or int32, from 0 to vocabulary - 1, or `ignore_index`. Another number makes the loss of
+            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_DEBUG=1` it is an error,
+            at the price of a synchronisation on a GPU.
+        label_smoothing: share of the target, from 0 to 1, that is spread evenly over the vocabulary.
+        logit_scale: factor on the logits.
+        lse_square_scale: factor on lse², which keeps the log-sum-exp near 0 ("z-loss").
+        ignore_index: the label of rows that do not count: their loss is 0 and so is their gradient.
+        reduction: "mean" over the rows that count (NaN where there are none), "sum", or "none" for `[...]`.
+        inplace_backward: the backward writes the gradient to the memory of the logits, which are lost. There can then
+            be one backward only, and no second derivative. A compiled graph plans memory by itself.
+        process_group: of processes that hold `[..., vocabulary / size]` each, in the order of their ranks; labels are
+            those of the whole vocabulary, the same everywhere. Each process gets the loss of whole rows, and the
+            gradient of its columns.
+        return_z_loss: also return the part of lse² in the loss, reduced likewise, to be watched; not differentiable.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        The loss, float32 (float64 for float64), or (loss, z_loss).
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+        RuntimeError: a second backward, or one with `create_graph`, of a call with `inplace_backward`; one with
+            `create_graph` of a call with `process_group`.
+
+    References:
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016): label smoothing.
+        Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022): the loss of lse².
+        Shoeybi et al., "Megatron-LM" (2019): the vocabulary spread over processes.
+    """
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.check_logits(logits)
+    checks.check_labels(labels, logits.shape[:-1], logits.device, "logits")
+    checks.raise_not_bool(inplace_backward=inplace_backward)
+    columns = logits.shape[-1]
+    spec = checks.make_spec(
+        columns,
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        reduction,
+        return_z_loss,
+        process_group,
+    )
+    checks.check_label_values(labels, spec)
+    if inplace_backward:
+        checks.check_inplace(logits)
+    loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), spec, inplace_backward, backend)
+    if reduction == "none" and labels.dim() != 1:
+        loss, z_loss = loss.view(labels.shape), None if z_loss is None else z_loss.view(labels.shape)
+    return loss if z_loss is None else (loss, z_loss)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """`[..., columns]` as a matrix of contiguous rows."""
+    matrix = tensor if tensor.dim() == 2 else tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()

@@ -1,0 +1,148 @@
+"""Checks of user input at the public edge: each error names argument, expectation, what came and the remedy."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.checks import (
+    INDEX_DTYPES,
+    as_float,
+    check_choice,
+    check_device,
+    check_float_dtype,
+    check_tensors,
+    raise_not_bool,
+)
+from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "check_choice",
+    "check_inplace",
+    "check_label_values",
+    "check_labels",
+    "check_logits",
+    "make_spec",
+    "raise_not_bool",
+]
+
+
+def check_logits(logits: Tensor) -> None:
+    check_tensors(logits=logits)
+    check_float_dtype("logits", logits.dtype)
+    if logits.dim() < 1:
+        raise ValueError(f"logits: expected shape (..., vocabulary), got {tuple(logits.shape)}; unsqueeze them")
+    _check_vocabulary("logits", "last dimension", logits.shape[-1])
+
+
+def _check_vocabulary(name: str, dimension: str, size: int) -> None:
+    if not 1 <= size <= MAX_COLUMNS:
+        raise ValueError(
+            f"{name}: expected a {dimension} from 1 to {MAX_COLUMNS}, got {size}; it is what labels choose from"
+        )
+
+
+def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:
+    """Checks type, shape and device of the labels, not their values."""
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"labels: expected a torch.Tensor, got {type(labels).__name__}; use torch.as_tensor(...)")
+    if labels.dtype not in INDEX_DTYPES:
+        raise TypeError(f"labels: expected dtype int64 or int32, got {labels.dtype}; they are class numbers, cast them")
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels: expected the shape of {of} without its last dimension, {tuple(shape)}, got {tuple(labels.shape)}"
+        )
+    check_device("labels", labels, device, of)
+
+
+def check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
+    """Where `FLASHTILE_DEBUG=1` asks for it, checks that each label is one, which on a GPU synchronises."""
+    if os.environ.get("FLASHTILE_DEBUG", "0") in ("", "0") or torch.compiler.is_compiling():
+        return
+    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    wrong = (labels != spec.ignore_index) & ((labels < 0) | (labels >= spec.vocabulary))
+    if wrong.any():
+        places = wrong.nonzero()
+        first = tuple(places[0].tolist())
+        raise ValueError(
+            f"labels: expected numbers from 0 to {spec.vocabulary - 1}, or ignore_index={spec.ignore_index}, got "
+            f"{labels[first].item()} at {first} and {len(places) - 1} more that are neither"
+        )
+
+
+def make_spec(
+    columns: int,
+    label_smoothing: float,
+    logit_scale: float,
+    lse_square_scale: float,
+    ignore_index: int,
+    reduction: str,
+    return_z_loss: bool,
+    process_group: ProcessGroup | None,
+) -> CrossEntropySpec:
+    """Checks the scalars of a call; `columns` are those of this process."""
+    label_smoothing = as_float("label_smoothing", label_smoothing)
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(
+            f"label_smoothing: expected a share from 0 to 1, got {label_smoothing}; 0.1 spreads a tenth of the target"
+        )
+    logit_scale = _finite("logit_scale", logit_scale, "reading it would synchronise, multiply the logits by it instead")
+    lse_square_scale = _finite("lse_square_scale", lse_square_scale, "reading it would synchronise, pass a number")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index: expected an int, got {ignore_index!r}; use int(...)")
+    check_choice("reduction", reduction, REDUCTIONS)
+    raise_not_bool(return_z_loss=return_z_loss)
+    first, vocabulary, group = 0, columns, ""
+    if process_group is not None:
+        first, vocabulary, group = _share(process_group, columns)
+    return CrossEntropySpec(
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        reduction,
+        return_z_loss,
+        first,
+        vocabulary,
+        group,
+    )
+
+
+def _finite(name: str, value: float, why_not_tensor: str) -> float:
+    value = as_float(name, value, why_not_tensor)
+    if not abs(value) < math.inf:  # not math.isfinite, which torch.compile cannot trace where floats are dynamic
+        raise ValueError(f"{name}: expected a finite number, got {value}; the loss is not defined with it")
+    return value
+
+
+def _share(process_group: ProcessGroup, columns: int) -> tuple[int, int, str]:
+    """First column of this process, columns of all, and the name of a group of processes."""
+    if not (torch.distributed.is_available() and isinstance(process_group, torch.distributed.ProcessGroup)):
+        raise TypeError(
+            f"process_group: expected a torch.distributed.ProcessGroup, got {type(process_group).__name__}; "
+            "use torch.distributed.new_group(...), or group.WORLD"
+        )
+    return process_group.rank() * columns, process_group.size() * columns, process_group.group_name
+
+
+def check_inplace(logits: Tensor) -> None:
+    """Checks that the gradient of logits `[..., vocabulary]` can be written to their memory."""
+    try:
+        rows = logits.view(-1, logits.shape[-1])
+    except RuntimeError:
+        rows = None
+    apart = rows is not None and (rows.shape[0] <= 1 or rows.stride(0) >= rows.shape[1])
+    if not apart or logits.stride(-1) != 1:
+        raise ValueError(
+            "inplace_backward: expected logits whose rows lie at one distance, contiguous in themselves, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}, which a call has to copy; pass contiguous logits "
+            "(shift the labels instead of cutting off a position), or use inplace_backward=False"
+        )

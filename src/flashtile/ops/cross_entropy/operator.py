@@ -1,0 +1,228 @@
+"""The operator: torch.library schemas, fakes and implementations, and the autograd code of the cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashtile.ops.common import backends, dispatch
+from flashtile.ops.cross_entropy import losses, reference
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, compute_dtype, gradient_strides
+
+SPEC_SCHEMA = (
+    "float label_smoothing, float logit_scale, float lse_square_scale, int ignore_index, str reduction, bool z_loss, "
+    "SymInt first, SymInt vocabulary, str group"
+)
+_GRADIENT_SCHEMA = f"Tensor labels, Tensor lse, {SPEC_SCHEMA}, str backend"
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define(f"cross_entropy_forward(Tensor logits, Tensor labels, {SPEC_SCHEMA}, str backend) -> Tensor[]")
+_library.define(
+    f"cross_entropy_backward(Tensor dloss, Tensor? scale, Tensor logits, {_GRADIENT_SCHEMA}) -> Tensor",
+)
+_library.define(
+    f"cross_entropy_backward_(Tensor dloss, Tensor? scale, Tensor(a!) logits, {_GRADIENT_SCHEMA}) -> ()",
+)
+_forward_op = torch.ops.flashtile.cross_entropy_forward.default
+_backward_op = torch.ops.flashtile.cross_entropy_backward.default
+_inplace_backward_op = torch.ops.flashtile.cross_entropy_backward_.default
+
+_SPEC = len(CrossEntropySpec._fields)
+
+
+def run_cross_entropy(
+    logits: Tensor, labels: Tensor, spec: CrossEntropySpec, inplace: bool, backend: str
+) -> tuple[Tensor, Tensor | None]:
+    """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss."""
+    if dispatch.transformed():
+        # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
+        dispatch.refuse_named_backend(backend)
+        _refuse_transformed(spec, inplace)
+        results = reference.forward(logits, labels, spec)
+    elif torch.is_grad_enabled() and logits.requires_grad:
+        loss, *z_loss = _CrossEntropy.apply(logits, labels, *spec, inplace, backend)
+        return loss, z_loss[0] if z_loss else None
+    else:
+        results = _run_forward(logits, labels, spec, backend)
+    return results.loss, results.z_loss
+
+
+def _refuse_transformed(spec: CrossEntropySpec, inplace: bool) -> None:
+    if spec.group:
+        raise ValueError("process_group: expected None under torch.func transforms, which know no communication")
+    if inplace:
+        raise ValueError("inplace_backward: expected False under torch.func transforms, which may use the logits again")
+
+
+def _run_forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
+    if dispatch.unobserved(logits, labels):
+        return _forward(logits, labels, spec, backend)
+    return _results(_forward_op(logits, labels, *spec, backend), spec)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The forward pass recorded for a backward. Returns the loss, and z_loss where it is asked for."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, *arguments):
+        spec, inplace, backend = CrossEntropySpec(*arguments[:_SPEC]), arguments[-2], arguments[-1]
+        results = _run_forward(logits, labels, spec, backend)
+        ctx.save_for_backward(logits, labels, results.lse, results.scale)
+        ctx.scalars = spec, inplace, backend
+        ctx.spent = False
+        if results.z_loss is None:
+            return (results.loss,)
+        ctx.mark_non_differentiable(results.z_loss)
+        return results.loss, results.z_loss
+
+    @staticmethod
+    def backward(ctx, dloss, *rest):
+        spec, inplace, backend = ctx.scalars
+        compiling = torch.compiler.is_compiling()
+        if inplace and ctx.spent:
+            raise RuntimeError(
+                "inplace_backward: expected one backward, got a second one: the first has written over the logits; "
+                "use inplace_backward=False"
+            )
+        logits, labels, lse, scale = ctx.saved_tensors
+        if torch.is_grad_enabled() and not compiling:
+            _refuse_second_order(spec, inplace)
+            dlogits = reference.differentiable_backward(dloss, logits, labels, spec)
+        elif not inplace:
+            dlogits = _run_backward(dloss, scale, logits, labels, lse, spec, backend)
+        else:
+            ctx.spent = not compiling
+            dlogits = _run_inplace_backward(dloss, scale, logits.detach(), labels, lse, spec, backend)
+        return dlogits, None, *(None,) * (_SPEC + 2)
+
+
+def _refuse_second_order(spec: CrossEntropySpec, inplace: bool) -> None:
+    if inplace:
+        raise RuntimeError(
+            "inplace_backward: expected a backward without create_graph, which needs the logits again; "
+            "use inplace_backward=False"
+        )
+    if spec.group:
+        raise RuntimeError(
+            "process_group: expected a backward without create_graph; second derivatives need the whole vocabulary"
+        )
+
+
+def _run_backward(
+    dloss: Tensor,
+    scale: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    spec: CrossEntropySpec,
+    backend: str,
+) -> Tensor:
+    if dispatch.unobserved(dloss, logits, labels):
+        return _backward(dloss, scale, logits, labels, lse, spec, backend, False)
+    return _backward_op(dloss, scale, logits, labels, lse, *spec, backend)
+
+
+def _run_inplace_backward(
+    dloss: Tensor,
+    scale: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    spec: CrossEntropySpec,
+    backend: str,
+) -> Tensor:
+    if dispatch.unobserved(dloss, logits, labels):
+        _backward(dloss, scale, logits, labels, lse, spec, backend, True)
+        # Whoever saved the logits too, and reads them after this, hears of it from autograd.
+        torch.autograd.graph.increment_version(logits)
+    else:
+        _inplace_backward_op(dloss, scale, logits, labels, lse, *spec, backend)
+    return logits
+
+
+def _forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
+    module = backends.implementation("cross_entropy", backend, logits.device.type, logits.dtype)
+    if not spec.group:
+        return module.forward(logits, labels.contiguous(), spec)
+    labels = labels.contiguous()
+    found = gathered(module.read(logits, labels, spec), spec)
+    return losses.losses(found, labels, spec)
+
+
+def gathered(found: Statistics, spec: CrossEntropySpec) -> Statistics:
+    """The statistics of whole rows, from those that each process has of its columns."""
+    group: Any = dist.distributed_c10d._resolve_process_group(cast(Any, spec.group))
+    here = torch.stack(found)
+    everywhere = here.new_empty(group.size() * len(here), here.shape[1])
+    dist.all_gather_into_tensor(everywhere, here, group=group)
+    return losses.merge(everywhere.view(group.size(), *here.shape))
+
+
+def _backward(
+    dloss: Tensor,
+    scale: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    spec: CrossEntropySpec,
+    backend: str,
+    inplace: bool,
+) -> Tensor:
+    module = backends.implementation("cross_entropy", backend, logits.device.type, logits.dtype)
+    return module.backward(dloss, scale, logits, labels.contiguous(), lse, spec, inplace)
+
+
+def _forward_implementation(logits, labels, *arguments):
+    with torch.no_grad():
+        results = _forward(logits, labels, CrossEntropySpec(*arguments[:_SPEC]), arguments[-1])
+    return [t for t in results if t is not None]
+
+
+def _backward_implementation(dloss, scale, logits, labels, lse, *arguments):
+    with torch.no_grad():
+        spec = CrossEntropySpec(*arguments[:_SPEC])
+        dlogits = _backward(dloss, scale, logits, labels, lse, spec, arguments[-1], False)
+        strides = gradient_strides(logits)
+        if dlogits.stride() == strides:
+            return dlogits
+        return logits.new_empty_strided(logits.shape, strides).copy_(dlogits)
+
+
+def _inplace_backward_implementation(dloss, scale, logits, labels, lse, *arguments):
+    with torch.no_grad():
+        spec = CrossEntropySpec(*arguments[:_SPEC])
+        _backward(dloss, scale, logits, labels, lse, spec, arguments[-1], True)
+
+
+def _forward_fake(logits, labels, *arguments):
+    spec = CrossEntropySpec(*arguments[:_SPEC])
+    rows = logits.shape[0]
+    shapes = [(rows,) if spec.reduction == "none" else ()] * (2 if spec.z_loss else 1)
+    shapes += [(rows,), ()] if spec.reduction == "mean" else [(rows,)]
+    return [logits.new_empty(shape, dtype=compute_dtype(logits.dtype)) for shape in shapes]
+
+
+def _backward_fake(dloss, scale, logits, *rest):
+    return logits.new_empty_strided(logits.shape, gradient_strides(logits))
+
+
+def _results(flat: Sequence[Tensor], spec: CrossEntropySpec) -> Results:
+    """The flat results of the operator, each in its place."""
+    z_loss = flat[1] if spec.z_loss else None
+    lse = flat[2] if spec.z_loss else flat[1]
+    return Results(flat[0], z_loss, lse, flat[-1] if spec.reduction == "mean" else None)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("cross_entropy_forward", _forward_implementation, _device)
+    _library.impl("cross_entropy_backward", _backward_implementation, _device)
+    _library.impl("cross_entropy_backward_", _inplace_backward_implementation, _device)
+for _name in ("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_"):
+    # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("flashtile::cross_entropy_forward", _forward_fake, lib=_library)
+torch.library.register_fake("flashtile::cross_entropy_backward", _backward_fake, lib=_library)
+torch.library.register_fake("flashtile::cross_entropy_backward_", lambda *arguments: None, lib=_library)

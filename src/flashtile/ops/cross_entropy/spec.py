@@ -1,0 +1,98 @@
+"""What a cross-entropy call means, apart from the numbers in its tensors.
+
+For a row of logits `[vocabulary]` and its label y, in float32 (float64 for float64)::
+
+    s    = logit_scale · logits
+    lse  = ln Σ exp(s)
+    z    = lse_square_scale · lse²
+    loss = lse - (1 - label_smoothing) · s[y] - label_smoothing / vocabulary · Σ s + z
+
+and with the gradient g of the loss from above::
+
+    dlogits = g · logit_scale · (exp(s - lse) · (1 + 2 · lse_square_scale · lse)
+                                 - label_smoothing / vocabulary - (1 - label_smoothing) · [column = y])
+
+Where the label is `ignore_index`, all of this is 0, whatever the row holds. Where it lies outside of the vocabulary,
+all of it is NaN. The mean is that over the rows that are not ignored.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Longest row that any backend takes.
+MAX_COLUMNS = 2**30
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class CrossEntropySpec(NamedTuple):
+    """The meaning of a call: scalars only, hashable.
+
+    Attributes:
+        label_smoothing: share of the target that is spread over the vocabulary.
+        logit_scale: factor on the logits.
+        lse_square_scale: factor on lse² in the loss.
+        ignore_index: the label of rows that do not count.
+        reduction: of the losses: "none", "mean" or "sum".
+        z_loss: whether the part of lse² is also a result of its own.
+        first: the label of the first column, where the vocabulary is spread over processes.
+        vocabulary: columns of all processes together.
+        group: name of the group of those processes; empty where there is only this one.
+    """
+
+    label_smoothing: float
+    logit_scale: float
+    lse_square_scale: float
+    ignore_index: int
+    reduction: str
+    z_loss: bool
+    first: int
+    vocabulary: int
+    group: str
+
+
+class Results(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        loss: `[rows]`, or a scalar where it is reduced.
+        z_loss: of the same shape; None where it is not asked for.
+        lse: `[rows]`, log-sum-exp of the scaled logits; of ignored rows it means nothing.
+        scale: scalar, 1 / the number of rows that count; only of a mean.
+    """
+
+    loss: Tensor
+    z_loss: Tensor | None
+    lse: Tensor
+    scale: Tensor | None
+
+
+class Statistics(NamedTuple):
+    """What is known of rows after their columns were read, each `[rows]`, 0 where the row is ignored.
+
+    Attributes:
+        lse: log-sum-exp of the scaled logits.
+        target: the scaled logit of the label; 0 where the label has no column here.
+        total: sum of the scaled logits; 0 without smoothing.
+    """
+
+    lse: Tensor
+    target: Tensor
+    total: Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def gradient_strides(logits: Tensor) -> tuple[int, int]:
+    """Strides of the gradient of logits `[rows, columns]`.
+
+    Nearly contiguous: each row begins where, within 16 bytes, that of the logits does, so that both can be read and
+    written in whole vectors.
+    """
+    columns, vector = logits.shape[1], 16 // logits.element_size()
+    return columns + (logits.stride(0) - columns) % vector, 1

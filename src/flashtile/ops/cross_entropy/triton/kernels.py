@@ -1,0 +1,227 @@
+"""The cross-entropy kernels.
+
+Shapes: a tile is `[G, VECTOR]`, G = BLOCK_N / VECTOR groups of neighbouring columns; each group lies in one thread,
+which loads it at once. Logits are `[rows, WIDTH]`, rows at any distance.
+
+A row of an odd number of columns begins anywhere. Its first tile begins at the last multiple of 16 bytes at or before
+its first element, so that every load is a whole vector. The vectors at both ends also hold elements of neighbouring
+rows, or of nothing: what lies in 16 aligned bytes with an element that is there can be read. They are masked out in
+registers, in the first and the last tile alone. See `ops/cross_entropy/spec.py` for the formulas.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def row_start(offset, lead, VECTOR: tl.constexpr):
+    """How far a row's first element lies after the vector that holds it begins; `lead` is that of the tensor's."""
+    return ((offset + lead) % VECTOR).to(tl.int32)
+
+
+@triton.jit
+def tile_columns(tile, start, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns of a tile: first of each group `[G, 1]`, and all `[G, VECTOR]`; negative before the row."""
+    group = (tile * BLOCK_N + tl.arange(0, BLOCK_N // VECTOR) * VECTOR)[:, None]
+    return group, group + tl.arange(0, VECTOR)[None, :] - start
+
+
+@triton.jit
+def load_tile(row_ptr, group, end, VECTOR: tl.constexpr, WHOLE: tl.constexpr):
+    """A tile of a row as float32 `[G, VECTOR]`. `row_ptr` is at the start of a vector, `end` counts from there."""
+    pointers = row_ptr + group + tl.arange(0, VECTOR)[None, :]
+    if WHOLE:
+        return tl.load(pointers).to(tl.float32)
+    else:
+        return tl.load(pointers, mask=group < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def online_step(x, place_max, place_sum, scale):
+    """Joins a tile `[G, VECTOR]` to the running maximum and sum of exp2 `[G]` of each place.
+
+    Differences come first, products after: that of two rounded products would be as wrong as large logits are large.
+    """
+    larger = tl.maximum(place_max, tl.max(x, axis=1))
+    against = tl.where(larger == float("-inf"), 0.0, larger)
+    added = tl.sum(tl.exp2((x - against[:, None]) * scale), axis=1)
+    return larger, place_sum * tl.exp2((place_max - against) * scale) + added
+
+
+@triton.jit
+def edge_step(
+    row_ptr, tile, start, place_max, place_sum, place_total, factor, scale, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """A tile with columns that are not of this row."""
+    group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
+    inside = (columns >= 0) & (columns < WIDTH)
+    x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False) * factor
+    if SMOOTHING:
+        place_total += tl.sum(tl.where(inside, x, 0.0), axis=1)
+    place_max, place_sum = online_step(tl.where(inside, x, float("-inf")), place_max, place_sum, scale)
+    return place_max, place_sum, place_total
+
+
+@triton.jit
+def read_row(
+    logits_ptr, offset, lead, logit_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
+    SMOOTHING: tl.constexpr, POSITIVE: tl.constexpr,
+):  # fmt: skip
+    """lse of a row and, with smoothing, the sum of its scaled logits. Each logit is read once."""
+    # The order of logits is that of scores where the scale is positive: it then becomes part of the exponent's factor.
+    factor, scale = 1.0, logit_scale * LOG2_E
+    if not POSITIVE:
+        factor, scale = logit_scale, LOG2_E
+    ALIGNMENT: tl.constexpr = VECTOR * logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    start = row_start(offset, lead, VECTOR)
+    row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
+    G: tl.constexpr = BLOCK_N // VECTOR
+    place_max = tl.full([G], float("-inf"), tl.float32)
+    place_sum = tl.zeros([G], tl.float32)
+    place_total = tl.zeros([G], tl.float32)
+    place_max, place_sum, place_total = edge_step(
+        row_ptr, 0, start, place_max, place_sum, place_total, factor, scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING
+    )
+    last = (start + WIDTH - 1) // BLOCK_N
+    for tile in range(1, last):
+        group, _ = tile_columns(tile, start, BLOCK_N, VECTOR)
+        x = load_tile(row_ptr, group, 0, VECTOR, True) * factor
+        if SMOOTHING:
+            place_total += tl.sum(x, axis=1)
+        place_max, place_sum = online_step(x, place_max, place_sum, scale)
+    if last > 0:
+        place_max, place_sum, place_total = edge_step(
+            row_ptr, last, start, place_max, place_sum, place_total, factor, scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING
+        )
+    row_max = tl.max(place_max, axis=0)
+    against = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.sum(place_sum * tl.exp2((place_max - against) * scale), axis=0)
+    total = tl.sum(place_total, axis=0)
+    if POSITIVE:
+        against, total = against * logit_scale, total * logit_scale
+    return against + tl.log2(row_sum) * LN_2, total
+
+
+@triton.jit
+def cross_entropy_forward_kernel(
+    logits_ptr, labels_ptr, loss_ptr, z_ptr, lse_ptr, stride_row, lead, ignore_index, first, vocabulary, logit_scale,
+    smoothing, lse_square_scale, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, VECTOR: tl.constexpr,
+    SMOOTHING: tl.constexpr, POSITIVE: tl.constexpr, PARTIAL: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """One row per program. With PARTIAL, what it stores in the place of loss and z is the label's scaled logit and the
+    sum of scaled logits, to be put together with those of other columns."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    loss, z, lse = 0.0, 0.0, 0.0
+    if label != ignore_index:  # the row of a label that does not count is not read
+        offset = row * stride_row
+        lse, total = read_row(
+            logits_ptr, offset, lead, logit_scale, WIDTH, BLOCK_N, VECTOR, SMOOTHING, POSITIVE
+        )  # fmt: skip
+        column = label - first
+        here = (column >= 0) & (column < WIDTH)
+        target = tl.load(logits_ptr + offset + tl.where(here, column, 0), mask=here, other=0.0)
+        target = target.to(tl.float32) * logit_scale
+        if PARTIAL:
+            loss, z = target, total
+        else:
+            z = lse_square_scale * lse * lse
+            loss = lse - (1.0 - smoothing) * target + z
+            if SMOOTHING:
+                loss -= smoothing * (total / vocabulary)
+            known = (label >= 0) & (label < vocabulary)
+            loss, z = tl.where(known, loss, float("nan")), tl.where(known, z, float("nan"))
+    tl.store(loss_ptr + row, loss)
+    if HAS_Z:
+        tl.store(z_ptr + row, z)
+    tl.store(lse_ptr + row, lse)
+
+
+@triton.jit
+def cross_entropy_reduce_kernel(
+    loss_ptr, z_ptr, labels_ptr, loss_out_ptr, z_out_ptr, scale_ptr, rows, ignore_index, BLOCK_N: tl.constexpr,
+    MEAN: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """One program: the sum of all rows' losses, in the same order in every run, or their mean."""
+    loss_sum = tl.zeros([BLOCK_N], tl.float32)
+    z_sum = tl.zeros([BLOCK_N], tl.float32)
+    count = tl.zeros([BLOCK_N], tl.int32)
+    for first in range(0, rows, BLOCK_N):
+        row = first + tl.arange(0, BLOCK_N)
+        inside = row < rows
+        loss_sum += tl.load(loss_ptr + row, mask=inside, other=0.0)
+        if HAS_Z:
+            z_sum += tl.load(z_ptr + row, mask=inside, other=0.0)
+        if MEAN:
+            labels = tl.load(labels_ptr + row, mask=inside, other=0).to(tl.int64)
+            count += (inside & (labels != ignore_index)).to(tl.int32)
+    loss, z, scale = tl.sum(loss_sum, axis=0), tl.sum(z_sum, axis=0), 1.0
+    if MEAN:
+        scale = 1.0 / tl.sum(count, axis=0).to(tl.float32)
+        tl.store(scale_ptr, scale)
+    tl.store(loss_out_ptr, loss * scale)
+    if HAS_Z:
+        tl.store(z_out_ptr, z * scale)
+
+
+@triton.jit
+def cross_entropy_backward_kernel(
+    dloss_ptr, scale_ptr, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, stride_dloss, stride_row, stride_drow, lead,
+    ignore_index, first, vocabulary, logit_scale, smoothing, lse_square_scale, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, VECTOR: tl.constexpr, TILES: tl.constexpr, SMOOTHING: tl.constexpr, HAS_SCALE: tl.constexpr,
+):  # fmt: skip
+    """One tile of a row per program; dlogits may be the logits: what is written was read by the same thread before."""
+    row = (tl.program_id(0) // TILES).to(tl.int64)
+    tile = tl.program_id(0) % TILES
+    offset = row * stride_row
+    ALIGNMENT: tl.constexpr = VECTOR * logits_ptr.dtype.element_ty.primitive_bitwidth // 8
+    start = row_start(offset, lead, VECTOR)
+    group, columns = tile_columns(tile, start, BLOCK_N, VECTOR)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    dlogits = tl.zeros([BLOCK_N // VECTOR, VECTOR], tl.float32)
+    if label != ignore_index:
+        lse = tl.load(lse_ptr + row)
+        g = tl.load(dloss_ptr + row * stride_dloss) * logit_scale
+        if HAS_SCALE:
+            g *= tl.load(scale_ptr)
+        g = tl.where((label >= 0) & (label < vocabulary), g, float("nan"))
+        row_ptr = tl.multiple_of(logits_ptr + (offset - start), ALIGNMENT)
+        x = load_tile(row_ptr, group, start + WIDTH, VECTOR, False)
+        p = tl.exp2((x * logit_scale - lse) * LOG2_E)
+        dlogits = p * (g * (1.0 + 2.0 * lse_square_scale * lse))
+        if SMOOTHING:
+            dlogits -= g * (smoothing / vocabulary)
+        at = tl.maximum(tl.minimum(label - first, WIDTH), -1).to(tl.int32)  # -1 is masked out, WIDTH too
+        dlogits -= tl.where(columns == at, g * (1.0 - smoothing), 0.0)
+    out_ptr = tl.multiple_of(dlogits_ptr + (row * stride_drow - start), ALIGNMENT)
+    pointers = out_ptr + group + tl.arange(0, VECTOR)[None, :]
+    value = dlogits.to(dlogits_ptr.dtype.element_ty)
+    if (tile * BLOCK_N >= start) & ((tile + 1) * BLOCK_N <= start + WIDTH):
+        tl.store(pointers, value)
+    else:
+        # Vectors that are of this row as a whole, and what is left at its ends.
+        whole = (group >= start) & (group + VECTOR <= start + WIDTH)
+        tl.store(pointers, value, mask=whole)
+        tl.store(pointers, value, mask=(columns >= 0) & (columns < WIDTH) & (whole == 0))
+
+
+@triton.jit
+def multiply_kernel(gradient_ptr, factor_ptr, size, BLOCK_N: tl.constexpr):
+    """Multiplies a contiguous gradient by a scalar in place; by 1, the gradient of most losses, nothing is touched."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK_N
+        pointers = gradient_ptr + first + tl.arange(0, BLOCK_N)
+        if first + BLOCK_N <= size:
+            value = tl.load(pointers).to(tl.float32) * factor
+            tl.store(pointers, value.to(gradient_ptr.dtype.element_ty))
+        else:
+            inside = tl.arange(0, BLOCK_N) < size - first
+            value = tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * factor
+            tl.store(pointers, value.to(gradient_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,163 @@
+"""The cross-entropy kernels compiled ahead of time for every architecture, none of which need be present."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec
+from flashtile.ops.cross_entropy.triton import launch
+from flashtile.ops.cross_entropy.triton.configs import tile_config
+from machine_code import instructions, spilled_bytes
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it: contiguous logits, but for `padding` between rows and the address modulo 16."""
+
+    width: int = 50257
+    dtype: torch.dtype = _BF16
+    label_dtype: torch.dtype = torch.int64
+    smoothing: float = 0.0
+    scale: float = 1.0
+    padding: int = 0
+    misalignment: int = 0
+    rows: int = 8192
+    partial: bool = False
+
+    def spec(self) -> CrossEntropySpec:
+        return CrossEntropySpec(self.smoothing, self.scale, 0.01, -100, "mean", False, 0, self.width, "")
+
+
+def forward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """The plan of a forward call, with the `Variant` in the place of the compiled kernel."""
+    return _planned(
+        launch._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
+        call.misalignment, call.partial, call.partial, call.spec(),
+    )  # fmt: skip
+
+
+def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+    """That of a backward call whose gradient has memory of its own."""
+    vector = 16 // call.dtype.itemsize
+    strides = (call.width + call.padding, call.width + call.padding % vector)
+    return _planned(
+        launch._backward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), 0, strides,
+        (call.misalignment, 0), True, call.spec(),
+    )  # fmt: skip
+
+
+def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> launch.Plan:
+    with (
+        mock.patch.object(launch, "device_facts", return_value=device),
+        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
+    ):
+        return plan.__wrapped__(*arguments, torch.device("cuda", 0))
+
+
+_PLANS = {"forward": forward_plan, "backward": backward_plan}
+_CALLS = {
+    "50257": Call(),
+    "padded": Call(padding=47, smoothing=0.1),
+    "128256": Call(128256, scale=-0.5, label_dtype=torch.int32),
+    "256000": Call(256000, partial=True, smoothing=0.1),
+    "fp32": Call(dtype=_FP32, smoothing=0.1),
+    "short": Call(1001),
+}
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+
+
+def _compiled(arch: str, plan: launch.Plan) -> Any:
+    return compile_kernel(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES[arch])
+
+
+def _matrix() -> list[Any]:
+    cases = [(arch, kernel, "50257") for arch in devices.KNOWN_DEVICES for kernel in _PLANS]
+    cases += [("sm_90", kernel, name) for kernel in _PLANS for name in _CALLS if name != "50257"]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize("arch, kernel, name", _matrix())
+def test_rows_of_any_width_are_read_in_whole_vectors(arch: str, kernel: str, name: str) -> None:
+    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
+    if arch == "sm_75":  # no bfloat16 there
+        call = call._replace(dtype=_FP16)
+    compiled = _compiled(arch, _PLANS[kernel](device, call))
+    assert compiled.metadata.shared <= device.shared_memory
+    assert not spilled_bytes(compiled.asm, device)
+    if arch != "sm_90":
+        return
+    code = instructions(compiled.asm)
+    loads = re.findall(r"LDG\.E(\S*)", code)
+    assert loads.count(".128") >= 2
+    scalar = len(loads) - loads.count(".128")
+    assert scalar <= (2 if kernel == "forward" else 4), "beside labels and what there is one of for a row"
+    # The exponential is one instruction: without it, small results would take three more.
+    assert code.count("MUFU.EX2") and "FSETP.GEU.AND P0, PT, |" not in code.split("MUFU.EX2")[0]
+    if kernel == "backward":
+        assert "STG.E.128" in code, "tiles inside of a row are written so, too"
+
+
+def test_gradients_at_another_distance_from_a_vector() -> None:
+    """Rows whose gradient cannot lie as they do are read and written in narrower vectors."""
+    for misalignment, vector in ((0, 8), (2, 1), (4, 2), (8, 4)):
+        plan = backward_plan(_HOPPER, Call(misalignment=misalignment))
+        assert plan.launch.config.vector == vector
+        assert not spilled_bytes(_compiled("sm_90", plan).asm, _HOPPER)
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
+def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
+    variant = _planned(launch._reduction, _HOPPER, label_dtype, mean, True)
+    assert not spilled_bytes(compile_kernel(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+
+
+@pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
+def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
+    variant = _planned(launch._multiplication, _HOPPER, dtype)
+    code = instructions(compile_kernel(launch.kernel_source(variant), _HOPPER).asm)
+    assert "LDG.E.128" in code and "STG.E.128" in code
+
+
+@pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
+def test_other_rows_and_strides_need_no_other_binary(plan: Any) -> None:
+    expected = plan(_HOPPER, Call()).launch
+    assert plan(_HOPPER, Call(rows=77)).launch == expected
+    assert plan(_HOPPER, Call(padding=5)).launch == expected
+    assert plan(_HOPPER, Call(padding=64)).launch == expected
+
+
+@pytest.mark.parametrize(
+    "width, rows, programs", [(50257, 3, 39), (4089, 7, 7), (4090, 7, 14), (10, 5, 5), (10, 0, 0), (1, 1, 1)]
+)
+def test_programs(width: int, rows: int, programs: int) -> None:
+    """Tiles of the backward: one more where a row may begin inside of a vector."""
+    assert backward_plan(_HOPPER, Call(width, rows=rows)).programs == programs
+    assert forward_plan(_HOPPER, Call(width, rows=rows)).programs == rows
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("width", [1, 7, 8, 17, 1000, 1024, 4096, 4097, 50257, 2**30])
+def test_cuts_are_sound(width: int, itemsize: int, arch: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    for vector in (1, 16 // itemsize):
+        config = tile_config(width, itemsize, vector, device)
+        threads = config.num_warps * device.warp_size
+        assert config.block_n & (config.block_n - 1) == 0 and config.block_n % vector == 0
+        assert threads <= 1024 and config.block_n * itemsize <= 64 * threads
+        assert config.block_n <= max(64 * vector, 2 * (width + vector))

@@ -1,0 +1,241 @@
+"""What the cross-entropy means: against PyTorch's own, on the reference and on the CPU; and how it meets PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
+
+import flashtile
+
+# PyTorch's own forward mode still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+_LABELS = torch.tensor([2, -100, 0, 4, 1])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@both_backends
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.125])
+def test_is_that_of_pytorch(smoothing: float, reduction: str, backend: str) -> None:
+    logits, labels = normal(2, 5, 6).requires_grad_(), torch.stack((_LABELS, _LABELS.flip(0)))
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
+    loss = flashtile.cross_entropy(logits, labels, backend=backend, **options)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options).view(loss.shape)
+    assert loss.shape == ((2, 5) if reduction == "none" else ())
+    torch.testing.assert_close(loss, expected)
+    dloss = normal(*loss.shape, seed=1)
+    grads = (torch.autograd.grad(out, logits, dloss)[0] for out in (loss, expected))
+    torch.testing.assert_close(*grads)
+
+
+@both_backends
+def test_scale_and_z_loss(backend: str) -> None:
+    logits = normal(5, 6)
+    options: dict[str, Any] = {"logit_scale": 0.3, "reduction": "none", "backend": backend}
+    plain = flashtile.cross_entropy(logits, _LABELS, **options)
+    torch.testing.assert_close(plain, F.cross_entropy(0.3 * logits, _LABELS, reduction="none"))
+    loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, **options)
+    expected = (0.2 * torch.logsumexp(0.3 * logits, -1) ** 2).masked_fill(_LABELS == -100, 0)
+    torch.testing.assert_close((z_loss, loss), (expected, plain + expected))
+    options["reduction"] = "mean"
+    loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, **options)
+    torch.testing.assert_close((z_loss, loss), (expected.sum() / 4, (plain + expected).sum() / 4))
+
+
+@both_backends
+def test_the_z_loss_apart_has_no_gradient(backend: str) -> None:
+    logits = normal(5, 6).requires_grad_()
+    loss, z_loss = flashtile.cross_entropy(logits, _LABELS, lse_square_scale=0.2, return_z_loss=True, backend=backend)
+    assert loss.requires_grad and not z_loss.requires_grad
+
+
+def check_nothing_counts(backend: str, device: str = "cpu") -> None:
+    logits = torch.randn(2, 5, device=device, requires_grad=True)
+    labels = torch.full((2,), -100, device=device)
+    loss = flashtile.cross_entropy(logits, labels, backend=backend)
+    (dlogits,) = torch.autograd.grad(loss, logits)
+    assert loss.isnan() and not dlogits.any()
+    assert flashtile.cross_entropy(logits, labels, reduction="sum", backend=backend) == 0
+
+
+def check_labels_outside(backend: str, device: str = "cpu") -> None:
+    """Their rows are NaN, and nothing else is."""
+    logits = torch.randn(5, 11, device=device, requires_grad=True)
+    labels = torch.tensor([3, 11, -1, 2**40, 10], device=device)
+    losses = flashtile.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1, backend=backend)
+    assert losses.isnan().tolist() == [False, True, True, True, False]
+    (dlogits,) = torch.autograd.grad(losses, logits, torch.ones_like(losses))
+    assert torch.equal(dlogits.isnan().all(dim=1), losses.isnan())
+    assert torch.equal(dlogits.isnan().any(dim=1), losses.isnan())
+
+
+def check_ignored_rows(backend: str, device: str = "cpu") -> None:
+    """What they hold has no effect, be it NaN."""
+    logits = torch.randn(3, 11, device=device)
+    logits[1] = float("nan")
+    logits.requires_grad_()
+    labels = torch.tensor([3, 12, 0], device=device)
+    loss = flashtile.cross_entropy(logits, labels, ignore_index=12, lse_square_scale=0.1, backend=backend)
+    (dlogits,) = torch.autograd.grad(loss, logits, torch.full_like(loss, 2.0))
+    assert loss.isfinite() and dlogits.isfinite().all() and not dlogits[1].any()
+
+
+def check_nan_and_inf(backend: str, device: str = "cpu") -> None:
+    """They reach the loss of their row alone, as in PyTorch's own."""
+    logits = torch.randn(6, 5000, device=device)
+    logits[0, 4999], logits[1, 7], logits[2] = float("nan"), float("inf"), float("-inf")
+    logits[3, :4990] = float("-inf")
+    labels = torch.tensor([1, 1, 1, 4995, 3, 4], device=device)
+    losses = flashtile.cross_entropy(logits, labels, reduction="none", backend=backend)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"), equal_nan=True)
+    assert losses.isnan().tolist() == [True, True, True, False, False, False]
+
+
+CHECKS = [check_nothing_counts, check_labels_outside, check_ignored_rows, check_nan_and_inf]
+every_check = pytest.mark.parametrize("check", CHECKS)
+
+
+@both_backends
+@every_check
+def test_edges(check: Any, backend: str) -> None:
+    check(backend)
+
+
+@pytest.mark.interpreter
+@every_check
+def test_edges_interpreted(check: Any) -> None:
+    check("triton")
+
+
+@pytest.mark.gpu
+@every_check
+def test_edges_gpu(check: Any) -> None:
+    check("triton", "cuda")
+
+
+@given(st.data())
+def test_adding_a_constant_changes_nothing(data: st.DataObject) -> None:
+    """Without z-loss, the loss depends on differences of logits alone, and the gradient of a row sums to 0."""
+    rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 9))
+    logits = normal(rows, columns, seed=data.draw(st.integers(0, 99)))
+    labels = torch.tensor(data.draw(st.lists(st.integers(-1, columns - 1), min_size=rows, max_size=rows)))
+    options: dict[str, Any] = {
+        "label_smoothing": data.draw(st.floats(0, 1)),
+        "logit_scale": data.draw(st.floats(-3, 3)),
+        "ignore_index": -1,
+        "reduction": "sum",
+    }
+    moved = (logits + data.draw(st.floats(-50, 50))).requires_grad_()
+    loss = flashtile.cross_entropy(moved, labels, **options)
+    torch.testing.assert_close(loss, flashtile.cross_entropy(logits, labels, **options))
+    (dlogits,) = torch.autograd.grad(loss, moved)
+    torch.testing.assert_close(dlogits.sum(dim=-1), torch.zeros(rows, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+# --- in place -------------------------------------------------------------------------------------------------------
+
+
+@both_backends
+def test_inplace_backward(backend: str) -> None:
+    logits = normal(5, 6).requires_grad_()
+    (expected,) = torch.autograd.grad(flashtile.cross_entropy(logits, _LABELS, backend=backend), logits)
+    given = (logits * 1).detach().requires_grad_()
+    loss = flashtile.cross_entropy(given, _LABELS, inplace_backward=True, backend=backend)
+    (dlogits,) = torch.autograd.grad(loss, given, retain_graph=True)
+    assert torch.equal(dlogits, expected) and dlogits.data_ptr() == given.data_ptr()
+    with pytest.raises(RuntimeError, match="inplace_backward: expected one backward, got a second one"):
+        torch.autograd.grad(loss, given)
+
+
+def test_inplace_backward_has_no_second_derivative() -> None:
+    logits = normal(5, 6).requires_grad_()
+    loss = flashtile.cross_entropy(logits * 1, _LABELS, inplace_backward=True)
+    with pytest.raises(RuntimeError, match="inplace_backward: expected a backward without create_graph"):
+        torch.autograd.grad(loss, logits, create_graph=True)
+
+
+def test_others_who_saved_the_logits_hear_of_it() -> None:
+    x = normal(5, 6).requires_grad_()
+    loss = flashtile.cross_entropy(x.tanh(), _LABELS, inplace_backward=True)  # tanh keeps its result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1, "logit_scale": -0.7, "reduction": "sum"},
+    {"lse_square_scale": 0.3, "reduction": "none", "label_smoothing": 0.2},
+]
+
+
+@both_backends
+@pytest.mark.parametrize("options", _OPTIONS, ids=range(3))
+def test_gradients(options: dict[str, Any], backend: str) -> None:
+    logits = normal(5, 6).requires_grad_()
+    function = lambda x: flashtile.cross_entropy(x, _LABELS, backend=backend, **options)  # noqa: E731
+    assert gradcheck(function, logits) and gradgradcheck(function, logits)
+
+
+@both_backends
+@pytest.mark.parametrize("padded", [False, True], ids=["contiguous", "padded"])
+def test_opcheck(padded: bool, backend: str) -> None:
+    logits = normal(5, 9)[:, :6] if padded else normal(5, 6)
+    ops = torch.ops.flashtile
+    for reduction, z_loss in (("none", True), ("mean", False), ("sum", True)):
+        spec = (0.1, 0.7, 0.01, -100, reduction, z_loss, 0, 6, "")
+        torch.library.opcheck(ops.cross_entropy_forward.default, (logits, _LABELS, *spec, backend))
+        lse, scale = torch.logsumexp(0.7 * logits, -1), normal() if reduction == "mean" else None
+        dloss = normal(5) if reduction == "none" else normal()
+        arguments = (dloss, scale, logits, _LABELS, lse, *spec, backend)
+        torch.library.opcheck(ops.cross_entropy_backward.default, arguments)
+        torch.library.opcheck(ops.cross_entropy_backward_.default, arguments)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["plain", "inplace"])
+@pytest.mark.parametrize("options", _OPTIONS, ids=range(3))
+def test_compiled_equals_eager(options: dict[str, Any], inplace: bool) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor, labels: Tensor) -> Tensor:
+        return flashtile.cross_entropy(x * 1, labels, inplace_backward=inplace, backend="cpu", **options)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (4, 5):
+        x, labels = normal(rows, 6).requires_grad_(), _LABELS[:rows]
+        loss, expected = compiled(x, labels), function(x, labels)
+        torch.testing.assert_close(loss, expected)
+        dloss = normal(*loss.shape, seed=1)
+        torch.testing.assert_close(torch.autograd.grad(loss, x, dloss), torch.autograd.grad(expected, x, dloss))
+    torch._dynamo.reset()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        logits = torch.empty(2, 3, 5, requires_grad=True)
+        loss, z_loss = flashtile.cross_entropy(logits, torch.zeros(2, 3, dtype=torch.int64), return_z_loss=True)
+        loss.backward()
+    assert logits.grad.shape == logits.shape and z_loss.shape == ()
+
+
+def test_transforms() -> None:
+    x = normal(3, 5, 6)
+    call = lambda x: flashtile.cross_entropy(x, _LABELS, label_smoothing=0.1)  # noqa: E731
+    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
+    leaf = x[0].requires_grad_()
+    torch.testing.assert_close(torch.func.grad(call)(x[0]), torch.autograd.grad(call(leaf), leaf)[0])
+    with pytest.raises(ValueError, match="inplace_backward: expected False under"):
+        torch.func.grad(lambda x: flashtile.cross_entropy(x, _LABELS, inplace_backward=True))(x[0])
