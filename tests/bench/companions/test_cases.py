@@ -9,6 +9,8 @@ from flashtile.bench.cases import ChoiceError
 from flashtile.bench.companions import oracle
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import select_implementations
+from flashtile.bench.companions.losses import CrossEntropy
+from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.oracle import evaluate
@@ -32,14 +34,28 @@ ALL = [*cases_of(CPU), *cases_of(CUDA)]
         (Rotary("bf16", 2, 3, 5, 8), 2 * (2 * 240 + 2 * 3 * 4), 2 * (2 * 240 + 2 * 3 * 4)),
         (CausalSoftmax("bf16", 2, 3, 4), 2 * 6 * (10 + 16), 2 * 6 * (20 + 16)),
         (MaskedSoftmax("bf16", 2, 3, 4), 2 * 6 * 32 + 2 * 16, 2 * 6 * 48),
+        (CrossEntropy("bf16", 3, 11), 2 * 33, 2 * 66),
     ],
     ids=lambda value: getattr(value, "op", ""),
 )
 def test_bytes_count_each_input_and_output_once(case, forward, backward):
     assert case.bytes("fwd") == forward
-    assert case.flops("fwd") is None
     if backward is not None:
         assert case.bytes("bwd") == backward
+
+
+def test_work_of_forward_and_backward_together():
+    assert CrossEntropy("bf16", 3, 11).bytes("fwd+bwd") == 2 * 66
+    plain, gated = FusedMLP("bf16", 2, 3, 5, "gelu_tanh"), FusedMLP("bf16", 2, 3, 5, "silu", gated=True)
+    assert plain.bytes("fwd") == 2 * (6 + 6 + 15 + 15 + 5 + 3)
+    assert plain.bytes("fwd+bwd") == 2 * (4 * 6 + 2 * (15 + 15 + 5 + 3))
+    assert gated.bytes("fwd") == 2 * (6 + 6 + 30 + 15)
+    assert plain.flops("fwd") == 2 * 2 * (3 * 5 + 5 * 3) and plain.flops("fwd+bwd") == 3 * plain.flops("fwd")
+    assert gated.flops("fwd") == 2 * 2 * (3 * 10 + 5 * 3)
+
+
+def test_what_memory_bounds_has_no_flops():
+    assert {case.op for case in ALL if case.flops(case.phases[0]) is not None} == {"fused_mlp"}
 
 
 def test_names_tell_cases_apart():

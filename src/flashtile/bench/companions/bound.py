@@ -46,20 +46,16 @@ class Bound:
         self._refresh()
         if phase == "fwd":
             return self._named_outputs(self.forward())
-        self._outputs = _as_list(self.way.function(*self._leaves))
-        upstream = self.way.own_upstream(self._inputs.upstream)
+        outputs = _as_list(self.way.function(*self._leaves))
+        upstream = zip(outputs, self.way.own_upstream(self._inputs.upstream), strict=True)
         # In the strides of the outputs, so that no implementation has to rearrange them first.
-        self._upstream = [
-            torch.empty_like(out).copy_(d).detach() for out, d in zip(self._outputs, upstream, strict=True)
-        ]
-        outputs = self._named_outputs([out.detach().clone() for out in self._outputs])
+        self._upstream = [torch.empty_like(out, requires_grad=False).copy_(d) for out, d in upstream]
+        results = self._named_outputs([out.detach().clone() for out in outputs])
         if phase == "bwd":
-            gradients = self.backward()
-        else:
-            gradients = torch.autograd.grad(self._outputs, self._leaves, self._upstream)
-            self._outputs = []
+            self._outputs = outputs  # the graph that every backward alone goes through
+        gradients = torch.autograd.grad(outputs, self._leaves, self._upstream, retain_graph=phase == "bwd")
         names = [f"d{name}" for name in self._inputs.leaves]
-        return outputs | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
+        return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
 
     def facts(self, phase: str) -> dict[str, Any]:
         """Of forward and backward together, the memory that they take beside inputs and gradients (on a GPU)."""

@@ -9,6 +9,8 @@ import torch
 
 from flashtile.bench.cases import select_named
 from flashtile.bench.companions.case import Case
+from flashtile.bench.companions.losses import CrossEntropy
+from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.rotary import Rotary
@@ -23,6 +25,8 @@ _KINDS: tuple[type[Case], ...] = (
     Rotary,
     CausalSoftmax,
     MaskedSoftmax,
+    CrossEntropy,
+    FusedMLP,
 )
 OPERATIONS = {kind.op: kind for kind in _KINDS}
 
@@ -44,6 +48,9 @@ def _cuda_cases() -> list[Case]:
         Rotary("bf16", 4, 4096, 32, 128),
         CausalSoftmax("bf16", 8, 16, 2048),
         MaskedSoftmax("bf16", 8, 16, 2048),
+        *(CrossEntropy("bf16", 8192, vocabulary) for vocabulary in (50257, 50304, 128256)),
+        FusedMLP("bf16", 16384, 4096, 16384, "gelu_tanh"),
+        FusedMLP("bf16", 16384, 4096, 16384, "silu", gated=True),
     ]
 
 
@@ -58,6 +65,9 @@ def _cpu_cases() -> list[Case]:
         Rotary("fp32", 2, 256, 8, 64),
         CausalSoftmax("fp32", 1, 4, 256),
         MaskedSoftmax("fp32", 1, 4, 256),
+        CrossEntropy("fp32", 256, 1000),
+        FusedMLP("fp32", 256, 128, 512, "gelu_tanh"),
+        FusedMLP("fp32", 256, 128, 512, "silu", gated=True),
     ]
 
 
