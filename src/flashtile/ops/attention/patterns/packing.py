@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask, stored_tile
 from flashtile.ops.attention.patterns.pieces import TILE, Device, integers, made
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
-from flashtile.ops.common.checks import raise_not_bool
+from flashtile.ops.common.checks import check_tensors, raise_not_bool
 
 
 def documents(
@@ -86,6 +86,8 @@ def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, de
                 f"lengths: expected at least 0, got {int(lengths.min())}; use ids for tokens of no document"
             )
         return torch.repeat_interleave(lengths.long())[None]
+    assert ids is not None
+    check_tensors(ids=ids)
     ids = integers("ids", ids, (1, 2), "[seq] or [batch, seq]", device)
     return ids if ids.dim() == 2 else ids[None]
 

@@ -132,10 +132,10 @@ def fixed(
         if causal:
             possible = possible & (tiles.first_k <= tiles.last_q)
             certain = certain & (tiles.last_k <= tiles.first_q)
-        # A tile looks like all whose keys start at the same place of a block, with queries as far from it; and past
-        # the block like any.
+        # A tile looks like all whose keys start at the same place of a block, with queries as far from its start; and
+        # where the queries lie before all blocks of its keys, or behind them, like any that do.
         size = max(stored_tile(tile))
-        distance = (tiles.first_q - first_k * stride).clamp(-size, stride + size)
-        return Bounds(possible, certain, tiles.first_k % stride * (stride + 2 * size + 1) + distance)
+        distance = (tiles.first_q - first_k * stride).clamp(-size, 2 * stride + size)
+        return Bounds(possible, certain, tiles.first_k % stride * (2 * stride + 2 * size + 1) + distance)
 
     return made((1, 1, seq, seq), tile, device, bounds, visible)

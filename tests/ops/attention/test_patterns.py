@@ -1,0 +1,285 @@
+"""Patterns of block-sparse attention against their definitions, pair by pair, and the pictures in their docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+
+import pytest
+import torch
+
+from flashtile import BlockMask, patterns
+from flashtile.ops.attention import tile_lists
+from mask_checks import check_mask, dense_of
+
+SIZES = (1, 63, 150, 210)
+TILES = ((64, 64), (128, 128), (16, 256), (48, 80))
+
+
+def band(seq_q, seq_k, left, right, global_tokens=0, align="bottom_right"):
+    """By the contract of flashtile.attention, and of sliding_window where there are global tokens."""
+    offset = seq_k - seq_q if align == "bottom_right" else 0
+
+    def visible(b, h, q, k):
+        token = q + offset
+        near = (left is None or k >= token - left) and (right is None or k <= token + right)
+        wide = k < global_tokens or 0 <= token < global_tokens
+        return near or (wide and (right != 0 or k <= token))
+
+    return dense_of(visible, 1, 1, seq_q, seq_k)
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("seq_q, seq_k", [(150, None), (70, 200), (200, 70), (1, 130), (130, 1)])
+def test_causal(seq_q, seq_k, align):
+    mask = patterns.causal(seq_q, seq_k, align, tile=(64, 64))
+    check_mask(mask, band(seq_q, seq_k or seq_q, None, 0, 0, align))
+
+
+@pytest.mark.parametrize("global_tokens", [0, 5, 64, 70, 500])
+@pytest.mark.parametrize("left, right", [(0, 0), (20, 0), (3, 70), (None, 2), (2, None), (None, None), (100, 100)])
+def test_sliding_window(left, right, global_tokens):
+    for (seq_q, seq_k), align in zip([(190, 190), (90, 140), (140, 90)], ["top_left", "bottom_right", "bottom_right"]):
+        mask = patterns.sliding_window(seq_q, seq_k, left, right, global_tokens, align, tile=(64, 64))
+        check_mask(mask, band(seq_q, seq_k, left, right, global_tokens, align))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("stride", [1, 3, 64, 100])
+def test_strided(stride, causal, tile):
+    def visible(b, h, q, k):
+        distance = abs(q - k)
+        return (distance <= stride or distance % stride == 0) and (not causal or k <= q)
+
+    check_mask(patterns.strided(333, stride, causal, tile=tile), dense_of(visible, 1, 1, 333, 333))
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("stride, expressivity", [(1, 1), (10, 3), (64, 64), (64, 8), (100, 9), (250, 1)])
+def test_fixed(stride, expressivity, causal, tile):
+    def visible(b, h, q, k):
+        seen = q // stride == k // stride or k % stride >= stride - expressivity
+        return seen and (not causal or k <= q)
+
+    mask = patterns.fixed(333, stride, expressivity, causal, tile=tile)
+    check_mask(mask, dense_of(visible, 1, 1, 333, 333))
+
+
+@pytest.mark.parametrize("block", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("seq", [*SIZES, 333])
+def test_butterfly(seq, block):
+    levels = {0, *(2**level for level in range(12))}
+
+    def visible(b, h, q, k):
+        return (q // block) ^ (k // block) in levels
+
+    check_mask(patterns.butterfly(seq, block), dense_of(visible, 1, 1, seq, seq))
+
+
+@pytest.mark.parametrize(
+    "block, window, globals_, drawn, heads", [(16, 3, 2, 3, None), (16, 1, 0, 2, 3), (64, 5, 1, 0, 2)]
+)
+def test_big_bird(block, window, globals_, drawn, heads):
+    seq = 333
+    mask = patterns.big_bird(seq, block, window, globals_, drawn, 7, heads)
+    dense, blocks = mask.to_dense(), -(-seq // block)
+    check_mask(mask, dense)
+    assert mask.shape == (1, heads or 1, seq, seq)
+    layout = dense[..., ::block, ::block]
+    whole = layout.repeat_interleave(block, 2).repeat_interleave(block, 3)[..., :seq, :seq]
+    assert torch.equal(dense, whole), "blocks are visible as a whole"
+    for head, i in itertools.product(range(heads or 1), range(blocks)):
+        known = {j for j in range(blocks) if abs(i - j) <= window // 2 or min(i, j) < globals_}
+        seen = set(layout[0, head, i].nonzero()[:, 0].tolist())
+        assert known <= seen and len(seen - known) == min(drawn, blocks - len(known))
+
+
+def test_big_bird_draws_by_its_seed():
+    first, again, other = (patterns.big_bird(2048, heads=2, seed=seed) for seed in (1, 1, 2))
+    assert first == again and first != other
+    heads = first.to_dense()[0]
+    assert not torch.equal(heads[0], heads[1])
+    state = torch.random.get_rng_state()
+    patterns.big_bird(2048)
+    assert torch.equal(torch.random.get_rng_state(), state), "torch's own generator is left alone"
+
+
+def test_big_bird_with_more_to_draw_than_there_is():
+    assert patterns.big_bird(200, 16, random_blocks=99).to_dense().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [[], [0], [5], [60, 4, 64, 0, 1, 130], [1] * 150], ids=len)
+def test_documents_by_lengths(lengths, causal):
+    ids = [document for document, length in enumerate(lengths) for _ in range(length)]
+    expected = dense_of(lambda b, h, q, k: ids[q] == ids[k] and (not causal or k <= q), 1, 1, len(ids), len(ids))
+    for given in (lengths, tuple(lengths), torch.tensor(lengths, dtype=torch.int32)):
+        mask = patterns.documents(lengths=given, causal=causal, tile=(64, 64))
+        check_mask(mask, expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("order", ["sorted", "random"])
+def test_documents_by_ids(order, causal):
+    ids = torch.randint(-1, 4, (2, 203), generator=torch.Generator().manual_seed(0))
+    ids = ids.sort(dim=1).values if order == "sorted" else ids
+    listed = ids.tolist()
+
+    def visible(b, h, q, k):
+        return 0 <= listed[b][q] == listed[b][k] and (not causal or k <= q)
+
+    check_mask(patterns.documents(ids=ids, causal=causal, tile=(64, 128)), dense_of(visible, 2, 1, 203, 203))
+    assert patterns.documents(ids=ids[0].int(), causal=causal) == patterns.documents(ids=ids[:1], causal=causal)
+
+
+@pytest.mark.parametrize("lengths", [0, 70, 500, [3, 130], torch.tensor([64, 0, 150], dtype=torch.int32)], ids=str)
+def test_prefix_lm(lengths):
+    every = [lengths] if isinstance(lengths, int) else [int(length) for length in lengths]
+    expected = dense_of(lambda b, h, q, k: k <= q or k < every[b], len(every), 1, 150, 150)
+    check_mask(patterns.prefix_lm(150, lengths, tile=(64, 64)), expected)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: patterns.causal(0),
+        lambda: patterns.sliding_window(0, 5, 1, 1, 2),
+        lambda: patterns.sliding_window(5, 0, 1, 1, 2),
+        lambda: patterns.strided(0, 3),
+        lambda: patterns.fixed(0, 3, 1),
+        lambda: patterns.butterfly(0),
+        lambda: patterns.big_bird(0),
+        lambda: patterns.documents(ids=torch.zeros(3, 0, dtype=torch.int64)),
+        lambda: patterns.prefix_lm(0, [1, 2]),
+    ],
+)
+def test_nothing_to_see(build):
+    mask = build()
+    check_mask(mask, torch.zeros(mask.shape, dtype=torch.bool))
+
+
+PICTURED = {
+    "causal": [lambda: patterns.causal(4)],
+    "sliding_window": [
+        lambda: patterns.sliding_window(6, left=1, right=1),
+        lambda: patterns.sliding_window(6, left=1, right=1, global_tokens=1),
+        lambda: patterns.sliding_window(6, left=1, right=0, global_tokens=1),
+    ],
+    "strided": [lambda: patterns.strided(8, 3)],
+    "fixed": [lambda: patterns.fixed(8, 3, 1)],
+    "butterfly": [lambda: patterns.butterfly(128, 16)],
+    "big_bird": [lambda: patterns.big_bird(128, 16, 3, 1, 1)],
+    "documents": [
+        lambda: patterns.documents(lengths=[2, 3, 1]),
+        lambda: patterns.documents(lengths=[2, 3, 1], causal=True),
+    ],
+    "prefix_lm": [lambda: patterns.prefix_lm(5, 3)],
+}
+
+
+@pytest.mark.parametrize("name", patterns.__all__)
+def test_pictures_are_true(name):
+    """Every picture in a docstring, side by side ones from left to right."""
+    text = inspect.getdoc(getattr(patterns, name))
+    rows = [re.findall(r"[x.](?: [x.])+", line) for line in text.splitlines()]
+    drawn = zip(*(row for row in rows if row))
+    for picture, build in itertools.zip_longest(drawn, PICTURED[name]):
+        dense = build().to_dense()[0, 0]
+        dense = dense[:: dense.shape[0] // len(picture), :: dense.shape[0] // len(picture)]
+        assert list(picture) == [" ".join("x" if seen else "." for seen in row) for row in dense.tolist()]
+
+
+@pytest.mark.parametrize(
+    "build, examined",
+    [
+        (lambda: patterns.causal(65536), 512),
+        (lambda: patterns.sliding_window(65536, left=1024, right=0, global_tokens=64), 3 * 512),
+        (lambda: patterns.strided(65536, 256), 10),
+        (lambda: patterns.strided(65536, 250, causal=False), 400),
+        (lambda: patterns.fixed(65536, 250, 8), 1000),
+        (lambda: patterns.butterfly(65536, 16), 8),
+        (lambda: patterns.big_bird(65536), 0),
+        (lambda: patterns.documents(lengths=[1000] * 65, causal=True), 5 * 512),
+        (lambda: patterns.prefix_lm(65536, 1000), 2 * 512),
+    ],
+)
+def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
+    """The elements that are made of 65,536 tokens: about those of the tiles on the edges, not those of all."""
+    classified, tiles = tile_lists._classified, []
+
+    def counting(grid, cells, elements):
+        tiles.append(cells.shape[0])
+        return classified(grid, cells, elements)
+
+    monkeypatch.setattr(tile_lists, "_classified", counting)
+    mask = build()
+    assert sum(tiles) <= examined
+    assert mask.density() > 0
+
+
+@pytest.mark.parametrize(
+    "build, error, message",
+    [
+        (lambda: patterns.causal(5, align="right"), ValueError, "align: expected one of 'bottom_right', 'top_left'"),
+        (lambda: patterns.causal(-1), ValueError, "seq_q: expected a size of at least 0, got -1"),
+        (lambda: patterns.causal(5, tile=(8, 8)), ValueError, "tile: expected multiples of 16, got (8, 8)"),
+        (lambda: patterns.sliding_window(5, left=-1), ValueError, "left: expected at least 0, got -1; use None for"),
+        (lambda: patterns.sliding_window(5, right=1.0), TypeError, "right: expected an int, got 1.0; use None for"),
+        (lambda: patterns.sliding_window(5, global_tokens=True), TypeError, "global_tokens: expected an int, got True"),
+        (lambda: patterns.strided(5, 0), ValueError, "stride: expected at least 1, got 0"),
+        (lambda: patterns.strided(5, 2, causal=1), TypeError, "causal: expected True or False, got 1"),
+        (lambda: patterns.fixed(5, 4, 5), ValueError, "expressivity: expected at most the stride, 4, got 5"),
+        (lambda: patterns.butterfly(5, 24), ValueError, "block: expected a multiple of 16, got 24"),
+        (lambda: patterns.big_bird(5, window_blocks=2), ValueError, "window_blocks: expected an odd number, got 2"),
+        (lambda: patterns.big_bird(5, random_blocks=-1), ValueError, "random_blocks: expected at least 0, got -1"),
+        (lambda: patterns.big_bird(5, heads=0), ValueError, "heads: expected at least 1, got 0; None is one pattern"),
+        (lambda: patterns.documents(), ValueError, "lengths, ids: expected one of them, got neither"),
+        (
+            lambda: patterns.documents(lengths=[1], ids=torch.zeros(1, dtype=torch.int64)),
+            ValueError,
+            "lengths, ids: expected one of them, got both",
+        ),
+        (lambda: patterns.documents(lengths=[3, -1]), ValueError, "lengths: expected at least 0, got -1"),
+        (lambda: patterns.documents(lengths=torch.tensor([3, -1])), ValueError, "lengths: expected at least 0, got -1"),
+        (lambda: patterns.documents(lengths=7), TypeError, "lengths: expected a tensor or a list of ints, got int"),
+        (lambda: patterns.documents(ids=[1, 2]), TypeError, "ids: expected a torch.Tensor, got list"),
+        (
+            lambda: patterns.documents(ids=torch.zeros(5)),
+            TypeError,
+            "ids: expected dtype int32 or int64, got torch",
+        ),
+        (
+            lambda: patterns.documents(ids=torch.zeros(1, 2, 3, dtype=torch.int64)),
+            ValueError,
+            "ids: expected shape [seq] or [batch, seq], got (1, 2, 3)",
+        ),
+        (lambda: patterns.prefix_lm(5, -1), ValueError, "prefix_lengths: expected at least 0, got -1"),
+        (lambda: patterns.prefix_lm(5, 2.0), TypeError, "prefix_lengths: expected a tensor or a list of ints, got flo"),
+        (lambda: patterns.prefix_lm(5, torch.ones(2, 2).long()), ValueError, "prefix_lengths: expected shape [batch]"),
+    ],
+)
+def test_errors(build, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        build()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", patterns.__all__)
+def test_built_on_a_gpu(name):
+    arguments = {
+        "causal": (700,),
+        "sliding_window": (700, 650, 100, 3, 70),
+        "strided": (700, 100),
+        "fixed": (700, 100),
+        "butterfly": (700, 16),
+        "big_bird": (700, 16, 3, 2, 3, 5, 2),
+        "documents": (),
+        "prefix_lm": (700, [3, 300]),
+    }[name]
+    options = {"lengths": [100, 300, 50]} if name == "documents" else {}
+    mask: BlockMask = getattr(patterns, name)(*arguments, **options, device="cuda")
+    assert mask.device.type == "cuda"
+    assert mask.cpu() == getattr(patterns, name)(*arguments, **options)
