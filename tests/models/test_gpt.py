@@ -1,4 +1,6 @@
-"""The GPT: shapes, causality, learning, and the same loss and gradients with either attention."""
+"""The GPT: shapes, causality, learning, the same with either attention; its styles, caches, generation."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +9,13 @@ import flashtile
 from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
 
 SMALL = GPTConfig(context=32, layers=2, heads=2, width=32)
+
+NEOX = replace(SMALL, positions="rotary", rotary_dim=8, parallel=True, tied=False, activation="gelu")
+LLAMA = replace(
+    SMALL, heads=4, heads_kv=2, hidden=40, positions="rotary", norm="rms", activation="swiglu", attention_bias=False,
+    mlp_bias=False, tied=False, window=9,
+)  # fmt: skip
+STYLES = {"gpt2": SMALL, "neox": NEOX, "llama": LLAMA}
 
 
 def make(attention=flashtile_attention, config=SMALL, dtype=torch.float32):
@@ -76,3 +85,120 @@ def test_mistakes_are_explained():
         GPTConfig(heads=5, width=32)
     with pytest.raises(ValueError, match="expected at most 32 in a row"):
         make()(tokens(length=40))
+
+
+@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+def test_styles_compile_whole_and_are_the_same(config):
+    model = make(None, config)
+    batch = tokens()
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    grads = []
+    for loss in (compiled(batch), model.loss(batch)):
+        grads.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+def test_a_cache_gives_the_logits_of_the_whole(config):
+    model, batch = make(None, config, torch.float64), tokens()[:, :-1]
+    cache = model.new_cache(2, 32)
+    with torch.no_grad():
+        parts = [model(part, cache) for part in batch.split([20, 1, 1, 10], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(batch))
+
+
+@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+def test_from_the_meta_device(config):
+    empty = GPT(config, device="meta")
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    model = empty.to_empty(device="cpu")
+    ordinary = make(None, config)
+    for each in (model, ordinary):
+        torch.manual_seed(0)
+        each.initialise()
+    for mine, theirs in zip(model.parameters(), ordinary.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    torch.testing.assert_close(model(tokens(length=9)), ordinary(tokens(length=9)))
+
+
+@pytest.mark.parametrize("config", [SMALL, NEOX], ids=["sequential", "parallel"])
+@pytest.mark.parametrize("kind", ["embedding_dropout", "attention_dropout", "residual_dropout"])
+def test_dropout_in_training_only(kind, config):
+    model, plain = make(None, replace(config, **{kind: 0.5})), make(None, config)
+    batch = tokens()
+    assert torch.equal(model.eval().loss(batch), plain.loss(batch))
+    torch.manual_seed(1)
+    dropped = model.train().loss(batch)
+    torch.manual_seed(1)
+    assert torch.equal(model.loss(batch), dropped)
+    assert not torch.equal(dropped, plain.loss(batch))
+
+
+def test_a_residual_stream_in_float32():
+    """Of narrow weights it changes the logits, by rounding alone."""
+    narrow, wide = (make(None, replace(SMALL, residual_in_fp32=wide), torch.bfloat16) for wide in (False, True))
+    first, second, exact = narrow(tokens()[:, 1:]), wide(tokens()[:, 1:]), make(None)(tokens()[:, 1:])
+    assert first.dtype is second.dtype is torch.bfloat16
+    assert not torch.equal(first, second)
+    assert (second - exact).square().mean() < (first - exact).square().mean()
+
+
+def test_greedy_generation_takes_the_most_probable_token():
+    model, prompt = make(None, LLAMA), tokens(length=6)
+    out = model.generate(prompt, 10)
+    assert torch.equal(out[:, :6], prompt)
+    with torch.no_grad():
+        assert torch.equal(model(out[:, :-1])[:, 5:].argmax(-1), out[:, 6:])
+
+
+def test_drawn_generation_follows_the_probabilities():
+    model = make(None, replace(SMALL, vocabulary=8, initial_std=0.3))
+    prompt = torch.zeros(4000, 1, dtype=torch.long)
+
+    def draw(**options):
+        return model.generate(prompt, 1, generator=torch.Generator().manual_seed(0), **options)[:, 1]
+
+    with torch.no_grad():
+        probabilities = (model(prompt[:1])[0, -1] / 2).softmax(-1)
+    drawn = draw(temperature=2.0)
+    frequencies = drawn.bincount(minlength=8) / 4000
+    assert (frequencies - probabilities).abs().max() < 5 * 0.5 / 4000**0.5  # five standard deviations
+    assert torch.equal(draw(temperature=2.0), drawn)
+    assert set(draw(temperature=2.0, top_k=3).tolist()) == set(probabilities.topk(3).indices.tolist())
+
+
+def test_more_mistakes_are_explained():
+    with pytest.raises(ValueError, match="positions: expected one of 'learned', 'rotary', got 'none'"):
+        GPTConfig(positions="none")
+    with pytest.raises(ValueError, match="activation: expected one of 'gelu', 'gelu_tanh', 'relu', 'swiglu', got"):
+        GPTConfig(activation="tanh")
+    with pytest.raises(ValueError, match="rotary_dim: expected None with positions='learned', got 8"):
+        GPTConfig(rotary_dim=8)
+    with pytest.raises(ValueError, match="num_heads_kv: expected a divisor of num_heads, 2, got 3"):
+        make(None, replace(SMALL, heads_kv=3))
+    with pytest.raises(ValueError, match="attention: expected None with attention_dropout, window or heads_kv"):
+        make(plain_attention, LLAMA)
+    with pytest.raises(ValueError, match="attention: expected None with a cache"):
+        make(plain_attention).generate(tokens(length=6), 2)
+    with pytest.raises(ValueError, match="tokens: expected at most 32 in a row"):
+        make(None).generate(tokens(length=30), 4)
+    with pytest.raises(ValueError, match=r"tokens: expected \[batch, seq\] with at least one token"):
+        make(None).generate(tokens(length=0), 4)
+    with pytest.raises(ValueError, match=r"temperature: expected at least 0, got -1.0"):
+        make(None).generate(tokens(length=3), 4, temperature=-1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", STYLES.values(), ids=STYLES)
+def test_generation_on_a_gpu_waits_for_nothing(config):
+    model = make(None, config).cuda()
+    prompt = tokens(length=6).cuda()
+    expected = model.generate(prompt, 10)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = model.generate(prompt, 10)
+        drawn = model.generate(prompt, 10, temperature=1.0, top_k=5)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, expected) and torch.equal(drawn[:, :6], prompt)

@@ -1,27 +1,29 @@
-"""A GPT for bytes: a decoder-only, pre-norm Transformer in which the attention can be exchanged.
+"""A decoder-only, pre-norm Transformer: GPT-2, GPT-NeoX and Llama by configuration, its attention exchangeable.
 
 Shape letters: B batch, S sequence, W width, H heads, D head_dim (W = H · D), V vocabulary.
 
 Reference:
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); Black et al., "GPT-NeoX-20B" (2022);
+    Touvron et al., "LLaMA" (2023).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashtile
+from flashtile.models.config import GPTConfig, make_mlp
+from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMSNorm, add_norm
 
 #: Causal self-attention: (q, k, v) -> out, each `[B, S, H, D]`.
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_INITIAL_STD = 0.02
 
 
 def flashtile_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -38,109 +40,196 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights.to(v.dtype) @ v).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes of a GPT.
-
-    Attributes:
-        context: longest sequence.
-        layers: number of blocks.
-        heads: attention heads of each block.
-        width: size of the residual stream, a multiple of `heads`.
-        vocabulary: number of tokens; 256 for bytes.
-    """
-
-    context: int = 1024
-    layers: int = 12
-    heads: int = 12
-    width: int = 768
-    vocabulary: int = 256
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"width: expected a multiple of heads, {self.heads}, got {self.width}")
-
-
 class GPT(nn.Module):
     """Tokens to logits of the next token.
 
     Args:
-        config: sizes.
-        attention: how each block attends; `flashtile_attention` or a function of the same signature.
+        config: sizes and choices.
+        attention: in the place of the blocks' own attention, a function such as `plain_attention`.
+        device: of the parameters; on "meta" nothing is allocated, `to_empty` and then `initialise` or
+            `load_state_dict` make it a model.
+        dtype: of the parameters.
     """
 
-    def __init__(self, config: GPTConfig, attention: CausalAttention = flashtile_attention) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        attention: CausalAttention | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.token = nn.Embedding(config.vocabulary, config.width)
-        self.position = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.apply(_initialise)
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.token = nn.Embedding(config.vocabulary, config.width, **where)
+        self.position = nn.Embedding(config.context, config.width, **where) if config.positions == "learned" else None
+        self.blocks = nn.ModuleList(_block(config, layer, where) for layer in range(config.layers))
+        self.norm = _norm(config, where)(config.width)
+        self.head = None if config.tied else nn.Linear(config.width, config.vocabulary, bias=False, **where)
+        if attention is not None:
+            for mixer in self.modules():
+                if isinstance(mixer, MHA):
+                    mixer.inner_attn = _Exchanged(config, attention)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draws the weights from torch's generator."""
+        std = self.config.initial_std
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, (LayerNorm, RMSNorm)):
+                module.reset_parameters()
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         # Each block adds two terms to the residual stream: scaled so that its variance does not grow with depth.
         for name, parameter in self.named_parameters():
-            if name.endswith(("attention.out.weight", "mlp.2.weight")):
-                nn.init.normal_(parameter, std=_INITIAL_STD / math.sqrt(2 * config.layers))
+            if name.endswith(("mixer.out_proj.weight", "mlp.fc2.weight")):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * self.config.layers))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
         """Logits of the next token.
 
         Args:
             tokens: int64 `[B, S]`, S at most the context.
+            cache: from `new_cache`: tokens follow those in it, and are appended.
 
         Returns:
             `[B, S, V]`.
         """
-        length = tokens.shape[1]
-        if length > self.config.context:
-            raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {length}")
-        stream = self.token(tokens) + self.position.weight[:length]  # [B, S, W]
+        return F.linear(self.hidden(tokens, cache), self.output_weight)
+
+    def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
+        """What the logits are made from: the last norm's output, `[B, S, W]`; arguments as `forward`."""
+        before = 0 if cache is None else cache[0].length
+        end = before + tokens.shape[1]
+        if end > self.config.context:
+            raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {end}")
+        hidden = self.token(tokens)  # [B, S, W]
+        if self.position is not None:
+            hidden = hidden + self.position.weight[before:end]
+        options = {} if cache is None else {"cache": cache}
+        branch = residual = None
         for block in self.blocks:
-            stream = block(stream)
-        return F.linear(self.norm(stream), self.token.weight)  # input and output share their embedding
+            if self.config.parallel:
+                hidden, branch, residual = block(hidden, branch, residual, options)
+            else:
+                hidden, residual = block(hidden, residual, options)
+        p = self.config.residual_dropout if self.training else 0.0
+        return add_norm(self.norm, hidden, residual, p, branch)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy, in nats, of each token of `[B, S + 1]` given those before it."""
-        logits = self(tokens[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return cast(Tensor, flashtile.cross_entropy(self(tokens[:, :-1]), tokens[:, 1:]))
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The output embedding, `[V, W]`: that of the input where they are tied."""
+        return self.token.weight if self.head is None else self.head.weight
+
+    def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> list[KVCache]:
+        """Empty caches of all layers, for `capacity` tokens of each of `batch` sequences.
+
+        `dtype` is that of the keys where it is not that of the parameters, as under autocast.
+        """
+        config, weight = self.config, self.token.weight
+        heads_kv = config.heads if config.heads_kv is None else config.heads_kv
+        sizes = (batch, capacity, heads_kv, config.head_dim)
+        return [KVCache(*sizes, weight.device, dtype or weight.dtype) for _ in range(config.layers)]
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues sequences, one token at a time, with a cache of keys and values.
+
+        Args:
+            tokens: int64 `[B, S]`, S at least 1, all of one length.
+            new_tokens: how many follow; with the prompt at most the context.
+            temperature: 0 takes the most probable token; else logits are divided by it, and tokens are drawn.
+            top_k: draw from so many of the most probable.
+            generator: of the draws.
+
+        Returns:
+            `[B, S + new_tokens]`.
+        """
+        if tokens.dim() != 2 or not tokens.shape[1]:
+            raise ValueError(f"tokens: expected [batch, seq] with at least one token, got shape {tuple(tokens.shape)}")
+        if not temperature >= 0:
+            raise ValueError(f"temperature: expected at least 0, got {temperature}; 0 takes the most probable token")
+        batch, length = tokens.shape
+        cache = self.new_cache(batch, length + new_tokens)
+        out = torch.cat((tokens, tokens.new_empty(batch, new_tokens)), dim=1)
+        step = tokens
+        for place in range(length, length + new_tokens):
+            logits = F.linear(self.hidden(step, cache)[:, -1], self.output_weight)  # [B, V]
+            out[:, place] = _choose(logits, temperature, top_k, generator)
+            step = out[:, place : place + 1]
+        return out
 
 
-class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to the residual stream."""
+class _Exchanged(nn.Module):
+    """Another causal attention in the place of a block's own."""
 
     def __init__(self, config: GPTConfig, attention: CausalAttention) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.attention = SelfAttention(config, attention)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(4 * config.width, config.width),
-        )
+        if config.attention_dropout or config.window is not None or config.heads_kv not in (None, config.heads):
+            raise ValueError(
+                "attention: expected None with attention_dropout, window or heads_kv in the config, got a function; "
+                "it takes q, k and v alone"
+            )
+        self.attention = attention
 
-    def forward(self, stream: Tensor) -> Tensor:
-        stream = stream + self.attention(self.attention_norm(stream))
-        return stream + self.mlp(self.mlp_norm(stream))
-
-
-class SelfAttention(nn.Module):
-    """Projections around an attention function."""
-
-    def __init__(self, config: GPTConfig, attention: CausalAttention) -> None:
-        super().__init__()
-        self.heads = config.heads
-        self.attend = attention
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        q, k, v = self.qkv(stream).unflatten(-1, (3, self.heads, -1)).unbind(2)  # each [B, S, H, D], a view
-        return self.out(self.attend(q, k, v).flatten(2))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *packing: Any) -> Tensor:
+        if q.shape != k.shape or any(argument is not None for argument in packing):
+            raise ValueError("attention: expected None with a cache, got a function; it knows whole sequences only")
+        return self.attention(q, k, v)
 
 
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=_INITIAL_STD)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)
+def _block(config: GPTConfig, layer: int, where: dict[str, Any]) -> Block | ParallelBlock:
+    rotary_dim = 0
+    if config.positions == "rotary":
+        rotary_dim = config.head_dim if config.rotary_dim is None else config.rotary_dim
+    mixer = partial(
+        MHA,
+        num_heads=config.heads,
+        num_heads_kv=config.heads_kv,
+        qkv_proj_bias=config.attention_bias,
+        out_proj_bias=config.attention_bias,
+        dropout=config.attention_dropout,
+        causal=True,
+        layer_idx=layer,
+        rotary_emb_dim=rotary_dim,
+        rotary_emb_base=config.rotary_base,
+        window_size=(config.window, 0),
+        **where,
+    )
+    mlp = make_mlp(config, config.mlp_bias, **where)
+    # What enters the first block are the embeddings.
+    dropout = config.residual_dropout if layer else config.embedding_dropout
+    common: dict[str, Any] = {"residual_in_fp32": config.residual_in_fp32, "norm_cls": _norm(config, where)}
+    if config.parallel:
+        return ParallelBlock(config.width, mixer, mlp, resid_dropout=dropout, **common)
+    return Block(config.width, mixer, mlp, resid_dropout1=dropout, resid_dropout2=config.residual_dropout, **common)
+
+
+def _norm(config: GPTConfig, where: dict[str, Any]) -> Callable[[int], nn.Module]:
+    return partial(LayerNorm if config.norm == "layer" else RMSNorm, eps=config.norm_eps, **where)
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token for each row `[B, V]`."""
+    if not temperature:
+        return logits.argmax(dim=-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        lowest = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    # The largest of p / e with exponential e is a draw from p; `multinomial` would wait for the GPU.
+    noise = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(dim=-1) / noise).argmax(dim=-1)

@@ -193,16 +193,22 @@ class ParallelBlock(nn.Module):
         return f"resid_dropout={self.resid_dropout}, residual_in_fp32={self.residual_in_fp32}"
 
 
-def add_norm(norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0) -> Tensor:
-    """`norm(dropout(hidden) + residual)` in one pass over memory: also what closes the last pre-norm block."""
+def add_norm(
+    norm: nn.Module,
+    hidden: Tensor,
+    residual: Tensor | None,
+    dropout_p: float = 0.0,
+    hidden2: Tensor | None = None,
+) -> Tensor:
+    """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: what closes the last block."""
     fused, options = _fused(norm, hidden, residual, False)
-    return fused(hidden, residual, dropout_p=dropout_p, **options)
+    return fused(hidden, residual, dropout_p=dropout_p, x1=hidden2, **options)
 
 
 def add_prenorm(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0, residual_in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm`, and the sum beside it."""
+    """As `add_norm` of one branch, and the sum beside it."""
     fused, options = _fused(norm, hidden, residual, residual_in_fp32)
     return fused(hidden, residual, dropout_p=dropout_p, prenorm=True, **options)
 

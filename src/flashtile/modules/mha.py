@@ -138,6 +138,7 @@ class MHA(nn.Module):
         self.causal = causal
         self.layer_idx = layer_idx
         self.use_alibi = use_alibi
+        self.windowed = tuple(window_size) not in ((-1, -1), (None, None))
         self.return_residual = return_residual
         width_kv = 2 * num_heads_kv * self.head_dim
         if cross_attn:
@@ -153,7 +154,7 @@ class MHA(nn.Module):
         )
         # On the CPU whatever the default device is, such as meta: it is a constant, not a parameter to be loaded.
         slopes = alibi_slopes(num_heads, "cpu") if use_alibi else None
-        self.inner_attn = InnerAttention(causal, softmax_scale, dropout, window_size, slopes)
+        self.inner_attn: nn.Module = InnerAttention(causal, softmax_scale, dropout, window_size, slopes)
 
     def forward(
         self,
@@ -304,7 +305,7 @@ class MHA(nn.Module):
                 raise ValueError(
                     "key_padding_mask: expected None with cu_seqlens, got a tensor; packed x has no padding"
                 )
-            if self.cross_attn and (self.causal or self.use_alibi or self.inner_attn.window != (None, None)):
+            if self.cross_attn and (self.causal or self.use_alibi or self.windowed):
                 raise ValueError(
                     "key_padding_mask: expected None where cross attention is causal, has a window or ALiBi, got a "
                     "tensor; taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"

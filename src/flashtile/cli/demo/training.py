@@ -114,7 +114,7 @@ def _largest(differences: list[float]) -> float:
 
 def _qkv_gradients(model: GPT) -> list[float]:
     """Norms of the gradients of the weights that make q, k and v. Clipping scales all three alike."""
-    weights = [weight for name, weight in model.named_parameters() if name.endswith("qkv.weight")]
+    weights = [weight for name, weight in model.named_parameters() if name.endswith("Wqkv.weight")]
     gradients = [weight.grad.unflatten(0, (3, -1)).flatten(1) for weight in weights if weight.grad is not None]
     return torch.cat(gradients, dim=1).norm(dim=1).tolist()
 

@@ -1,0 +1,199 @@
+"""BERT: an encoder of post-norm blocks, a pooler, and the two heads of its pre-training.
+
+Shape letters: B batch, S sequence, T tokens that are kept (B · S without a mask), W width, V vocabulary.
+
+Reference:
+    Devlin, Chang, Lee, Toutanova, "BERT" (2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import flashtile
+from flashtile.models.config import BertConfig, make_mlp
+from flashtile.modules import MHA, Block, LayerNorm, pad_input, unpad_input
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+#: Label of a token that the masked-LM loss leaves out.
+IGNORED = -100
+
+
+class Bert(nn.Module):
+    """Tokens to hidden states, and the pooled state of each sequence's first token.
+
+    With a mask the tokens are unpadded once, at the start, and all layers work on packed sequences.
+
+    Args:
+        config: sizes and choices.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, config: BertConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        norm: Callable[[int], nn.Module] = partial(LayerNorm, eps=config.norm_eps, **where)
+        self.token = nn.Embedding(config.vocabulary, config.width, **where)
+        self.position = nn.Embedding(config.context, config.width, **where)
+        self.segment = nn.Embedding(config.segments, config.width, **where)
+        self.norm = norm(config.width)
+        mixer = partial(MHA, num_heads=config.heads, dropout=config.attention_dropout, **where)
+        mlp = make_mlp(config, True, **where)
+        dropout: dict[str, Any] = {"resid_dropout1": config.dropout, "resid_dropout2": config.dropout}
+        self.blocks = nn.ModuleList(
+            Block(config.width, mixer, mlp, norm, prenorm=False, **dropout) for _ in range(config.layers)
+        )
+        self.pooler = nn.Linear(config.width, config.width, **where)
+        self.initialise()
+
+    def initialise(self) -> None:
+        """Draws the weights from torch's generator."""
+        _initialise(self.modules(), self.config)
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states and pooled state.
+
+        Args:
+            tokens: int64 `[B, S]`, S at most the context.
+            mask: bool `[B, S]`, True = keep, and the first token of each sequence is kept; costs one wait for the GPU.
+            segments: int64 `[B, S]`, 0 = first sentence; default all 0.
+
+        Returns:
+            `[B, S, W]`, 0 where the mask is False, and `[B, W]`.
+        """
+        batch, length = tokens.shape
+        if mask is None:
+            hidden, _ = self.packed(tokens, None, segments)
+            hidden = hidden.unflatten(0, (batch, length))
+        else:
+            hidden, indices = self.packed(tokens, mask, segments)
+            hidden = pad_input(hidden, indices, batch, length)
+        return hidden, self.pool(hidden[:, 0])
+
+    def packed(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Hidden states of the kept tokens, `[T, W]`, and where in `[B · S]` they are."""
+        batch, length = tokens.shape
+        if length > self.config.context:
+            raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {length}")
+        if segments is not None and segments.shape != tokens.shape:
+            raise ValueError(
+                f"segments: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(segments.shape)}"
+            )
+        if mask is None:
+            rows = torch.arange(batch * length, device=tokens.device)
+            cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device) * length
+            longest, kept = length, tokens.flatten()
+        else:
+            kept, rows, cu_seqlens, longest, _ = unpad_input(tokens, mask)
+        kinds = torch.zeros_like(kept) if segments is None else segments.flatten()[rows]
+        positions = rows % length if length else rows
+        hidden = self.norm(self.token(kept) + self.position(positions) + self.segment(kinds))
+        hidden = F.dropout(hidden, self.config.dropout, self.training)
+        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+        for block in self.blocks:
+            hidden = block(hidden, mixer_kwargs=packing)
+        return hidden, rows
+
+    def pool(self, first: Tensor) -> Tensor:
+        """The state of a sequence, from that of its first token."""
+        return self.pooler(first).tanh()
+
+
+class BertForPreTraining(nn.Module):
+    """BERT with its heads: which token was masked, and whether the second sentence follows the first.
+
+    Args:
+        config: sizes and choices.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(
+        self, config: BertConfig, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        where: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.bert = Bert(config, **where)
+        self.transform = nn.Linear(config.width, config.width, **where)
+        self.norm = LayerNorm(config.width, eps=config.norm_eps, **where)
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary, **where))
+        self.next_sentence = nn.Linear(config.width, 2, **where)
+        self._initialise_heads()
+
+    def initialise(self) -> None:
+        """Draws the weights from torch's generator."""
+        self.bert.initialise()
+        self._initialise_heads()
+
+    def _initialise_heads(self) -> None:
+        _initialise((self.transform, self.norm, self.next_sentence), self.config)
+        nn.init.zeros_(self.bias)
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the masked tokens, `[B, S, V]`, and of the next sentence, `[B, 2]`; arguments as `Bert.forward`."""
+        hidden, pooled = self.bert(tokens, mask, segments)
+        return self.token_logits(hidden), self.next_sentence(pooled)
+
+    def token_logits(self, hidden: Tensor) -> Tensor:
+        """Logits `[..., V]` of hidden states `[..., W]`; the output embedding is that of the input."""
+        hidden = _ACTIVATIONS[self.config.activation](self.transform(hidden))
+        return F.linear(self.norm(hidden), self.bert.token.weight, self.bias)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        next_sentence: Tensor | None = None,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
+        """Mean cross-entropy of the labelled tokens, plus that of the next sentence where it is given.
+
+        Args:
+            tokens: int64 `[B, S]`.
+            labels: int64 `[B, S]`, `IGNORED` where a token is not asked for.
+            next_sentence: int64 `[B]`, 0 = the second sentence follows the first.
+            mask: as in `Bert.forward`; labels of tokens that are not kept have no effect.
+            segments: as in `Bert.forward`.
+        """
+        if labels.shape != tokens.shape:
+            raise ValueError(f"labels: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(labels.shape)}")
+        hidden, rows = self.bert.packed(tokens, mask, segments)
+        loss = _mean_loss(self.token_logits(hidden), labels.flatten()[rows])
+        if next_sentence is None:
+            return loss
+        first = pad_input(hidden, rows, *tokens.shape)[:, 0]
+        return loss + _mean_loss(self.next_sentence(self.bert.pool(first)), next_sentence)
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return cast(Tensor, flashtile.cross_entropy(logits, labels, ignore_index=IGNORED))
+
+
+def _initialise(modules: Iterable[nn.Module], config: BertConfig) -> None:
+    for module in modules:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=config.initial_std)
+        elif isinstance(module, LayerNorm):
+            module.reset_parameters()
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)

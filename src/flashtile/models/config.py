@@ -1,0 +1,142 @@
+"""Sizes and choices of the models, checked when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from flashtile.modules import FusedMlp
+
+#: What stands between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_tanh", "relu", "swiglu")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A decoder: by default GPT-2, by other choices GPT-NeoX or Llama.
+
+    Attributes:
+        context: longest sequence.
+        layers: number of blocks.
+        heads: attention heads of each block.
+        width: size of the residual stream, a multiple of `heads`.
+        vocabulary: number of tokens; 256 for bytes.
+        heads_kv: heads of keys and values, a divisor of `heads`; None = `heads`.
+        hidden: width inside the MLP; None = `4 · width`.
+        positions: a learned embedding, or rotary in each block.
+        rotary_dim: elements of a head that are rotated; None = all.
+        rotary_base: of the frequencies.
+        norm: layer norm or RMS norm.
+        norm_eps: added to the variance.
+        activation: of the MLP.
+        attention_bias: the projections of attention have biases.
+        mlp_bias: the MLP has.
+        parallel: attention and MLP side by side.
+        tied: input and output share their embedding.
+        window: keys that a token sees to its left; None = all.
+        embedding_dropout: in training, on the embeddings.
+        attention_dropout: on attention weights.
+        residual_dropout: on what joins the residual stream.
+        residual_in_fp32: the residual stream is float32.
+        initial_std: of the weights at first.
+    """
+
+    context: int = 1024
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    vocabulary: int = 256
+    heads_kv: int | None = None
+    hidden: int | None = None
+    positions: Literal["learned", "rotary"] = "learned"
+    rotary_dim: int | None = None
+    rotary_base: float = 10000.0
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    activation: Activation = "gelu_tanh"
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    parallel: bool = False
+    tied: bool = True
+    window: int | None = None
+    embedding_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    residual_in_fp32: bool = False
+    initial_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+        check_choice("positions", self.positions, ("learned", "rotary"))
+        check_choice("norm", self.norm, ("layer", "rms"))
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if self.positions == "learned" and self.rotary_dim is not None:
+            raise ValueError(
+                f"rotary_dim: expected None with positions='learned', got {self.rotary_dim}; positions='rotary' rotates"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """An encoder: by default BERT base.
+
+    Attributes:
+        context: longest sequence.
+        layers: number of blocks.
+        heads: attention heads of each block.
+        width: size of the hidden states, a multiple of `heads`.
+        vocabulary: number of tokens.
+        hidden: width inside the MLP; None = `4 · width`.
+        segments: kinds of tokens (first sentence, second sentence).
+        activation: of the MLP and of the masked-LM head; not a gate.
+        norm_eps: added to the variance.
+        dropout: in training, on embeddings and on what joins the hidden states.
+        attention_dropout: on attention weights.
+        initial_std: of the weights at first.
+    """
+
+    context: int = 512
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    vocabulary: int = 30522
+    hidden: int | None = None
+    segments: int = 2
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-12
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    initial_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        check_heads(self.width, self.heads)
+        check_choice("activation", self.activation, ACTIVATIONS[:3])
+
+
+def check_heads(width: int, heads: int) -> None:
+    if heads < 1 or width % heads:
+        raise ValueError(f"width: expected a multiple of heads, {heads}, got {width}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def make_mlp(config: GPTConfig | BertConfig, bias: bool, **where: Any) -> Callable[[int], nn.Module]:
+    """What makes the MLP of a block; `where` is device and dtype."""
+    gated = config.activation == "swiglu"
+    hidden = 4 * config.width if config.hidden is None else config.hidden
+    activation = "silu" if gated else config.activation
+    return partial(
+        FusedMlp, hidden_features=hidden, bias1=bias, bias2=bias, activation=activation, gated=gated, **where
+    )
