@@ -26,8 +26,8 @@ BAD_DENSE = {
     "x-int": (TypeError, {"x": zeros(3, 4, dtype=torch.int32)}, ("x: expected dtype float16", "int32", "cast")),
     "x-scalar": (ValueError, {"x": zeros()}, ("x: expected shape (..., features)", "got ()")),
     "weight-list": (TypeError, {"weight": [1.0]}, ("weight: expected a torch.Tensor",)),
-    "weight-shape": (ValueError, {"weight": zeros(4, 5)}, ("weight: expected shape (any, 4)", "got (4, 5)")),
-    "weight-vector": (ValueError, {"weight": zeros(4)}, ("weight: expected shape (any, 4)", "got (4,)")),
+    "weight-shape": (ValueError, {"weight": zeros(4, 5)}, ("weight: expected shape (rows, 4)", "got (4, 5)")),
+    "weight-vector": (ValueError, {"weight": zeros(4)}, ("weight: expected shape (rows, 4)", "got (4,)")),
     "weight-dtype": (TypeError, {"weight": zeros(5, 4, dtype=_BF16)}, ("weight: expected the dtype of x", "autocast")),
     "weight-device": (ValueError, {"weight": zeros(5, 4, device="meta")}, ("weight: expected the device of x",)),
     "bias-shape": (ValueError, {"bias": zeros(4)}, ("bias: expected shape (5,), one for each row", "got (4,)")),
@@ -59,14 +59,14 @@ _MLP: dict[str, Any] = {
 }  # fmt: skip
 BAD_MLPS = {
     "x-int": (TypeError, {"x": zeros(3, 4, dtype=torch.int64)}, ("x: expected dtype float16",)),
-    "weight1": (ValueError, {"weight1": zeros(6, 3)}, ("weight1: expected shape (any, 4)", "got (6, 3)")),
+    "weight1": (ValueError, {"weight1": zeros(6, 3)}, ("weight1: expected shape (rows, 4)", "got (6, 3)")),
     "bias1": (ValueError, {"bias1": zeros(5)}, ("bias1: expected shape (6,)", "got (5,)")),
     "weight2": (
         ValueError,
         {"weight2": zeros(2, 5)},
         ("weight2: expected 6 columns", "gated=False", "got shape (2, 5)"),
     ),
-    "weight2-vector": (ValueError, {"weight2": zeros(6)}, ("weight2: expected shape (any, any), a matrix",)),
+    "weight2-vector": (ValueError, {"weight2": zeros(6)}, ("weight2: expected shape (rows, columns)",)),
     "weight2-gated": (ValueError, {"gated": True}, ("weight2: expected 3 columns", "gated=True")),
     "odd-gates": (
         ValueError,
@@ -127,14 +127,14 @@ def test_double_buffers_take_no_narrow_products_nor_float_buffers_double_ones() 
 
 
 def test_an_old_torch_is_named() -> None:
-    """Wide sums of narrow products on a GPU came with torch 2.8; stand-ins, as there is no GPU here."""
+    """Wide sums of narrow products on a GPU came with torch 2.10; stand-ins, as there is no GPU here."""
     main_grad = mock.Mock(spec=Tensor, dtype=torch.float32, shape=(5, 4), is_cuda=True, requires_grad=False)
     x = mock.Mock(spec=Tensor, dtype=_BF16)
     main_grad.device = x.device = torch.device("cuda", 0)
     checks.check_main_grad("main_grad", main_grad, (5, 4), x)
     with (
-        mock.patch.object(torch, "__version__", "2.7.1+cu126"),
-        pytest.raises(ValueError, match=re.escape("expected dtype torch.bfloat16 with torch 2.7.1+cu126")),
+        mock.patch.object(torch, "__version__", "2.9.1+cu126"),
+        pytest.raises(ValueError, match=re.escape("expected dtype torch.bfloat16 with torch 2.9.1+cu126")),
     ):
         checks.check_main_grad("main_grad", main_grad, (5, 4), x)
 

@@ -35,7 +35,7 @@ def fused_dense(
         return_residual: also return x. The gradient that comes back through it is added within the product that makes
             x's gradient, and costs no pass of its own.
         main_grad: `[out, in]` in x's dtype, or in float32: a backward adds the weight's gradient to it, and
-            `weight.grad` stays as it is. A float32 buffer for 16-bit products needs torch 2.8 on a GPU.
+            `weight.grad` stays as it is. A float32 buffer for 16-bit products needs torch 2.10 on a GPU.
         backend: "auto" picks by device; "triton", "cpu" or "reference" run that one for all that is not a matrix
             product, or raise.
 
@@ -51,18 +51,18 @@ def fused_dense(
     checks.check_input("x", x)
     given = x
     x, weight, bias = _cast((x, weight, bias))
-    checks.check_parameter("weight", weight, x, (None, x.shape[-1]), "the last dimension of x its second")
-    checks.check_parameter("bias", bias, x, (weight.shape[0],), "one for each row of weight")
+    checks.check_weight("weight", weight, x, x.shape[-1])
+    checks.check_bias("bias", bias, x, weight)
     checks.check_main_grad("main_grad", main_grad, weight.shape, x)
     checks.check_accumulates("main_grad", main_grad, weight)
     _check_backend(x, backend)
     # A residual of another dtype than the products' keeps its own, and its gradient is added outside of them.
     within = return_residual and x is given
     out, residual = run_dense(_rows(x), weight, bias, main_grad, within, backend)
-    out = out.view(*x.shape[:-1], weight.shape[0])
+    out = _shaped(out, x)
     if not return_residual:
         return out
-    return out, residual.view(x.shape) if within else given
+    return out, _shaped(residual, x) if within else given
 
 
 def fused_mlp(
@@ -120,11 +120,11 @@ def fused_mlp(
     checks.check_input("x", x)
     given = x
     x, weight1, bias1, weight2, bias2 = _cast((x, weight1, bias1, weight2, bias2))
-    checks.check_parameter("weight1", weight1, x, (None, x.shape[-1]), "the last dimension of x its second")
-    checks.check_parameter("bias1", bias1, x, (weight1.shape[0],), "one for each row of weight1")
-    checks.check_parameter("weight2", weight2, x, (None, None), "a matrix")
+    checks.check_weight("weight1", weight1, x, x.shape[-1])
+    checks.check_bias("bias1", bias1, x, weight1)
+    checks.check_weight("weight2", weight2, x)
     checks.check_mlp_shapes(weight1, weight2, spec)
-    checks.check_parameter("bias2", bias2, x, (weight2.shape[0],), "one for each row of weight2")
+    checks.check_bias("bias2", bias2, x, weight2)
     for name, main_grad, weight in (("main_grad1", main_grad1, weight1), ("main_grad2", main_grad2, weight2)):
         checks.check_main_grad(name, main_grad, weight.shape, x)
         checks.check_accumulates(name, main_grad, weight)
@@ -132,10 +132,10 @@ def fused_mlp(
     within = return_residual and x is given
     operands = MlpOperands(_rows(x), weight1, bias1, weight2, bias2)
     out, residual = run_mlp(operands, (main_grad1, main_grad2), spec, level, within, backend)
-    out = out.view(*x.shape[:-1], weight2.shape[0])
+    out = _shaped(out, x)
     if not return_residual:
         return out
-    return out, residual.view(x.shape) if within else given
+    return out, _shaped(residual, x) if within else given
 
 
 def linear_bias_wgrad(
@@ -149,7 +149,7 @@ def linear_bias_wgrad(
         x: `[..., in]`, the layer's input; dtypes as `fused_dense`.
         dout: `[..., out]` in x's dtype, the gradient of its result.
         main_grad: `[out, in]` in x's dtype, or in float32: the weight's gradient is added to it. A float32 buffer
-            takes the products of 16-bit operands without rounding them first; on a GPU that needs torch 2.8, on a CPU
+            takes the products of 16-bit operands without rounding them first; on a GPU that needs torch 2.10, on a CPU
             it costs copies of both operands.
         bias: also the gradient of the bias.
         backend: as `fused_dense`.
@@ -173,6 +173,11 @@ def linear_bias_wgrad(
 def _rows(x: Tensor) -> Tensor:
     """x as a matrix of its last dimension."""
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _shaped(out: Tensor, x: Tensor) -> Tensor:
+    """Rows in the shape of those of x."""
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
 def _cast(operands: Iterable[Tensor | None]) -> list[Any]:

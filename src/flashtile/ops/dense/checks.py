@@ -16,21 +16,22 @@ from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 
 __all__ = [
     "check_accumulates",
+    "check_bias",
     "check_choice",
     "check_dout",
     "check_input",
     "check_main_grad",
     "check_mlp_shapes",
     "check_no_gradient",
-    "check_parameter",
+    "check_weight",
     "raise_not_bool",
     "resolve_activation",
     "resolve_checkpoint_level",
 ]
 
 _CHECKPOINT_LEVELS = (0, 1, 2)
-#: Since then PyTorch has products of 16-bit matrices with a float32 result on a GPU.
-_WIDE_RESULTS_SINCE = (2, 8)
+#: Since then `torch.addmm` on a GPU adds products of 16-bit matrices to a float32 one; before, it took no such summand.
+_WIDE_RESULTS_SINCE = (2, 10)
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -40,22 +41,33 @@ def check_input(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected shape (..., features), got {tuple(x.shape)}; give it a last dimension")
 
 
-def check_parameter(name: str, parameter: Tensor | None, x: Tensor, shape: tuple[int | None, ...], why: str) -> None:
-    """Checks a weight or bias; None in `shape` is any size, and `why` says where the others come from."""
-    if parameter is None:
+def check_weight(name: str, weight: Tensor, x: Tensor, columns: int | None = None) -> None:
+    """Checks a matrix; `columns` is the last dimension of x where it multiplies x."""
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or columns not in (None, weight.shape[1]):
+        check_tensors(**{name: weight})
+        wanted = "(rows, columns)" if columns is None else f"(rows, {columns}), the last dimension of x its second"
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(weight.shape)}; transpose or reshape it")
+    _check_like(name, weight, x)
+
+
+def check_bias(name: str, bias: Tensor | None, x: Tensor, weight: Tensor) -> None:
+    """Checks a vector over the rows of a weight."""
+    if bias is None:
         return
-    check_tensors(**{name: parameter})
-    check_device(name, parameter, x.device, "x")
-    fits = parameter.dim() == len(shape) and all(
-        size is None or size == given for size, given in zip(shape, parameter.shape)
-    )
-    if not fits:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
-        raise ValueError(f"{name}: expected shape ({wanted}), {why}, got {tuple(parameter.shape)}")
-    if parameter.dtype is not x.dtype:
+    check_tensors(**{name: bias})
+    if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"{name}: expected shape ({weight.shape[0]},), one for each row of its weight, got {tuple(bias.shape)}"
+        )
+    _check_like(name, bias, x)
+
+
+def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.device != x.device:
+        check_device(name, tensor, x.device, "x")
+    if tensor.dtype is not x.dtype:
         raise TypeError(
-            f"{name}: expected the dtype of x, {x.dtype}, got {parameter.dtype}; cast one of them, or use "
-            "torch.autocast"
+            f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}; cast one of them, or use torch.autocast"
         )
 
 
@@ -90,7 +102,7 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...],
         )
     if main_grad.dtype is not x.dtype and main_grad.is_cuda and _torch_version() < _WIDE_RESULTS_SINCE:
         raise ValueError(
-            f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.8 is the "
+            f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.10 is the "
             "first to add up 16-bit products in float32 on a GPU"
         )
 

@@ -6,6 +6,7 @@ reads a graph or counts FLOPs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ def run_dense(
     """(out, x), recorded by autograd where a gradient is wanted; x `[R, K]` takes its gradient in the backward."""
     if dispatch.transformed():
         _refuse_under_transforms(backend, main_grad)
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    elif torch.is_grad_enabled() and _wants_gradient((x, weight, bias)):
         if torch.compiler.is_compiling():
             x, weight, bias, main_grad = dispatch.distinct((x, weight, bias, main_grad))  # type: ignore[assignment]
         results = _Dense.apply(x, weight, bias, main_grad, return_residual, backend)
@@ -70,7 +71,7 @@ def run_mlp(
     if dispatch.transformed():
         _refuse_under_transforms(backend, *main_grads)
         return reference.mlp(x, weight1, bias1, weight2, bias2, spec), x
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+    if torch.is_grad_enabled() and _wants_gradient(operands):
         tensors: Any = (*operands, *main_grads)
         if torch.compiler.is_compiling():
             tensors = dispatch.distinct(tensors)
@@ -78,6 +79,13 @@ def run_mlp(
         return results if return_residual else (results, x)
     hidden = _activate(products.linear(x, weight1, bias1), spec, backend)
     return products.linear(hidden, weight2, bias2), x
+
+
+def _wants_gradient(tensors: Iterable[Tensor | None]) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - a generator takes twice the time
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _refuse_under_transforms(backend: str, *main_grads: Tensor | None) -> None:
