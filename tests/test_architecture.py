@@ -22,7 +22,7 @@ MAX_LINES = 500
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
-    "api": {"checks", "operator", "philox", "select", "spec"},
+    "api": {"checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
     "checks": {"spec"},
     "explain": {"api", "checks", "cpu", "hopper", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "losses", "philox", "products", "reference", "select", "spec", "triton"},
@@ -32,6 +32,8 @@ WITHIN_OPERATION = {
     "philox": set(),
     "merge": {"spec"},
     "losses": {"spec"},
+    "linear": {"losses", "spec"},
+    "linear_operator": {"linear", "operator", "reference", "spec"},
     "products": {"spec"},
     "tables": set(),
     "spec": set(),

@@ -5,7 +5,7 @@ from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
-from flashtile.ops.cross_entropy.api import cross_entropy
+from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
@@ -35,6 +35,7 @@ __all__ = [
     "fused_mlp",
     "layer_norm",
     "linear_bias_wgrad",
+    "linear_cross_entropy",
     "logsumexp_merge",
     "online_softmax",
     "patterns",

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
 from flashtile.ops.cross_entropy import checks
+from flashtile.ops.cross_entropy.linear import LinearOperands
+from flashtile.ops.cross_entropy.linear_operator import run_linear_cross_entropy
 from flashtile.ops.cross_entropy.operator import run_cross_entropy
 
 if TYPE_CHECKING:
@@ -89,6 +92,70 @@ def cross_entropy(
     if inplace_backward:
         checks.check_inplace(logits)
     loss, z_loss = run_cross_entropy(_rows(logits), labels.reshape(-1), spec, inplace_backward, backend)
+    return _shaped(loss, z_loss, labels, reduction)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    return_z_loss: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`cross_entropy(x · weightᵀ + bias, labels)` without the logits: those of some tokens at a time.
+
+    Takes the place of the last linear layer and its loss, where the logits would be the largest tensor of a training
+    step. Differentiable in x, weight and bias. With a reduced loss the forward makes the gradients too, and the
+    backward multiplies them by the gradient from above, which for 1 costs nothing on a GPU: three matrix products in
+    all. With `reduction="none"` the backward makes the logits again. A second backward through the same graph does so
+    too, and a second derivative goes through the reference, which holds all logits.
+
+    Args:
+        x: `[..., features]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        weight: `[vocabulary, features]`, in x's dtype.
+        labels: `[...]`, as in `cross_entropy`.
+        bias: `[vocabulary]` in x's dtype, or None.
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss: as in `cross_entropy`.
+        backend: as in `cross_entropy`; the matrix products are PyTorch's.
+
+    Returns:
+        The loss, float32 (float64 for float64), or (loss, z_loss). Under `torch.autocast` the operands are cast first.
+
+    Raises:
+        TypeError, ValueError: as `cross_entropy`.
+    """
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.check_tensors(x=x, weight=weight)
+    x, weight, bias = _autocast(x, weight, bias)
+    checks.check_linear(x, weight, bias)
+    checks.check_labels(labels, x.shape[:-1], x.device, "x")
+    spec = checks.make_spec(
+        weight.shape[0], label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss, None
+    )
+    checks.check_label_values(labels, spec)
+    operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1))
+    loss, z_loss = run_linear_cross_entropy(operands, spec, backend)
+    return _shaped(loss, z_loss, labels, reduction)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as `torch.autocast` gives them to a linear layer; it leaves float64 alone."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind) or x.dtype is torch.float64:
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(kind)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _shaped(loss: Tensor, z_loss: Tensor | None, labels: Tensor, reduction: str) -> Tensor | tuple[Tensor, Tensor]:
+    """The results, in the shape of the labels where there is one for each."""
     if reduction == "none" and labels.dim() != 1:
         loss, z_loss = loss.view(labels.shape), None if z_loss is None else z_loss.view(labels.shape)
     return loss if z_loss is None else (loss, z_loss)

@@ -28,7 +28,9 @@ __all__ = [
     "check_inplace",
     "check_label_values",
     "check_labels",
+    "check_linear",
     "check_logits",
+    "check_tensors",
     "make_spec",
     "raise_not_bool",
 ]
@@ -47,6 +49,34 @@ def _check_vocabulary(name: str, dimension: str, size: int) -> None:
         raise ValueError(
             f"{name}: expected a {dimension} from 1 to {MAX_COLUMNS}, got {size}; it is what labels choose from"
         )
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Checks the operands of the linear layer."""
+    check_tensors(x=x, weight=weight)
+    check_float_dtype("x", x.dtype)
+    if x.dim() < 1:
+        raise ValueError(f"x: expected shape (..., features), got {tuple(x.shape)}; unsqueeze it")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight: expected shape (vocabulary, {x.shape[-1]}), with the last dimension of x, got "
+            f"{tuple(weight.shape)}; as that of torch.nn.Linear"
+        )
+    _check_vocabulary("weight", "first dimension", weight.shape[0])
+    if bias is not None:
+        check_tensors(bias=bias)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(
+                f"bias: expected shape ({weight.shape[0]},), the first dimension of weight, got {tuple(bias.shape)}"
+            )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        check_device(name, tensor, x.device, "x")
+        if tensor.dtype != x.dtype:
+            raise TypeError(
+                f"{name}: expected the dtype of x, {x.dtype}, got {tensor.dtype}; cast one, or use torch.autocast"
+            )
 
 
 def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, of: str) -> None:

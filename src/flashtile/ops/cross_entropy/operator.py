@@ -157,7 +157,8 @@ def gathered(found: Statistics, spec: CrossEntropySpec) -> Statistics:
     group: Any = dist.distributed_c10d._resolve_process_group(cast(Any, spec.group))
     here = torch.stack(found)
     everywhere = here.new_empty(group.size() * len(here), here.shape[1])
-    dist.all_gather_into_tensor(everywhere, here, group=group)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
+    gather(everywhere, here, group=group)
     return losses.merge(everywhere.view(group.size(), *here.shape))
 
 

@@ -1,0 +1,61 @@
+"""What each of several processes runs that share a vocabulary: asserts that they get what one process gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flashtile
+
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"label_smoothing": 0.1, "reduction": "none", "return_z_loss": True},
+    {"label_smoothing": 0.2, "logit_scale": 0.7, "lse_square_scale": 0.01, "reduction": "sum", "return_z_loss": True},
+    {"inplace_backward": True, "lse_square_scale": 0.01},
+]
+
+
+def run_process(rank: int, size: int, store: str, backend: str, device: str) -> None:
+    """One of `size` processes that meet at the file `store`; "cuda" is the GPU of its number."""
+    engine = "gloo"
+    if device == "cuda":
+        engine = "nccl"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(engine, init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        for options in _OPTIONS:
+            check(rank, size, options, backend, device)
+        check_no_second_derivative(backend, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def check(rank: int, size: int, options: dict[str, Any], backend: str, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 13 * size, generator=generator)
+    logits[2, : 13 * size - 1] = float("-inf")  # a process has nothing of this row
+    labels = torch.tensor([0, 13, -100, 13 * size - 1, 12, 13 * size])
+    if options.get("reduction") != "none":
+        labels[5] = 5
+    logits, labels = logits.to(device), labels.to(device)
+    whole = logits.clone().requires_grad_()
+    part = logits[:, rank * 13 : (rank + 1) * 13].clone().requires_grad_()
+    found = flashtile.cross_entropy(part, labels, process_group=dist.group.WORLD, backend=backend, **options)
+    expected = flashtile.cross_entropy(whole, labels, backend=backend, **options)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    loss, expected_loss = (out[0] if isinstance(out, tuple) else out for out in (found, expected))
+    dloss = torch.arange(1.0, loss.numel() + 1, device=device).view(loss.shape)
+    (dpart,) = torch.autograd.grad(loss, part, dloss)
+    (dwhole,) = torch.autograd.grad(expected_loss, whole, dloss)
+    torch.testing.assert_close(dpart, dwhole[:, rank * 13 : (rank + 1) * 13], equal_nan=True)
+
+
+def check_no_second_derivative(backend: str, device: str) -> None:
+    logits = torch.randn(2, 3, device=device, requires_grad=True)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    loss = flashtile.cross_entropy(logits, labels, process_group=dist.group.WORLD, backend=backend)
+    with pytest.raises(RuntimeError, match="process_group: expected a backward without create_graph"):
+        torch.autograd.grad(loss, logits, create_graph=True)

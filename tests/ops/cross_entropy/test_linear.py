@@ -1,0 +1,324 @@
+"""The last linear layer with its cross-entropy, in chunks: against the fp64 oracle, and how it meets PyTorch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import gradcheck, gradgradcheck
+
+import flashtile
+from flashtile.ops.cross_entropy import linear
+from flashtile.testing import assert_close
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One call of `tokens` tokens, cut into chunks of `chunk` of them."""
+
+    tokens: tuple[int, ...] = (3, 11)
+    features: int = 24
+    columns: int = 131
+    chunk: int = 8
+    dtype: torch.dtype = torch.float32
+    bias: bool = True
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    lse_square_scale: float = 0.0
+    reduction: str = "mean"
+
+    def options(self) -> dict[str, Any]:
+        names = ("label_smoothing", "logit_scale", "lse_square_scale", "reduction")
+        return {name: getattr(self, name) for name in names}
+
+
+_BASE = LinearCase()
+CASES = {
+    "mean": _BASE,
+    "sum": replace(_BASE, reduction="sum", bias=False),
+    "none": replace(_BASE, reduction="none"),
+    "one_chunk": replace(_BASE, chunk=64),
+    "everything": replace(_BASE, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.01),
+    "everything_none": replace(
+        _BASE, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.01, reduction="none", bias=False
+    ),
+    "fp16": replace(_BASE, dtype=torch.float16),
+    "fp16_sum": replace(_BASE, dtype=torch.float16, reduction="sum"),
+    "fp16_none": replace(_BASE, dtype=torch.float16, reduction="none"),
+    "no_tokens": replace(_BASE, tokens=(0,), reduction="sum"),
+    "no_tokens_fp16": replace(_BASE, tokens=(0,), reduction="sum", dtype=torch.float16),
+    "one_token": replace(_BASE, tokens=(1,)),
+}
+BF16_CASES = {
+    "bf16": replace(_BASE, dtype=torch.bfloat16),
+    "bf16_eight_chunks": replace(_BASE, dtype=torch.bfloat16, tokens=(1024,), chunk=128),
+    "bf16_many_chunks": replace(_BASE, dtype=torch.bfloat16, tokens=(1500,), chunk=128),
+    "bf16_none": replace(_BASE, dtype=torch.bfloat16, reduction="none", tokens=(300,), chunk=128),
+}
+
+
+def make_operands(case: LinearCase, dtype: torch.dtype, device: str) -> tuple[list[Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*case.tokens, case.features), (case.columns, case.features), *([(case.columns,)] if case.bias else [])]
+    tensors = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype).to(dtype).to(device)
+        for shape in shapes
+    ]
+    labels = torch.randint(case.columns, case.tokens, generator=generator)
+    labels.view(-1)[2::5] = -100
+    return [t.requires_grad_() for t in tensors], labels.to(device)
+
+
+def run(case: LinearCase, backend: str, dtype: torch.dtype | None, device: str) -> dict[str, Tensor]:
+    (x, weight, *bias), labels = make_operands(case, dtype or case.dtype, device)
+    loss, z_loss = flashtile.linear_cross_entropy(
+        x, weight, labels, *bias, **case.options(), return_z_loss=True, backend=backend
+    )
+    assert not z_loss.requires_grad
+    dloss = torch.randn(loss.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    grads = torch.autograd.grad(loss, (x, weight, *bias), dloss.to(loss.dtype).to(device))
+    return {"loss": loss.detach(), "z_loss": z_loss} | dict(zip(("dx", "dweight", "dbias"), grads))
+
+
+def check(case: LinearCase, backend: str, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """Asserts that a backend's forward and backward of a case agree with the fp64 oracle."""
+    padded = -(-case.columns // 64) * 64
+    monkeypatch.setitem(linear.CHUNK_BYTES, device, case.chunk * padded * case.dtype.itemsize)
+    actual = run(case, backend, None, device)
+    oracle = run(case, "reference", torch.float64, device)
+    eager = run(case, "reference", None, device)
+    for name, value in actual.items():
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name])
+
+
+def parameters(cases: dict[str, LinearCase]) -> list:
+    return [pytest.param(case, id=name) for name, case in cases.items()]
+
+
+@pytest.mark.parametrize("case", parameters(CASES | BF16_CASES))
+def test_cpu(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, "cpu", monkeypatch)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_interpreted(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, "triton", monkeypatch)
+
+
+_LARGE = LinearCase((4000,), 512, 50257, 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(CASES | BF16_CASES))
+def test_gpu(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(case, "triton", monkeypatch, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_gpu_large(dtype: torch.dtype, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(replace(_LARGE, dtype=dtype, reduction=reduction), "triton", monkeypatch, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+def test_gpu_memory() -> None:
+    """Above operands and gradients: one chunk of logits, of at most 2³⁰ bytes, and little else."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+    x = torch.randn(16384, 4096, **options).requires_grad_()
+    weight = (torch.randn(128256, 4096, **options) * 0.01).requires_grad_()
+    labels = torch.randint(128256, (16384,), device="cuda")
+    gradients = 2 * (x.numel() + weight.numel())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flashtile.linear_cross_entropy(x, weight, labels).backward()
+    assert torch.cuda.max_memory_allocated() - before - gradients < 1.5e9
+
+
+@pytest.mark.gpu
+def test_gpu_does_not_synchronise() -> None:
+    (x, weight, bias), labels = make_operands(_LARGE, torch.float32, "cuda")
+    flashtile.linear_cross_entropy(x, weight, labels, bias).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flashtile.linear_cross_entropy(x, weight, labels, bias).backward()
+        flashtile.linear_cross_entropy(x, weight, labels, bias, reduction="none").sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- PyTorch --------------------------------------------------------------------------------------------------------
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def small(dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:
+    return make_operands(replace(_BASE, tokens=(5,), features=3, columns=6), dtype, "cpu")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("reduction", _REDUCTIONS)
+def test_gradients(reduction: str, backend: str) -> None:
+    operands, labels = small()
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "lse_square_scale": 0.2}
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return flashtile.linear_cross_entropy(x, weight, labels, bias, backend=backend, **options)
+
+    assert gradcheck(function, operands) and gradgradcheck(function, operands)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)], ids=str)
+def test_only_what_is_asked_for(wanted: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    operands, labels = small()
+    expected = torch.autograd.grad(flashtile.linear_cross_entropy(*operands[:2], labels, operands[2]), operands)
+    made: list[Any] = []
+    run = linear.forward
+    monkeypatch.setattr(linear, "forward", lambda *arguments: made.append(run(*arguments)) or made[-1])
+    asked = [t if place in wanted else t.detach() for place, t in enumerate(operands)]
+    loss = flashtile.linear_cross_entropy(asked[0], asked[1], labels, asked[2])
+    assert [place for place, gradient in enumerate(made[0].gradients) if gradient is not None] == list(wanted)
+    grads = torch.autograd.grad(loss, [asked[place] for place in wanted])
+    torch.testing.assert_close(grads, tuple(expected[place] for place in wanted))
+    with torch.no_grad():
+        flashtile.linear_cross_entropy(operands[0], operands[1], labels)
+    assert made[1].gradients == (None, None, None)
+
+
+def test_a_second_backward_is_right_too() -> None:
+    operands, labels = small()
+    loss = flashtile.linear_cross_entropy(operands[0], operands[1], labels, operands[2])
+    first = torch.autograd.grad(loss, operands, torch.tensor(2.0, dtype=torch.float64), retain_graph=True)
+    second = torch.autograd.grad(loss, operands, torch.tensor(3.0, dtype=torch.float64))
+    torch.testing.assert_close(second, tuple(1.5 * t for t in first))
+
+
+def test_gradients_are_given_away() -> None:
+    """Where nothing else holds them, those that the forward made become those of the leaves, not copies of them."""
+    operands, labels = small(torch.float32)
+    loss = flashtile.linear_cross_entropy(operands[0], operands[1], labels, operands[2])
+    assert loss.grad_fn is not None
+    made = [t.data_ptr() for t in loss.grad_fn.gradients]
+    loss.backward()
+    assert [t.grad.data_ptr() for t in operands if t.grad is not None] == made
+
+
+def test_strided_operands() -> None:
+    (x, weight, bias), labels = small()
+    strided = torch.stack((x, x))[:, :, None].expand(2, 5, 2, 3), weight.t().contiguous().t(), bias
+    labels = labels[:, None].expand(2, 5, 2)
+    loss = flashtile.linear_cross_entropy(strided[0], strided[1], labels, strided[2], reduction="none")
+    assert loss.shape == (2, 5, 2)
+    expected = flashtile.linear_cross_entropy(x, weight, labels[0, :, 0], bias, reduction="none")
+    torch.testing.assert_close(loss, expected[:, None].expand(2, 5, 2))
+
+
+@pytest.mark.parametrize("reduction", _REDUCTIONS)
+def test_opcheck(reduction: str) -> None:
+    (x, weight, bias), labels = small()
+    spec = (0.1, 0.7, 0.01, -100, reduction, True, 0, 6, "")
+    wanted = (True, False, True)
+    operands = (x.detach(), weight.detach(), bias.detach(), labels)
+    forward, backward = (
+        torch.ops.flashtile.linear_cross_entropy_forward.default,
+        torch.ops.flashtile.linear_cross_entropy_backward.default,
+    )
+    torch.library.opcheck(forward, (*operands, *spec, *wanted, "cpu"))
+    dloss = x.new_ones(5 if reduction == "none" else ())
+    scale = x.new_ones(()) if reduction == "mean" else None
+    torch.library.opcheck(backward, (dloss, scale, *operands, x.new_ones(5), *spec, *wanted, "cpu"))
+    half = (*(t.half() for t in operands[:3]), labels)
+    torch.library.opcheck(forward, (*half, *spec, True, True, True, "cpu"), test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", _REDUCTIONS)
+def test_compiled_equals_eager(reduction: str, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+        return flashtile.linear_cross_entropy(x, weight, labels, bias, reduction=reduction)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
+    operands, labels = small(dtype)
+    for tokens in (4, 5):
+        x, weight, bias = operands
+        arguments = (x[:tokens].detach().requires_grad_(), weight, bias)
+        loss, expected = compiled(*arguments, labels[:tokens]), function(*arguments, labels[:tokens])
+        torch.testing.assert_close(loss, expected)
+        dloss = torch.full_like(loss, 0.7)
+        grads = (torch.autograd.grad(out, arguments, dloss) for out in (loss, expected))
+        torch.testing.assert_close(*grads)
+    torch._dynamo.reset()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        x, weight = torch.empty(2, 3, 4, requires_grad=True), torch.empty(7, 4, requires_grad=True)
+        flashtile.linear_cross_entropy(x, weight, torch.zeros(2, 3, dtype=torch.int64)).backward()
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+def test_autocast() -> None:
+    (x, weight, bias), labels = small(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = flashtile.linear_cross_entropy(x, weight, labels, bias)
+    expected = flashtile.linear_cross_entropy(x.bfloat16(), weight.bfloat16(), labels, bias.bfloat16())
+    assert torch.equal(loss, expected) and loss.dtype is torch.float32
+    grads = [torch.autograd.grad(out, (x, weight, bias)) for out in (loss, expected)]
+    torch.testing.assert_close(*grads, atol=0, rtol=0)
+
+
+def test_transforms() -> None:
+    (x, weight, bias), labels = small()
+    call = lambda x: flashtile.linear_cross_entropy(x, weight.detach(), labels, bias.detach())  # noqa: E731
+    torch.testing.assert_close(torch.func.grad(call)(x.detach()), torch.autograd.grad(call(x), x)[0])
+    with pytest.raises(ValueError, match="backend: expected 'auto' or 'reference'"):
+        torch.func.grad(lambda x: flashtile.linear_cross_entropy(x, weight, labels, backend="cpu"))(x.detach())
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("rows", [1, 100, 4096, 16384, 16385, 100000])
+def test_chunks(rows: int, device: str) -> None:
+    for columns in (64, 50304, 128256, 2**30):
+        step = linear.chunk_rows(rows, columns, 2, device)
+        assert step >= 1 and (step == 1 or step * columns * 2 <= linear.CHUNK_BYTES[device])
+    assert linear.chunk_rows(16384, 128256, 2, "cuda") == 4096
+    assert linear.chunk_rows(0, 64, 2, device) == 1
+
+
+_X, _WEIGHT, _LABELS = torch.randn(2, 3, 4), torch.randn(7, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"x": [1]}, TypeError, "x: expected a torch.Tensor, got list"),
+        ({"x": _X.int()}, TypeError, "x: expected dtype float16"),
+        ({"x": torch.ones(())}, ValueError, "x: expected shape (..., features), got ()"),
+        (
+            {"weight": torch.ones(7, 5)},
+            ValueError,
+            "weight: expected shape (vocabulary, 4), with the last",
+        ),
+        ({"weight": torch.ones(0, 4)}, ValueError, "weight: expected a first dimension from 1 to"),
+        ({"weight": _WEIGHT.double()}, TypeError, "weight: expected the dtype of x, torch.float32, got torch.float64"),
+        ({"weight": _WEIGHT.to("meta")}, ValueError, "weight: expected the device of x, cpu, got meta"),
+        ({"bias": torch.ones(6)}, ValueError, "bias: expected shape (7,), the first dimension of weight, got (6,)"),
+        ({"bias": torch.ones(7).half()}, TypeError, "bias: expected the dtype of x, torch.float32, got torch.float16"),
+        ({"labels": _LABELS[0]}, ValueError, "labels: expected the shape of x without its last dimension, (2, 3)"),
+        ({"reduction": "max"}, ValueError, "reduction: expected one of 'none', 'mean', 'sum', got 'max'"),
+        ({"backend": "x"}, ValueError, "backend: expected one of"),
+    ],
+    ids=range(12),
+)
+def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        flashtile.linear_cross_entropy(**{"x": _X, "weight": _WEIGHT, "labels": _LABELS, **changes})

@@ -1,0 +1,47 @@
+"""The vocabulary spread over processes: what they get together is what one process gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import flashtile
+from cross_entropy_parallel import check, run_process
+
+
+@pytest.mark.parametrize("backend", ["cpu"])
+def test_two_processes(backend: str, tmp_path: Path) -> None:
+    mp.spawn(run_process, (2, str(tmp_path / "store"), backend, "cpu"), nprocs=2)
+
+
+@pytest.mark.interpreter
+def test_two_processes_interpreted(tmp_path: Path) -> None:
+    mp.spawn(run_process, (2, str(tmp_path / "store"), "triton", "cpu"), nprocs=2)
+
+
+@pytest.mark.multi_gpu
+def test_two_gpus(tmp_path: Path) -> None:
+    mp.spawn(run_process, (2, str(tmp_path / "store"), "triton", "cuda"), nprocs=2)
+
+
+def test_a_group_of_one(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        check(0, 1, {"label_smoothing": 0.1}, "cpu", "cpu")
+        check(0, 1, {"label_smoothing": 0.1}, "reference", "cpu")
+        logits, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 4])
+
+        def function(logits: torch.Tensor) -> torch.Tensor:
+            return flashtile.cross_entropy(logits, labels, process_group=dist.group.WORLD)
+
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(logits), function(logits))
+        grads = (torch.autograd.grad(call(logits), logits) for call in (compiled, function))
+        torch.testing.assert_close(*grads)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
