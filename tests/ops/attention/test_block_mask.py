@@ -180,6 +180,19 @@ def test_from_predicate_that_does_not_look_at_every_index(constant):
     check_mask(BlockMask.from_predicate(lambda b, h, q, k: (k < 100) == constant, None, None, 70, 100), dense)
 
 
+@pytest.mark.parametrize("seq", [128, 150])
+def test_memory_of_a_predicates_result_does_not_matter(seq):
+    dense = blocky((1, 1, seq, seq))
+    across = dense.transpose(2, 3).contiguous()
+    check_mask(BlockMask.from_predicate(lambda b, h, q, k: indexed(across)(b, h, k.mT, q.mT).mT, 1, 1, seq, seq), dense)
+
+
+def test_a_predicate_may_return_a_slice():
+    dense = blocky((1, 1, 128, 128))
+    unaligned = torch.cat((torch.ones(3, dtype=torch.bool), dense.flatten()))[3:].view(1, 128, 128)
+    check_mask(BlockMask.from_predicate(lambda *indices: unaligned, 1, 1, 128, 128), dense)
+
+
 @pytest.mark.unpoisoned
 def test_long_masks_take_little_memory():
     """The matrix alone would be 1 GB, its indices 8."""

@@ -229,6 +229,7 @@ class BlockMask:
 
     @property
     def grid(self) -> Grid:
+        """How many tiles and rows of tiles there are."""
         return Grid(self.shape, self.tile)
 
     def to(self, device: torch.device | str) -> BlockMask:

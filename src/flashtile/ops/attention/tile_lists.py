@@ -177,9 +177,8 @@ def _classified(grid: Grid, cells: Tensor, elements: Elements) -> _Entries:
         within_q = tiles.first_q[:, None] + torch.arange(grid.tile[0], device=cells.device) < grid.shape[2]
         within_k = tiles.first_k[:, None] + torch.arange(grid.tile[1], device=cells.device) < grid.shape[3]
         masks = masks & (within_q[:, :, None] & within_k[:, None, :])
-    else:
-        # In memory of their own: eight are read as one word below, which a slice may not be aligned for.
-        masks = masks.clone(memory_format=torch.contiguous_format)
+    # In memory of their own: eight are read as one word below, which a slice may not be aligned for.
+    masks = masks.clone(memory_format=torch.contiguous_format)
     visible = _counted(masks)
     full = visible == grid.pairs(cells)
     kinds = torch.where(full, FULL, EMPTY)

@@ -108,18 +108,18 @@ def big_bird(
     drawn = 1 if heads is None else heads
     check_count("heads", drawn, 1, "None is one pattern for all")
     checked_shape(1, drawn, seq, seq)
-    number = torch.arange(-(-seq // block))
+    # On the CPU, whose generator gives the same numbers everywhere.
+    number = torch.arange(-(-seq // block), device="cpu")
     row, column = number[:, None], number[None, :]
     seen = ((row - column).abs() <= window_blocks // 2) | (torch.minimum(row, column) < global_blocks)
-    # On the CPU, whose generator gives the same numbers everywhere.
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     layout = torch.stack([seen | _drawn(seen, random_blocks, generator) for _ in range(drawn)])
     return BlockMask.from_layout(layout[None].to(resolved_device(device)), tile, seq, seq)
 
 
 def _drawn(seen: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """In each row, `count` of the places that are not seen, or all there are."""
-    order = torch.rand(seen.shape, dtype=torch.float64, generator=generator).masked_fill_(seen, 2.0)
+    order = torch.rand(seen.shape, dtype=torch.float64, generator=generator, device="cpu").masked_fill_(seen, 2.0)
     chosen = order.topk(min(count, seen.shape[1]), largest=False)
     return torch.zeros_like(seen).scatter_(1, chosen.indices, chosen.values < 2)
 
