@@ -2,6 +2,7 @@
 
 from flashtile.modules.attention import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.modules.block import Block, ParallelBlock, add_norm, add_parallel_norm, add_prenorm
+from flashtile.modules.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from flashtile.modules.mha import MHA, FlashMHA, KVCache
 from flashtile.modules.mlp import FusedDense, FusedMlp, GatedMlp, Mlp
 from flashtile.modules.norm import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
@@ -11,6 +12,7 @@ from flashtile.modules.rotary import RotaryEmbedding
 __all__ = [
     "MHA",
     "Block",
+    "CrossEntropyLoss",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
     "FlashCrossAttention",
@@ -21,6 +23,7 @@ __all__ = [
     "GatedMlp",
     "KVCache",
     "LayerNorm",
+    "LinearCrossEntropyLoss",
     "Mlp",
     "ParallelBlock",
     "RMSNorm",

@@ -1,0 +1,60 @@
+"""The loss modules: PyTorch's names and results; they do what the functions do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flashtile
+from flashtile.modules import CrossEntropyLoss, LinearCrossEntropyLoss
+
+_OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "none", "label_smoothing": 0.1}, {"ignore_index": 2}]
+
+
+@pytest.mark.parametrize("options", _OPTIONS, ids=str)
+def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
+    input, target = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 2, 0])
+    loss, expected = CrossEntropyLoss(**options)(input, target), nn.CrossEntropyLoss(**options)(input, target)
+    torch.testing.assert_close(loss, expected)
+    grads = (torch.autograd.grad(out.sum(), input)[0] for out in (loss, expected))
+    torch.testing.assert_close(*grads)
+
+
+def test_more_options() -> None:
+    input, target = torch.randn(2, 7, 5, requires_grad=True), torch.randint(5, (2, 7))
+    options: dict[str, Any] = {"logit_scale": 0.5, "lse_square_scale": 0.1, "return_z_loss": True}
+    module = CrossEntropyLoss(**options, inplace_backward=True)
+    expected = flashtile.cross_entropy(input, target, **options)
+    found = module(input, target)
+    torch.testing.assert_close(found, expected)
+    (dinput,) = torch.autograd.grad(found[0], input)
+    assert dinput.data_ptr() == input.data_ptr()
+    assert not module.state_dict() and not list(module.parameters())
+    described = "logit_scale=0.5, lse_square_scale=0.1, inplace_backward=True, return_z_loss=True"
+    assert repr(module) == f"CrossEntropyLoss({described})"
+    with pytest.raises(TypeError, match="weight"):
+        CrossEntropyLoss(weight=torch.ones(5))
+
+
+def test_options_may_change() -> None:
+    input, target = torch.randn(7, 5), torch.randint(5, (7,))
+    module = CrossEntropyLoss(label_smoothing=0.3)
+    module.label_smoothing = 0.0
+    assert torch.equal(module(input, target), flashtile.cross_entropy(input, target))
+    assert repr(module) == "CrossEntropyLoss()"
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(bias: bool) -> None:
+    input, layer, target = torch.randn(2, 7, 4), nn.Linear(4, 9, bias=bias), torch.randint(9, (2, 7))
+    options: dict[str, Any] = {"label_smoothing": 0.1, "ignore_index": 3}
+    module = LinearCrossEntropyLoss(**options)
+    loss = module(input, layer.weight, target, layer.bias)
+    expected = CrossEntropyLoss(**options)(layer(input), target)
+    torch.testing.assert_close(loss, expected)
+    grads = (torch.autograd.grad(out, tuple(layer.parameters())) for out in (loss, expected))
+    torch.testing.assert_close(*grads)
+    assert repr(module) == "LinearCrossEntropyLoss(ignore_index=3, label_smoothing=0.1)"
