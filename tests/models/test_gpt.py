@@ -13,7 +13,7 @@ SMALL = GPTConfig(context=32, layers=2, heads=2, width=32)
 NEOX = replace(SMALL, positions="rotary", rotary_dim=8, parallel=True, tied=False, activation="gelu")
 LLAMA = replace(
     SMALL, heads=4, heads_kv=2, hidden=40, positions="rotary", norm="rms", activation="swiglu", attention_bias=False,
-    mlp_bias=False, tied=False, window=9,
+    mlp_bias=False, tied=False, window=9, fused_loss=True,
 )  # fmt: skip
 STYLES = {"gpt2": SMALL, "neox": NEOX, "llama": LLAMA}
 
@@ -94,6 +94,17 @@ def test_styles_compile_whole_and_are_the_same(config):
     compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
     grads = []
     for loss in (compiled(batch), model.loss(batch)):
+        grads.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("config", [SMALL, LLAMA], ids=["tied", "untied"])
+def test_the_fused_loss_is_the_same(config):
+    batch, grads = tokens(), []
+    for fused in (True, False):
+        model = make(None, replace(config, fused_loss=fused), torch.float64)
+        loss = model.loss(batch)
         grads.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     for mine, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(mine, theirs)

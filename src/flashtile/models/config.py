@@ -43,6 +43,7 @@ class GPTConfig:
         attention_dropout: on attention weights.
         residual_dropout: on what joins the residual stream.
         residual_in_fp32: the residual stream is float32.
+        fused_loss: `GPT.loss` never has all logits in memory (`flashtile.linear_cross_entropy`).
         initial_std: of the weights at first.
     """
 
@@ -68,6 +69,7 @@ class GPTConfig:
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     residual_in_fp32: bool = False
+    fused_loss: bool = False
     initial_std: float = 0.02
 
     def __post_init__(self) -> None:

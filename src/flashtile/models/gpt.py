@@ -120,7 +120,10 @@ class GPT(nn.Module):
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy, in nats, of each token of `[B, S + 1]` given those before it."""
-        return cast(Tensor, flashtile.cross_entropy(self(tokens[:, :-1]), tokens[:, 1:]))
+        hidden, labels = self.hidden(tokens[:, :-1]), tokens[:, 1:]
+        if self.config.fused_loss:
+            return cast(Tensor, flashtile.linear_cross_entropy(hidden, self.output_weight, labels))
+        return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, self.output_weight), labels))
 
     @property
     def output_weight(self) -> Tensor:

@@ -138,7 +138,6 @@ class MHA(nn.Module):
         self.causal = causal
         self.layer_idx = layer_idx
         self.use_alibi = use_alibi
-        self.windowed = tuple(window_size) not in ((-1, -1), (None, None))
         self.return_residual = return_residual
         width_kv = 2 * num_heads_kv * self.head_dim
         if cross_attn:
@@ -154,7 +153,9 @@ class MHA(nn.Module):
         )
         # On the CPU whatever the default device is, such as meta: it is a constant, not a parameter to be loaded.
         slopes = alibi_slopes(num_heads, "cpu") if use_alibi else None
-        self.inner_attn: nn.Module = InnerAttention(causal, softmax_scale, dropout, window_size, slopes)
+        inner = InnerAttention(causal, softmax_scale, dropout, window_size, slopes)
+        self.windowed = inner.window != (None, None)
+        self.inner_attn: nn.Module = inner
 
     def forward(
         self,
