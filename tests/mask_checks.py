@@ -35,6 +35,8 @@ def check_mask(mask: BlockMask, dense: Tensor) -> None:
                     columns[sequence * len(starts_k) + j].append((i, kind))
     assert _listed(mask.row_offsets, mask.columns, mask.kinds) == rows
     assert _listed(mask.column_offsets, mask.rows, mask.row_kinds) == columns
+    in_order = (mask.row_offsets, mask.column_offsets, mask.columns, mask.kinds, mask.rows, mask.row_kinds)
+    assert torch.equal(torch.cat(in_order), mask.lists) and mask.entries == mask.columns.shape[0]
     assert mask.tile_masks.dtype is torch.uint8 and mask.tile_masks.shape[1:] == mask.tile
     used = set(mask.kinds[mask.kinds >= 0].tolist())
     assert used == set(range(mask.tile_masks.shape[0])), "each pattern is some tile's"

@@ -48,12 +48,8 @@ class BlockMask:
     Attributes:
         shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 stands for any number.
         tile: `(tile_q, tile_k)` of the lists, multiples of 64.
-        row_offsets: `[batch · heads · tiles_q + 1]` int32: where the entries of each row of tiles start.
-        columns: `[entries]` int32: the key tile, ascending within a row.
-        kinds: `[entries]` int32: -1 where every pair of the tile is visible, else its place in `tile_masks`.
-        column_offsets: `[batch · heads · tiles_k + 1]` int32: the same entries by key tile.
-        rows: `[entries]` int32: the query tile, ascending within a column.
-        row_kinds: `[entries]` int32: the kinds in that order.
+        lists: int32, row_offsets, column_offsets, columns, kinds, rows and row_kinds one behind the other, so that a
+            call passes one tensor. Those are views of it.
         tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; no two are equal.
 
     Two masks are equal if their shape, tile and visible pairs are. Comparing synchronises.
@@ -64,12 +60,7 @@ class BlockMask:
 
     shape: Shape
     tile: tuple[int, int]
-    row_offsets: Tensor
-    columns: Tensor
-    kinds: Tensor
-    column_offsets: Tensor
-    rows: Tensor
-    row_kinds: Tensor
+    lists: Tensor
     tile_masks: Tensor
 
     @classmethod
@@ -225,18 +216,62 @@ class BlockMask:
 
     @property
     def device(self) -> torch.device:
-        return self.row_offsets.device
+        return self.lists.device
 
     @property
     def grid(self) -> Grid:
         """How many tiles and rows of tiles there are."""
         return Grid(self.shape, self.tile)
 
+    @property
+    def entries(self) -> int:
+        """How many tiles are stored."""
+        return (self.lists.shape[0] - self._offsets) // 4
+
+    @property
+    def row_offsets(self) -> Tensor:
+        """`[batch · heads · tiles_q + 1]`: where the entries of each row of tiles start."""
+        return self.lists[: self.grid.rows + 1]
+
+    @property
+    def column_offsets(self) -> Tensor:
+        """`[batch · heads · tiles_k + 1]`: where those of each column start, in the lists by column."""
+        return self.lists[self.grid.rows + 1 : self._offsets]
+
+    @property
+    def columns(self) -> Tensor:
+        """`[entries]`: the key tile, ascending within a row."""
+        return self._list(0)
+
+    @property
+    def kinds(self) -> Tensor:
+        """`[entries]`: -1 where every pair of the tile is visible, else its place in `tile_masks`."""
+        return self._list(1)
+
+    @property
+    def rows(self) -> Tensor:
+        """`[entries]`: the same entries by column: the query tile, ascending within a column."""
+        return self._list(2)
+
+    @property
+    def row_kinds(self) -> Tensor:
+        """`[entries]`: the kinds in that order."""
+        return self._list(3)
+
+    @property
+    def _offsets(self) -> int:
+        """How many offsets there are."""
+        return self.grid.rows + self.grid.columns + 2
+
+    def _list(self, number: int) -> Tensor:
+        start = self._offsets + number * self.entries
+        return self.lists[start : start + self.entries]
+
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask on another device; itself where it is there already."""
         if torch.device(device) == self.device:
             return self
-        return BlockMask(self.shape, self.tile, *(tensor.to(device) for tensor in _tensors(self)))
+        return BlockMask(self.shape, self.tile, self.lists.to(device), self.tile_masks.to(device))
 
     def cuda(self, device: torch.device | str = "cuda") -> BlockMask:
         return self.to(device)
@@ -281,15 +316,14 @@ class BlockMask:
             return NotImplemented
         if self.shape != other.shape or self.tile != other.tile:
             return False
-        # The transposed lists follow from these.
-        names = ("row_offsets", "columns", "kinds", "tile_masks")
-        return all(torch.equal(getattr(self, name), getattr(other, name).to(self.device)) for name in names)
+        pairs = (self.lists, other.lists), (self.tile_masks, other.tile_masks)
+        return all(torch.equal(own, its.to(self.device)) for own, its in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return (
-            f"BlockMask(shape={self.shape}, tile={self.tile}, entries={self.columns.shape[0]} of "
+            f"BlockMask(shape={self.shape}, tile={self.tile}, entries={self.entries} of "
             f"{self.grid.rows * self.grid.tiles_k}, patterns={self.tile_masks.shape[0]}, device={str(self.device)!r})"
         )
 
@@ -297,7 +331,7 @@ class BlockMask:
         """The number of each entry's tile, `[entries]` int64."""
         row = torch.arange(self.grid.rows, device=self.device)
         lengths = self.row_offsets.diff()
-        row = torch.repeat_interleave(row, lengths, output_size=self.columns.shape[0])
+        row = torch.repeat_interleave(row, lengths, output_size=self.entries)
         return row * self.grid.tiles_k + self.columns
 
     def _masks_with_ends(self) -> Tensor:
@@ -313,14 +347,10 @@ class BlockMask:
         return table
 
 
-def _tensors(mask: BlockMask) -> tuple[Tensor, ...]:
-    return tuple(getattr(mask, field.name) for field in dataclasses.fields(mask)[2:])
-
-
 # torch.compile and torch.func see the tensors of a mask, and its sizes as constants.
 pytree.register_pytree_node(
     BlockMask,
-    lambda mask: (list(_tensors(mask)), (mask.shape, mask.tile)),
+    lambda mask: ([mask.lists, mask.tile_masks], (mask.shape, mask.tile)),
     lambda tensors, sizes: BlockMask(*sizes, *tensors),
     serialized_type_name="flashtile.BlockMask",
 )

@@ -107,18 +107,6 @@ class Bounds(NamedTuple):
 Elements = Callable[[Tiles], Tensor]
 
 
-class Lists(NamedTuple):
-    """The tiles that are not empty, by row and by column; see `BlockMask`."""
-
-    row_offsets: Tensor
-    columns: Tensor
-    kinds: Tensor
-    column_offsets: Tensor
-    rows: Tensor
-    row_kinds: Tensor
-    tile_masks: Tensor
-
-
 class _Entries(NamedTuple):
     """Some tiles: cells and kinds `[entries]` int64, and the patterns `[patterns, tile_q, tile_k]` bool."""
 
@@ -127,8 +115,10 @@ class _Entries(NamedTuple):
     patterns: Tensor
 
 
-def build(grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements) -> Lists:
-    """The lists from what is known of its tiles, and the elements of the others."""
+def build(
+    grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements
+) -> tuple[Tensor, Tensor]:
+    """`BlockMask.lists` and `tile_masks` from what is known of the tiles of a grid, and the elements of the others."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     parts = [_Entries(none, none, torch.zeros((0, *grid.tile), dtype=torch.bool, device=device))]
     columns = torch.arange(grid.tiles_k, device=device)[None, :]
@@ -225,33 +215,25 @@ def _joined(parts: list[_Entries]) -> _Entries:
     )
 
 
-def _assembled(grid: Grid, entries: _Entries) -> Lists:
-    """Both lists of the tiles that are not empty."""
-    if entries.cells.shape[0] >= 2**31:
+def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
+    """Both lists of the tiles that are not empty, and the distinct patterns."""
+    if 4 * entries.cells.shape[0] + grid.rows + grid.columns + 2 >= 2**31:
         raise ValueError(
-            f"tile: expected fewer than 2**31 tiles that are not empty, got {entries.cells.shape[0]}; use larger tiles"
+            f"tile: expected fewer than 2**29 tiles that are not empty, got {entries.cells.shape[0]}; use larger tiles"
         )
     patterns, which = _distinct(entries.patterns)
+    kinds = entries.kinds
     if patterns.shape[0]:
-        kinds = torch.where(entries.kinds < 0, entries.kinds, which[entries.kinds.clamp(min=0)])
-    else:
-        kinds = entries.kinds
+        kinds = torch.where(kinds < 0, kinds, which[kinds.clamp(min=0)])
     cells, order = torch.sort(entries.cells)
-    kinds = kinds[order].int()
+    kinds = kinds[order]
     row, column = cells // grid.tiles_k, cells % grid.tiles_k
-    by_column = row // grid.tiles_q * grid.tiles_k + column
-    sorted_columns, transposed = torch.sort(by_column, stable=True)
-    return Lists(
-        row_offsets=_offsets(row, grid.rows),
-        columns=column.int(),
-        kinds=kinds,
-        column_offsets=_offsets(sorted_columns, grid.columns),
-        rows=(row % grid.tiles_q)[transposed].int(),
-        row_kinds=kinds[transposed],
-        tile_masks=patterns.to(torch.uint8),
-    )
+    columns, transposed = torch.sort(row // grid.tiles_q * grid.tiles_k + column, stable=True)
+    offsets = _offsets(row, grid.rows), _offsets(columns, grid.columns)
+    lists = *offsets, column, kinds, (row % grid.tiles_q)[transposed], kinds[transposed]
+    return torch.cat([part.int() for part in lists]), patterns.to(torch.uint8)
 
 
 def _offsets(owners: Tensor, total: int) -> Tensor:
-    """Where the entries of each owner start, `[total + 1]` int32; owners ascend."""
-    return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device), out_int32=True)
+    """Where the entries of each owner start, `[total + 1]`; owners ascend."""
+    return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device))
