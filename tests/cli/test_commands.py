@@ -177,6 +177,18 @@ def test_bench_companions_lists_its_choices():
 
 
 @needs_no_gpu
+def test_bench_train_prints_tokens_each_second():
+    result = invoke("bench", "train", "--batch", 1, "--impl", "plain")
+    assert result.exit_code == 0, result.output
+    assert "Training fwd+bwd+step: tokens/s" in result.output
+
+
+def test_bench_train_lists_its_choices():
+    result = invoke("bench", "train", "--list")
+    assert result.exit_code == 0 and "transformers-sdpa" in result.output and "gpt2-" in result.output
+
+
+@needs_no_gpu
 def test_bench_host_time():
     result = invoke("bench", "host-time", "--impl", "sdpa-flash")
     assert result.exit_code == 0 and "fwd-nograd" in result.output

@@ -18,6 +18,9 @@ from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem
 from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.runner import Row, run_cases
 from flashtile.bench.tables import cases_of, select_cases, tables
+from flashtile.bench.training import cases as training_cases
+from flashtile.bench.training import implementations as training_implementations
+from flashtile.bench.training.problem import TrainProblem
 
 _HOST_TIME_DEFAULT = {
     "cuda": ["flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn", "fa4"],
@@ -90,6 +93,31 @@ def bench_companions(
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
 
 
+def bench_train(
+    model: Sequence[str] = (),
+    impl: Sequence[str] = (),
+    output: Path | None = None,
+    on_case: OnCase = _nothing,
+    *,
+    batch: int | None = None,
+    seconds: float | None = None,
+) -> Record:
+    """Measures training steps on this machine's device.
+
+    Args:
+        model: names of models, each perhaps several with commas; those of the device when empty.
+        batch: sequences in a step; None for the case's own number.
+        impl, output, on_case, seconds: as `bench_attention`.
+
+    Raises:
+        ChoiceError: a name matches nothing.
+    """
+    device = default_device()
+    chosen = training_implementations.select_implementations(_split(impl), device)
+    cases = training_cases.cases_of(device, _split(model), batch)
+    return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
+
+
 def _run(
     cases: Sequence[Any],
     implementations: Sequence[AnyImplementation],
@@ -141,18 +169,25 @@ def describe_companions(device: torch.device) -> str:
     return _listed({**lists, "implementations": here})
 
 
+def describe_training(device: torch.device) -> str:
+    """The same of training."""
+    names = [case.name for case in training_cases.training_cases(device)]
+    return _listed({"cases": names, "implementations": [i.name for i in training_implementations.IMPLEMENTATIONS]})
+
+
 def _listed(lists: dict[str, list[str]]) -> str:
     return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
 
 
 def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], seconds: float) -> str:
     """A line about a case that was measured."""
-    speeds = ", ".join(f"{row['impl']} {row['phase']} {_speed(row):.3g}" for row in rows if row["ms"] is not None)
+    speeds = ", ".join(f"{row['impl']} {row['phase']} {_speed(row):.4g}" for row in rows if row["ms"] is not None)
     return f"[{index + 1}/{total}, {seconds:.0f} s] {case.name}: {speeds or 'no speed'}"
 
 
 def _speed(row: Row) -> float:
-    return row["gbps"] if row["tflops"] is None else row["tflops"]
+    keys = ("tokens_per_s", "tflops", "gbps")
+    return next(row[key] for key in keys if row.get(key) is not None)
 
 
 def command_line() -> str:

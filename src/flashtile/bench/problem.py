@@ -17,7 +17,7 @@ from flashtile.bench.verify import Oracle, Verdict
 
 
 class AnyCase(Protocol):
-    """A case of any operation."""
+    """A case of any benchmark."""
 
     @property
     def name(self) -> str:
@@ -26,6 +26,10 @@ class AnyCase(Protocol):
     def record(self) -> dict[str, Any]:
         """The `case` object of a record."""
 
+
+class WorkCase(AnyCase, Protocol):
+    """A case of one operation, whose work is counted."""
+
     def flops(self, phase: str) -> float | None:
         """Floating-point operations; None where bytes are what counts."""
 
@@ -33,8 +37,14 @@ class AnyCase(Protocol):
         """Bytes that must move at least."""
 
 
+def speed_of(case: WorkCase, phase: str, ms: float) -> dict[str, Any]:
+    """The speed of a row with its work by time."""
+    flops = case.flops(phase)
+    return {"tflops": None if flops is None else flops / ms / 1e9, "gbps": case.bytes(phase) / ms / 1e6}
+
+
 class AnyImplementation(Protocol):
-    """An implementation of any operation."""
+    """An implementation of any benchmark."""
 
     @property
     def name(self) -> str:
@@ -77,6 +87,9 @@ class Problem(Protocol):
     def judge(self, bound: Any, phase: str, results: dict[str, Tensor]) -> Verdict:
         """Whether the results of a phase are right."""
 
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """What a row says of a speed beside the time, `tflops` and `gbps` among it."""
+
 
 class AttentionProblem:
     """One attention call and its gradients."""
@@ -100,3 +113,6 @@ class AttentionProblem:
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         return self._oracle.judge(phase, results)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        return speed_of(self._case, phase, ms)

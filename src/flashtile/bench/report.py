@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,12 @@ from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.tables import OPERATIONS, case_of
 from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.tables import table_of
+from flashtile.bench.training import cases as training
 
 Row = dict[str, Any]
+
+#: What a speed is given in -> its key in a row.
+_SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ def case_name(row: Row) -> str:
     """The name of a row's case; of attention with its batch and heads."""
     if row.get("op") in OPERATIONS:
         return case_of(row["op"], row["case"]).name
+    if row.get("op") == training.OP:
+        return training.TrainCase(**row["case"]).name
     case = Case.from_record(row["case"])
     heads = f"h{case.H}" if case.H == case.Hkv else f"h{case.H}:{case.Hkv}"
     return f"b{case.B}-{heads}-{case.name}"
@@ -39,18 +45,26 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
-    then with the share of a copy's speed that ours reaches; and a table of the memory that they take.
+    then with the share of a copy's speed that ours reaches. Training in tokens each second. Where rows have them, also
+    tables of the memory that they take, and of the share of the GPU's peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        kind = "Companions" if row["op"] in OPERATIONS else "Attention"
+        kind = "Training" if row["op"] == training.OP else "Companions" if row["op"] in OPERATIONS else "Attention"
         groups.setdefault((kind, row["phase"], _unit(row)), []).append(row)
     copies = [row for row in rows if row["op"] == Copy.op and row["ms"] is not None]
     found = [
         _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
     ]
-    measured = [row for row in rows if "peak_mib" in row]
-    return [*found, _peak_table(measured)] if measured else found
+    memory = [row for row in rows if "peak_mib" in row]
+    if memory:
+        found.append(_figures("Memory beside inputs and gradients (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
+    shares = [row for row in rows if row.get("mfu") is not None]
+    if shares:
+        found.append(
+            _figures("The model's FLOPs as a share of the GPU's peak", shares, lambda row: f"{row['mfu']:.1%}")
+        )
+    return found
 
 
 def host_table(rows: Sequence[Row]) -> Table:
@@ -64,14 +78,16 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each table of attention cases, and of each companion operation, the geometric means of our speed over the
-    best peer's and over each peer's.
+    """Of each table of attention cases, of each companion operation and of training, the geometric means of our speed
+    over the best peer's and over each peer's.
 
     None without a peer.
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        name = row["op"] if row["op"] in OPERATIONS else f"{table_of(Case.from_record(row['case']))} table"
+        name = (
+            row["op"] if row["op"] in (*OPERATIONS, training.OP) else f"{table_of(Case.from_record(row['case']))} table"
+        )
         by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
     return [table for table in found if table.lines]
@@ -143,7 +159,9 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
 
 
 def _unit(row: Row) -> str:
-    """Of an operation's speed: what bounds it."""
+    """Of a speed: of an operation, what bounds it."""
+    if row["op"] == training.OP:
+        return "tokens/s"
     if row["op"] not in OPERATIONS:
         return "TFLOP/s"
     return "GB/s" if case_of(row["op"], row["case"]).flops(row["phase"]) is None else "TFLOP/s"
@@ -152,7 +170,7 @@ def _unit(row: Row) -> str:
 def _speed(row: Row | None, unit: str) -> str:
     if row is None or row["ms"] is None:
         return "–"
-    speed = row["tflops" if unit == "TFLOP/s" else "gbps"]
+    speed = row[_SPEEDS[unit]]
     return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
@@ -169,14 +187,15 @@ def _moved(row: Row) -> float:
     return row["gbps"] * row["ms"] * 1e6
 
 
-def _peak_table(rows: list[Row]) -> Table:
+def _figures(title: str, rows: list[Row], figure: Callable[[Row], str]) -> Table:
+    """One figure of each implementation in each case."""
     impls = list(dict.fromkeys(row["impl"] for row in rows))
     lines = []
     for key in dict.fromkeys(map(case_key, rows)):
         of_case = {row["impl"]: row for row in rows if case_key(row) == key}
-        cells = [f"{of_case[impl]['peak_mib']:.0f}" if impl in of_case else "–" for impl in impls]
+        cells = [figure(of_case[impl]) if impl in of_case else "–" for impl in impls]
         lines.append([case_name(next(iter(of_case.values()))), *cells])
-    return Table("Memory beside inputs and gradients (MiB)", ["case", *impls], lines)
+    return Table(title, ["case", *impls], lines)
 
 
 def _microseconds(row: Row) -> str:

@@ -107,7 +107,7 @@ def _measure(
     for entry in entries:
         _make_timers(entry, problem.phases, device)
     _sample_in_turns(entries, seconds, problem.phases)
-    return [_row(entry, problem.op, case, phase) for entry in entries for phase in problem.phases]
+    return [_row(entry, problem, case, phase) for entry in entries for phase in problem.phases]
 
 
 def _sample_in_turns(entries: list[Prepared], seconds: float, phases: Sequence[str] = PHASES) -> None:
@@ -152,9 +152,9 @@ def _make_timers(entry: Prepared, phases: Sequence[str], device: torch.device) -
                 entry.timers[phase] = make_timer(entry.bound.calls[phase], device)
 
 
-def _row(entry: Prepared, op: str, case: AnyCase, phase: str) -> Row:
+def _row(entry: Prepared, problem: Problem, case: AnyCase, phase: str) -> Row:
     row: Row = {
-        "op": op,
+        "op": problem.op,
         "phase": phase,
         "impl": entry.implementation.name,
         "case": case.record(),
@@ -165,9 +165,9 @@ def _row(entry: Prepared, op: str, case: AnyCase, phase: str) -> Row:
     }
     if phase in entry.why:
         return {**row, "why": entry.why[phase]}
-    ms, flops = statistics.median(entry.samples[phase]), case.flops(phase)
-    speed = {"ms": ms, "tflops": None if flops is None else flops / ms / 1e9, "gbps": case.bytes(phase) / ms / 1e6}
-    return {**row, **speed, **entry.facts[phase], "timer": entry.timers[phase].kind}
+    ms = statistics.median(entry.samples[phase])
+    speed = {"ms": ms, **problem.speed(phase, ms), **entry.facts[phase]}
+    return {**row, **speed, "timer": entry.timers[phase].kind}
 
 
 def _finite(value: float | None) -> float | None:

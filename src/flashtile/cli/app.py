@@ -212,6 +212,35 @@ def bench_companions(
     run_command(work)
 
 
+@bench.command("train")
+def bench_train(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model; --list names them. Repeat, or commas. Default: all.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
+    impl: _Impl = None,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    show: _Show = False,
+) -> None:
+    """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
+
+    def work() -> bool:
+        from flashtile.bench import commands
+        from flashtile.cli.bench import progress_printer, show_speed_record
+
+        console = make_console()
+        if show:
+            console.print(commands.describe_training(commands.default_device()), markup=False)
+            return True
+        progress = progress_printer(console)
+        record = commands.bench_train(model or (), impl or (), output, progress, batch=batch, seconds=seconds)
+        show_speed_record(console, record["rows"], output)
+        return True
+
+    run_command(work)
+
+
 @bench.command("host-time")
 def bench_host_time(impl: _Impl = None, output: _Record = None) -> None:
     """The host's own time for one small call, forward and backward."""

@@ -9,7 +9,7 @@ from flashtile.bench.cases import ChoiceError
 from flashtile.bench.companions import oracle
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import select_implementations
-from flashtile.bench.companions.losses import CrossEntropy
+from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
 from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
@@ -51,11 +51,13 @@ def test_work_of_forward_and_backward_together():
     assert plain.bytes("fwd+bwd") == 2 * (4 * 6 + 2 * (15 + 15 + 5 + 3))
     assert gated.bytes("fwd") == 2 * (6 + 6 + 30 + 15)
     assert plain.flops("fwd") == 2 * 2 * (3 * 5 + 5 * 3) and plain.flops("fwd+bwd") == 3 * plain.flops("fwd")
+    linear = LinearCrossEntropy("bf16", 3, 5, 7)
+    assert linear.bytes("fwd+bwd") == 2 * 2 * (15 + 35) and linear.flops("fwd+bwd") == 3 * 2 * 3 * 5 * 7
     assert gated.flops("fwd") == 2 * 2 * (3 * 10 + 5 * 3)
 
 
 def test_what_memory_bounds_has_no_flops():
-    assert {case.op for case in ALL if case.flops(case.phases[0]) is not None} == {"fused_mlp"}
+    assert {case.op for case in ALL if case.flops(case.phases[0]) is not None} == {"fused_mlp", "linear_cross_entropy"}
 
 
 def test_names_tell_cases_apart():

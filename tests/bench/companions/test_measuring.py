@@ -17,7 +17,7 @@ from flashtile.bench.companions import tables
 from flashtile.bench.companions.bound import Bound
 from flashtile.bench.companions.case import Random, Way
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
-from flashtile.bench.companions.losses import CrossEntropy
+from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
 from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
@@ -37,6 +37,7 @@ TINY = [
     CausalSoftmax("fp32", 2, 2, 9),
     MaskedSoftmax("fp32", 2, 2, 9),
     CrossEntropy("bf16", 8, 37),
+    LinearCrossEntropy("fp32", 8, 5, 37),
     FusedMLP("fp32", 8, 16, 24, "gelu_tanh"),
     FusedMLP("fp32", 8, 16, 24, "silu", gated=True),
 ]
@@ -198,6 +199,9 @@ def test_liger_is_called_by_its_signatures(monkeypatch):
     def rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         return tuple(x * cos[:, None] + _rotate_half(x) * sin[:, None] for x in (q, k))
 
+    def linear_loss(input, weight, target, bias=None, ce_weight=None, ignore_index=-100, accum_dtype=None):
+        return F.cross_entropy(F.linear(input, weight), target)
+
     def add_rms(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
         return F.rms_norm(X + R, X.shape[-1:], W, eps), X + R
 
@@ -212,8 +216,9 @@ def test_liger_is_called_by_its_signatures(monkeypatch):
         liger_rope=rope,
         liger_swiglu=lambda a, b: F.silu(a) * b,
         liger_cross_entropy=lambda input, target: _InForward.apply(input, target),
+        liger_fused_linear_cross_entropy=linear_loss,
     )
-    _assert_right("liger", LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, FusedMLP)
+    _assert_right("liger", LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, FusedMLP, LinearCrossEntropy)
     forward, backward, both = _assert_right("liger", CrossEntropy)
     assert backward["why"] == "computes its gradient in the forward"
     assert forward["ms"] is not None and both["ms"] is not None
@@ -256,8 +261,14 @@ def test_quack_is_called_by_its_signatures(monkeypatch):
 
     _install(monkeypatch, "quack.rotary", apply_rotary_emb=rotary)
     _install(monkeypatch, "quack.cross_entropy", cross_entropy=cross_entropy)
+
+    def linear_loss(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
+        return F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
+
     _install(monkeypatch, "quack.mlp", mlp_func=mlp_func)
-    _assert_right("quack", LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, CrossEntropy, FusedMLP)
+    _install(monkeypatch, "quack.linear_cross_entropy", chunked_linear_cross_entropy=linear_loss)
+    kinds = (LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, CrossEntropy, LinearCrossEntropy, FusedMLP)
+    _assert_right("quack", *kinds)
 
 
 class _InForward(torch.autograd.Function):

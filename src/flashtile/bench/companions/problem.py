@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from flashtile.bench.companions.bound import Bound
 from flashtile.bench.companions.case import Case, Random
 from flashtile.bench.companions.implementations import Implementation
 from flashtile.bench.companions.oracle import Oracle
+from flashtile.bench.problem import speed_of
 from flashtile.bench.verify import Verdict
 
 
@@ -34,3 +37,6 @@ class CompanionProblem:
         if self._oracle is None:
             self._oracle = Oracle(self._case, self._inputs)
         return self._oracle.judge(results, bound.way.own_bits)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        return speed_of(self._case, phase, ms)

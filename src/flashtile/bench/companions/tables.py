@@ -9,7 +9,7 @@ import torch
 
 from flashtile.bench.cases import select_named
 from flashtile.bench.companions.case import Case
-from flashtile.bench.companions.losses import CrossEntropy
+from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
 from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
@@ -26,6 +26,7 @@ _KINDS: tuple[type[Case], ...] = (
     CausalSoftmax,
     MaskedSoftmax,
     CrossEntropy,
+    LinearCrossEntropy,
     FusedMLP,
 )
 OPERATIONS = {kind.op: kind for kind in _KINDS}
@@ -49,6 +50,7 @@ def _cuda_cases() -> list[Case]:
         CausalSoftmax("bf16", 8, 16, 2048),
         MaskedSoftmax("bf16", 8, 16, 2048),
         *(CrossEntropy("bf16", 8192, vocabulary) for vocabulary in (50257, 50304, 128256)),
+        LinearCrossEntropy("bf16", 16384, 4096, 128256),
         FusedMLP("bf16", 16384, 4096, 16384, "gelu_tanh"),
         FusedMLP("bf16", 16384, 4096, 16384, "silu", gated=True),
     ]
@@ -66,6 +68,7 @@ def _cpu_cases() -> list[Case]:
         CausalSoftmax("fp32", 1, 4, 256),
         MaskedSoftmax("fp32", 1, 4, 256),
         CrossEntropy("fp32", 256, 1000),
+        LinearCrossEntropy("fp32", 256, 64, 1000),
         FusedMLP("fp32", 256, 128, 512, "gelu_tanh"),
         FusedMLP("fp32", 256, 128, 512, "silu", gated=True),
     ]

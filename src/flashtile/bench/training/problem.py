@@ -1,0 +1,139 @@
+"""Training steps, as the runner asks for them: a model bound to an optimizer, judged by its first losses.
+
+The losses of every token, before the first step and after some steps on the same batch, must be those of the plain
+formula trained in float64, within the tolerance policy: before, they tell that the forward is right, after, that the
+gradients and the optimizer's use of them are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.bench.training.cases import OP, PHASE, TrainCase, make_tokens, make_weights
+from flashtile.bench.training.implementations import Implementation, Model, build_plain, token_losses
+from flashtile.bench.verify import Verdict
+
+_CHECKED_STEPS = 2
+#: Sequences that the oracle takes at once; it has the S×S matrices of attention in float64.
+_ORACLE_BATCH = 2
+_OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+
+#: Part of a GPU's name -> its dense bfloat16 products in TFLOP/s, by the data sheets of the vendor.
+_PEAK_TFLOPS = {"H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0}
+
+
+class Training:
+    """A model and its optimizer, with a batch."""
+
+    def __init__(self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None) -> None:
+        self._model, self._tokens, self._autocast_on = model, tokens, autocast
+        self._parts = tokens.split(batch or len(tokens))
+        self._optimizer = torch.optim.AdamW(model.parameters, **_OPTIONS)
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        """What is timed."""
+        return {PHASE: self.step}
+
+    def step(self) -> Tensor:
+        """Forward, backward and optimizer; the loss. Parts of the batch add their gradients up."""
+        losses = []
+        for part in self._parts:
+            with self._autocast():
+                loss = self._model.loss(part)
+            if len(self._parts) > 1:
+                loss = loss * (len(part) / len(self._tokens))
+            loss.backward()
+            losses.append(loss.detach())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum()
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """Takes the first steps: losses of tokens before and after `[B, S]`, and those of the steps."""
+        before = self._token_losses()
+        losses = torch.stack([self.step() for _ in range(_CHECKED_STEPS)])
+        return {"token_loss": before, "token_loss_after": self._token_losses(), "loss": losses}
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """No keys of a row beside those of its speed."""
+        return {}
+
+    @torch.no_grad()
+    def _token_losses(self) -> Tensor:
+        found = []
+        for part in self._parts:
+            with self._autocast():
+                logits = self._model.logits(part[:, :-1])
+            found.append(token_losses(logits, part))
+        return torch.cat(found)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
+
+
+class TrainProblem:
+    """A case on a device."""
+
+    op = OP
+    phases: tuple[str, ...] = (PHASE,)
+
+    def __init__(self, case: TrainCase, device: torch.device) -> None:
+        self._case, self._device = case, device
+        self._weights, self._tokens = make_weights(case, device), make_tokens(case, device)
+        self._autocast = case.dtype == "bf16"
+        self._exact = self._trained(torch.float64)
+        self._eager = self._trained(torch.float32)
+
+    def offers(self, implementation: Implementation) -> bool:
+        return True
+
+    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
+        return implementation.missing()
+
+    def bind(self, implementation: Implementation) -> Training:
+        model = implementation.build(self._case, self._weights)
+        found, expected = (sum(t.numel() for t in group) for group in (model.parameters, self._weights.values()))
+        if found != expected:
+            raise ValueError(f"{implementation.name} has {found} parameters, expected {expected}")
+        return Training(model, self._tokens, self._autocast)
+
+    def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
+        worst, wrong = 0.0, []
+        for name, found in results.items():
+            exact, eager = self._exact[name], self._eager[name]
+            worst = max(worst, testing.error(found, exact) if bool(found.isfinite().all()) else float("inf"))
+            if name == "loss" and self._autocast:
+                # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
+                found, eager = found.bfloat16(), eager.bfloat16()
+            try:
+                testing.assert_close(name, found, exact, eager)
+            except AssertionError as error:
+                wrong.append(str(error))
+        return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
+        tflops, peak = self._case.flops(phase) / ms / 1e9, peak_tflops(self._device)
+        tokens_per_s = self._case.tokens / ms * 1e3
+        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+
+    def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The first losses of the plain formula; in float32 as autocast has it."""
+        model = build_plain(self._case, {name: weight.to(dtype) for name, weight in self._weights.items()})
+        autocast = self._autocast and dtype is torch.float32
+        return Training(model, self._tokens, autocast, _ORACLE_BATCH).results(PHASE)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Of bfloat16 products on a known GPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAK_TFLOPS.items() if part in name), None)

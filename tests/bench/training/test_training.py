@@ -1,0 +1,163 @@
+"""Training steps: FLOPs counted by hand, the plain formula beside flashtile's, wrong training found."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile.bench import runner
+from flashtile.bench.__main__ import main
+from flashtile.bench.cases import ChoiceError
+from flashtile.bench.commands import bench_train
+from flashtile.bench.report import mean_tables, reasons, speed_tables
+from flashtile.bench.training.cases import MODELS, TrainCase, cases_of, make_tokens, make_weights, weight_shapes
+from flashtile.bench.training.implementations import (
+    IMPLEMENTATIONS,
+    Implementation,
+    build_plain,
+    select_implementations,
+    token_losses,
+)
+from flashtile.bench.training.problem import Training, TrainProblem, peak_tflops
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = TrainCase("gpt2-tiny", 3, 8, "fp32")
+BY_NAME = {each.name: each for each in IMPLEMENTATIONS}
+
+
+@pytest.fixture(autouse=True)
+def short_measuring(monkeypatch):
+    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
+
+
+def run(case, *chosen):
+    return runner.run_case(case, chosen, CPU, problem=TrainProblem)
+
+
+def test_flops_count_the_models_products():
+    sizes = MODELS["gpt2-tiny"]
+    # Of a token: four products of width², two of 4 · width², the head; attention sees (S / 2) keys, twice.
+    products = sizes.layers * (4 + 8) * 64**2 + 256 * 64
+    attention = sizes.layers * 2 * 2 * (8 / 2) * 64
+    assert CASE.flops("fwd+bwd+step") == 3 * 3 * 8 * (2 * products + attention)
+
+
+def test_models_have_the_parameters_of_gpt2():
+    """GPT-2 small has 124 million with a vocabulary of 50,257, and medium 355."""
+    for model, millions in (("gpt2-small", 124.48), ("gpt2-medium", 354.87)):
+        shapes = dict(weight_shapes(MODELS[model], 1024))
+        assert sum(math.prod(shape) for shape in shapes.values()) / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_right_training_gets_a_speed(dtype):
+    case = replace(CASE, dtype=dtype)
+    rows = run(case, BY_NAME["flashtile"], BY_NAME["flashtile-fused-loss"], BY_NAME["plain"])
+    for row in rows:
+        assert row["ms"] is not None, row
+        assert (row["op"], row["phase"], row["case"]) == ("train-step", "fwd+bwd+step", case.record())
+        assert row["tokens_per_s"] == pytest.approx(24 / row["ms"] * 1e3) and row["mfu"] is None
+        assert row["tflops"] == pytest.approx(case.flops("") / row["ms"] / 1e9)
+
+
+def test_transformers_trains_likewise():
+    pytest.importorskip("transformers")
+    for row in run(CASE, BY_NAME["transformers-eager"], BY_NAME["transformers-sdpa"]):
+        assert row["ms"] is not None, row
+
+
+def changed(**changes):
+    def build(case, weights):
+        model = build_plain(case, weights)
+        return replace(model, **{name: change(model) for name, change in changes.items()})
+
+    return Implementation("changed", build)
+
+
+def test_wrong_logits_get_no_speed():
+    (row,) = run(CASE, changed(logits=lambda model: lambda tokens: model.logits(tokens) * 1.01))
+    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss: largest error")
+
+
+def test_a_loss_of_other_labels_is_found_after_the_steps():
+    def shifted(model):
+        return lambda tokens: token_losses(model.logits(tokens[:, :-1]), tokens.roll(1, dims=1)).mean()
+
+    (row,) = run(CASE, changed(loss=shifted))
+    assert row["ms"] is None and "token_loss_after: largest error" in row["why"]
+    assert "token_loss: " not in row["why"]
+
+
+def test_weights_that_are_not_trained_are_found():
+    def all_but_one(model):
+        return [*model.parameters[:-1], torch.zeros_like(model.parameters[-1], requires_grad=True)]
+
+    (row,) = run(CASE, changed(parameters=all_but_one))
+    assert row["ms"] is None and "token_loss_after" in row["why"]
+
+
+def test_another_number_of_parameters_is_a_reason():
+    (row,) = run(CASE, changed(parameters=lambda model: model.parameters[:-1]))
+    assert row["why"].startswith("ValueError: changed has")
+
+
+def test_missing_packages_are_reasons():
+    (row,) = run(CASE, Implementation("elsewhere", build_plain, "no_such_package"))
+    assert row["why"] == "no_such_package is not installed"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_parts_of_a_batch_train_as_the_whole(autocast):
+    weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
+    whole, parts = (Training(build_plain(CASE, weights), tokens, autocast, batch).results("") for batch in (None, 2))
+    torch.testing.assert_close(parts["loss"], whole["loss"], rtol=1e-3 if autocast else 1e-5, atol=0)
+    torch.testing.assert_close(parts["token_loss"], whole["token_loss"], rtol=1e-2 if autocast else 1e-5, atol=0)
+
+
+def test_peaks_are_known_by_name(monkeypatch):
+    assert peak_tflops(CPU) is None
+    for name, peak in (("NVIDIA H200", 989.4), ("NVIDIA H100 PCIe", 756.0), ("NVIDIA X1", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert peak_tflops(CUDA) == peak
+
+
+def test_choosing():
+    assert [case.name for case in cases_of(CUDA, ["gpt2-medium"], 4)] == ["gpt2-medium-b4-s1024-bf16"]
+    assert [case.model for case in cases_of(CUDA, [], None)] == ["gpt2-small", "gpt2-medium"]
+    assert [each.name for each in select_implementations([], CUDA)] == [
+        "flashtile", "flashtile-fused-loss", "transformers-eager", "transformers-sdpa", "transformers-compile",
+    ]  # fmt: skip
+    with pytest.raises(ChoiceError, match="--model: no gpt2-small on cpu; there are: gpt2-tiny"):
+        cases_of(CPU, ["gpt2-small"], None)
+
+
+def test_command_writes_a_record_of_the_documented_form(tmp_path, capsys):
+    output = tmp_path / "record.json"
+    record = bench_train(["gpt2-tiny"], ["plain"], output, batch=1, seconds=0.0)
+    assert json.loads(output.read_text()) == record
+    (row,) = record["rows"]
+    assert set(row) == {
+        "op", "phase", "impl", "case", "ms", "tflops", "gbps", "error", "tokens_per_s", "mfu", "timer",
+    }  # fmt: skip
+    assert row["case"] == {"model": "gpt2-tiny", "B": 1, "S": 64, "dtype": "fp32"}
+    assert main(["train", "--list"]) == 0
+    assert "gpt2-tiny-b2-s64-fp32" in capsys.readouterr().out
+    assert main(["train", "--batch", "1", "--impl", "plain", "flashtile", "--seconds", "0"]) == 0
+    assert "Training fwd+bwd+step: tokens/s" in capsys.readouterr().out
+
+
+def test_tables_of_training():
+    def row(impl, tokens_per_s, **more):
+        ms = None if tokens_per_s is None else 72e3 / tokens_per_s
+        figures = {"ms": ms, "tflops": 1.0, "tokens_per_s": tokens_per_s, "mfu": 0.25}
+        return {"op": "train-step", "phase": "fwd+bwd+step", "impl": impl, "case": CASE.record(), **figures, **more}
+
+    rows = [row("flashtile", 200.0), row("transformers-sdpa", 100.0), row("other", None, mfu=None, why="no")]
+    speeds, shares = speed_tables(rows)
+    assert speeds.lines == [["gpt2-tiny-b3-s8-fp32", "200", "100", "–", "2.00"]]
+    assert shares.lines == [["gpt2-tiny-b3-s8-fp32", "25.0%", "25.0%"]]
+    assert mean_tables(rows)[0].lines[0][:3] == ["flashtile / best peer", "fwd+bwd+step", "2.00"]
+    assert reasons(rows) == ["other: no (gpt2-tiny-b3-s8-fp32 fwd+bwd+step)"]
