@@ -28,6 +28,8 @@ def run_process(rank: int, size: int, store: str, backend: str, device: str) -> 
     try:
         for options in _OPTIONS:
             check(rank, size, options, backend, device)
+        for options in ({}, {"label_smoothing": 0.1, "reduction": "none"}, {"reduction": "sum"}):
+            check_linear(rank, size, options, backend, device)
         check_no_second_derivative(backend, device)
     finally:
         dist.destroy_process_group()
@@ -51,6 +53,28 @@ def check(rank: int, size: int, options: dict[str, Any], backend: str, device: s
     (dpart,) = torch.autograd.grad(loss, part, dloss)
     (dwhole,) = torch.autograd.grad(expected_loss, whole, dloss)
     torch.testing.assert_close(dpart, dwhole[:, rank * 13 : (rank + 1) * 13], equal_nan=True)
+
+
+def check_linear(rank: int, size: int, options: dict[str, Any], backend: str, device: str) -> None:
+    """Each process has some rows of the weight, and x."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator).to(device) for shape in ((9, 4), (7 * size, 4), (7 * size,))
+    )
+    labels = torch.tensor([0, 6, 7 * size - 1, -100, 1, 2, 3, 4, 5], device=device)
+    rows = slice(7 * rank, 7 * (rank + 1))
+    whole = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    part = [t.clone().requires_grad_() for t in (x, weight[rows], bias[rows])]
+    group = dist.group.WORLD
+    found = flashtile.linear_cross_entropy(
+        part[0], part[1], labels, part[2], process_group=group, backend=backend, **options
+    )
+    expected = flashtile.linear_cross_entropy(whole[0], whole[1], labels, whole[2], backend=backend, **options)
+    torch.testing.assert_close(found, expected)
+    dloss = torch.arange(1.0, found.numel() + 1, device=device).view(found.shape)
+    dx, dweight, dbias = torch.autograd.grad(found, part, dloss)
+    expected_dx, expected_dweight, expected_dbias = torch.autograd.grad(expected, whole, dloss)
+    torch.testing.assert_close((dx, dweight, dbias), (expected_dx, expected_dweight[rows], expected_dbias[rows]))
 
 
 def check_no_second_derivative(backend: str, device: str) -> None:

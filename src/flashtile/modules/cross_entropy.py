@@ -97,6 +97,7 @@ class LinearCrossEntropyLoss(_Loss):
         label_smoothing: share of the target that is spread over the vocabulary.
         logit_scale: factor on the logits.
         lse_square_scale: factor on lse² in the loss ("z-loss").
+        process_group: of processes that hold a part of the weight each.
         return_z_loss: also return the part of lse².
     """
 
@@ -108,6 +109,7 @@ class LinearCrossEntropyLoss(_Loss):
         label_smoothing: float = 0.0,
         logit_scale: float = 1.0,
         lse_square_scale: float = 0.0,
+        process_group: ProcessGroup | None = None,
         return_z_loss: bool = False,
     ) -> None:
         super().__init__(
@@ -116,6 +118,7 @@ class LinearCrossEntropyLoss(_Loss):
             label_smoothing=label_smoothing,
             logit_scale=logit_scale,
             lse_square_scale=lse_square_scale,
+            process_group=process_group,
             return_z_loss=return_z_loss,
         )
 

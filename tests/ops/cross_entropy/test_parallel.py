@@ -10,12 +10,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import flashtile
-from cross_entropy_parallel import check, run_process
+from cross_entropy_parallel import check, check_linear, run_process
 
 
-@pytest.mark.parametrize("backend", ["cpu"])
-def test_two_processes(backend: str, tmp_path: Path) -> None:
-    mp.spawn(run_process, (2, str(tmp_path / "store"), backend, "cpu"), nprocs=2)
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(run_process, (2, str(tmp_path / "store"), "cpu", "cpu"), nprocs=2)
 
 
 @pytest.mark.interpreter
@@ -33,6 +32,7 @@ def test_a_group_of_one(tmp_path: Path) -> None:
     try:
         check(0, 1, {"label_smoothing": 0.1}, "cpu", "cpu")
         check(0, 1, {"label_smoothing": 0.1}, "reference", "cpu")
+        check_linear(0, 1, {"label_smoothing": 0.1}, "reference", "cpu")
         logits, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 1, 4])
 
         def function(logits: torch.Tensor) -> torch.Tensor:

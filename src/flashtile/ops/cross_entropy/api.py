@@ -44,8 +44,8 @@ def cross_entropy(
         logits: `[..., vocabulary]`; float16, bfloat16, float32, or float64 (CPU and reference only). Read in place
             where the last dimension is contiguous and the rows lie at one distance, else copied.
         labels: `[...]`, int64 or int32, from 0 to vocabulary - 1, or `ignore_index`. Another number makes the loss of
-            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_DEBUG=1` it is an error,
-            at the price of a synchronisation on a GPU.
+            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_DEBUG=1`, read at
+            import, it is an error, at the price of a synchronisation on a GPU; not in a compiled graph.
         label_smoothing: share of the target, from 0 to 1, that is spread evenly over the vocabulary.
         logit_scale: factor on the logits.
         lse_square_scale: factor on lse², which keeps the log-sum-exp near 0 ("z-loss").
@@ -106,6 +106,7 @@ def linear_cross_entropy(
     lse_square_scale: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    process_group: ProcessGroup | None = None,
     return_z_loss: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -123,6 +124,9 @@ def linear_cross_entropy(
         labels: `[...]`, as in `cross_entropy`.
         bias: `[vocabulary]` in x's dtype, or None.
         label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss: as in `cross_entropy`.
+        process_group: of processes that hold `[vocabulary / size, features]` of the weight each, in the order of their
+            ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and that of x,
+            added up over processes, so all of them must ask for it or none.
         backend: as in `cross_entropy`; the matrix products are PyTorch's.
 
     Returns:
@@ -130,6 +134,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError, ValueError: as `cross_entropy`.
+        RuntimeError: a backward with `create_graph` of a call with `process_group`.
     """
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_tensors(x=x, weight=weight)
@@ -137,7 +142,14 @@ def linear_cross_entropy(
     checks.check_linear(x, weight, bias)
     checks.check_labels(labels, x.shape[:-1], x.device, "x")
     spec = checks.make_spec(
-        weight.shape[0], label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss, None
+        weight.shape[0],
+        label_smoothing,
+        logit_scale,
+        lse_square_scale,
+        ignore_index,
+        reduction,
+        return_z_loss,
+        process_group,
     )
     checks.check_label_values(labels, spec)
     operands = LinearOperands(x.reshape(labels.numel(), x.shape[-1]), weight, bias, labels.reshape(-1))

@@ -20,6 +20,9 @@ from flashtile.ops.common.checks import (
 )
 from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
 
+#: Opt-in check of the values of labels, which costs a synchronisation on a GPU.
+DEBUG = os.environ.get("FLASHTILE_DEBUG", "0") not in ("", "0")
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -93,8 +96,8 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, o
 
 
 def check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
-    """Where `FLASHTILE_DEBUG=1` asks for it, checks that each label is one, which on a GPU synchronises."""
-    if os.environ.get("FLASHTILE_DEBUG", "0") in ("", "0") or torch.compiler.is_compiling():
+    """Where `FLASHTILE_DEBUG=1` asks for it, checks that each label is one. A compiled graph cannot."""
+    if not DEBUG or torch.compiler.is_compiling():
         return
     if labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return

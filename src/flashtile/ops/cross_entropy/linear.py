@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.ops.cross_entropy import parallel
 from flashtile.ops.cross_entropy.losses import mean_scale
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, compute_dtype
 
@@ -85,15 +86,15 @@ def forward(module: ModuleType, operands: LinearOperands, spec: CrossEntropySpec
     lse = torch.empty(len(labels), dtype=dtype, device=x.device)
     loss, z_loss = torch.empty_like(lse), torch.empty_like(lse) if spec.z_loss else None
     for rows, logits in _chunks(operands):
-        found = module.forward(logits, labels[rows], each)
+        found = parallel.forward(module, logits, labels[rows], each)
         loss[rows], lse[rows] = found.loss, found.lse
-        if z_loss is not None:
+        if z_loss is not None and found.z_loss is not None:
             z_loss[rows] = found.z_loss
         if any(wanted):
             sums.add(rows, module.backward(one, factor, logits, labels[rows], found.lse, each, True))
     if spec.reduction != "none":
         loss, z_loss = _total(loss, scale), None if z_loss is None else _total(z_loss, scale)
-    return LinearResults(loss, z_loss, lse, scale, sums.found())
+    return LinearResults(loss, z_loss, lse, scale, sums.found(spec))
 
 
 def backward(
@@ -110,7 +111,7 @@ def backward(
     dloss = dloss.expand_as(lse)
     for rows, logits in _chunks(operands):
         sums.add(rows, module.backward(dloss[rows], scale, logits, operands.labels[rows], lse[rows], spec, True))
-    return sums.found()
+    return sums.found(spec)
 
 
 def finish(found: LinearGradients, operands: LinearOperands) -> LinearGradients:
@@ -190,7 +191,8 @@ class _Sums:
             else:
                 dweight[part] = _float32_product(dlogits[part], x)
 
-    def found(self) -> LinearGradients:
+    def found(self, spec: CrossEntropySpec) -> LinearGradients:
+        parallel.add_up(self._dx, spec)  # each process has the part of its columns
         dweight = self._dweight
         if dweight is not None:
             dweight = dweight.to(weight_sum_dtype(self._operands.x.dtype))

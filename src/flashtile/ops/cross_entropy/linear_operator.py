@@ -16,7 +16,7 @@ from torch import Tensor
 from flashtile.ops.common import backends, dispatch
 from flashtile.ops.cross_entropy import linear, reference
 from flashtile.ops.cross_entropy.linear import LinearGradients, LinearOperands, LinearResults, Wanted
-from flashtile.ops.cross_entropy.operator import SPEC_SCHEMA
+from flashtile.ops.cross_entropy.operator import SPEC_SCHEMA, refuse_second_order, refuse_transformed
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, compute_dtype
 
 _OPERAND_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
@@ -39,9 +39,12 @@ def run_linear_cross_entropy(
     operands: LinearOperands, spec: CrossEntropySpec, backend: str
 ) -> tuple[Tensor, Tensor | None]:
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns loss and z_loss."""
-    if dispatch.transformed() or backend == "reference":
-        # PyTorch's own operations compute the call, and differentiate it.
+    transformed = dispatch.transformed()
+    if transformed:
         dispatch.refuse_named_backend(backend)
+        refuse_transformed(spec, False)
+    if transformed or (backend == "reference" and not spec.group):
+        # PyTorch's own operations compute the call, and differentiate it.
         results = reference.linear(*operands, spec)
         z_loss = None if results.z_loss is None else results.z_loss.detach()
         return results.loss, z_loss
@@ -86,6 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         operands, lse, scale = LinearOperands(*saved[:4]), saved[4], saved[5]
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:
+            refuse_second_order(spec, False)
             found = _differentiable_backward(dloss, operands, spec, wanted)
         elif spec.reduction == "none" or (ctx.gradients is None and not compiling):
             found = _run_backward(dloss, scale, operands, lse, spec, wanted, backend)

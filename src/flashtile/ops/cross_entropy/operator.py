@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flashtile.ops.common import backends, dispatch
-from flashtile.ops.cross_entropy import losses, reference
-from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, compute_dtype, gradient_strides
+from flashtile.ops.cross_entropy import parallel, reference
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, compute_dtype, gradient_strides
 
 SPEC_SCHEMA = (
     "float label_smoothing, float logit_scale, float lse_square_scale, int ignore_index, str reduction, bool z_loss, "
@@ -40,7 +38,7 @@ def run_cross_entropy(
     if dispatch.transformed():
         # Under torch.func transforms and forward-mode differentiation, PyTorch's own operations compute the call.
         dispatch.refuse_named_backend(backend)
-        _refuse_transformed(spec, inplace)
+        refuse_transformed(spec, inplace)
         results = reference.forward(logits, labels, spec)
     elif torch.is_grad_enabled() and logits.requires_grad:
         loss, *z_loss = _CrossEntropy.apply(logits, labels, *spec, inplace, backend)
@@ -50,7 +48,7 @@ def run_cross_entropy(
     return results.loss, results.z_loss
 
 
-def _refuse_transformed(spec: CrossEntropySpec, inplace: bool) -> None:
+def refuse_transformed(spec: CrossEntropySpec, inplace: bool) -> None:
     if spec.group:
         raise ValueError("process_group: expected None under torch.func transforms, which know no communication")
     if inplace:
@@ -89,7 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         logits, labels, lse, scale = ctx.saved_tensors
         if torch.is_grad_enabled() and not compiling:
-            _refuse_second_order(spec, inplace)
+            refuse_second_order(spec, inplace)
             dlogits = reference.differentiable_backward(dloss, logits, labels, spec)
         elif not inplace:
             dlogits = _run_backward(dloss, scale, logits, labels, lse, spec, backend)
@@ -99,7 +97,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, None, *(None,) * (_SPEC + 2)
 
 
-def _refuse_second_order(spec: CrossEntropySpec, inplace: bool) -> None:
+def refuse_second_order(spec: CrossEntropySpec, inplace: bool) -> None:
     if inplace:
         raise RuntimeError(
             "inplace_backward: expected a backward without create_graph, which needs the logits again; "
@@ -145,21 +143,7 @@ def _run_inplace_backward(
 
 def _forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
     module = backends.implementation("cross_entropy", backend, logits.device.type, logits.dtype)
-    if not spec.group:
-        return module.forward(logits, labels.contiguous(), spec)
-    labels = labels.contiguous()
-    found = gathered(module.read(logits, labels, spec), spec)
-    return losses.losses(found, labels, spec)
-
-
-def gathered(found: Statistics, spec: CrossEntropySpec) -> Statistics:
-    """The statistics of whole rows, from those that each process has of its columns."""
-    group: Any = dist.distributed_c10d._resolve_process_group(cast(Any, spec.group))
-    here = torch.stack(found)
-    everywhere = here.new_empty(group.size() * len(here), here.shape[1])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before PyTorch 2.13
-    gather(everywhere, here, group=group)
-    return losses.merge(everywhere.view(group.size(), *here.shape))
+    return parallel.forward(module, logits, labels.contiguous(), spec)
 
 
 def _backward(

@@ -33,6 +33,11 @@ def backward(
     return logits.copy_(dlogits) if inplace else dlogits
 
 
+def multiply(gradient: Tensor, factor: Tensor) -> None:
+    """Multiplies a gradient by a scalar, in place."""
+    gradient.copy_(gradient.to(compute_dtype(gradient.dtype)) * factor)
+
+
 def differentiable_backward(dloss: Tensor, logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Tensor:
     """The gradient of the logits as a function of `dloss` and of the logits alone, for the second derivative."""
     found = forward(logits, labels, spec)
