@@ -84,3 +84,9 @@ def band(seq_q: int, seq_k: int, causal: bool = False, window: tuple[int, int] =
     if right >= 0:
         visible &= distance <= right
     return visible
+
+
+def alibi_bias(slopes: Tensor, seq_q: int, seq_k: int) -> Tensor:
+    """What ALiBi adds to the scores, `[heads, seq_q, seq_k]`."""
+    distance = torch.arange(seq_k) - (torch.arange(seq_q)[:, None] + seq_k - seq_q)
+    return -slopes[:, None, None] * distance.abs()

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.modules import FlashCrossAttention, FlashSelfAttention, alibi_slopes
-from module_cases import DEVICES, attention_in_full, band, check_module
+from module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
 
 OPTIONS = [
     {},
@@ -29,7 +29,10 @@ def visible(options: dict, seq_q: int, seq_k: int, like: torch.Tensor) -> torch.
 
 
 def plain(options: dict, q, k, v):
-    return attention_in_full(q, k, v, visible(options, q.shape[1], k.shape[1], q), options.get("softmax_scale"))
+    lengths = q.shape[1], k.shape[1]
+    slopes = options.get("alibi_slopes")
+    bias = None if slopes is None else alibi_bias(slopes, *lengths).to(q.device)
+    return attention_in_full(q, k, v, visible(options, *lengths, q), options.get("softmax_scale"), bias)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,3 +123,5 @@ def test_mistakes_are_explained():
         FlashSelfAttention(window_size=None)
     with pytest.raises(ValueError, match="window: expected left from 0"):
         FlashSelfAttention(window_size=(-2, 0))(qkv)
+    with pytest.raises(ValueError, match="alibi_slopes: expected constants"):
+        FlashSelfAttention(alibi_slopes=torch.ones(2, requires_grad=True))

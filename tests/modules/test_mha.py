@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.modules import MHA, FlashMHA, KVCache
-from module_cases import DEVICES, attention_in_full, band, check_module
+from flashtile.modules import MHA, FlashMHA, KVCache, alibi_slopes
+from module_cases import DEVICES, alibi_bias, attention_in_full, band, check_module
 
 EMBED, HEADS, D = 48, 6, 8
 OPTIONS: list[dict[str, Any]] = [
@@ -56,7 +56,8 @@ def in_full(module: MHA, x: Tensor, x_kv: Tensor | None = None, table: int | Non
         q = module.Wq(x).unflatten(-1, (-1, module.head_dim))
         k, v = (t.unflatten(-1, (-1, module.head_dim)) for t in module.Wkv(x_kv).chunk(2, -1))
     seen = band(q.shape[1], k.shape[1], module.causal, module.inner_attn.window_size).to(x.device)
-    out = attention_in_full(q, k, v, seen, module.inner_attn.softmax_scale)
+    bias = alibi_bias(alibi_slopes(HEADS), q.shape[1], k.shape[1]).to(x.device) if module.use_alibi else None
+    out = attention_in_full(q, k, v, seen, module.inner_attn.softmax_scale, bias)
     return F.linear(out.flatten(2), module.out_proj.weight, module.out_proj.bias)
 
 
@@ -152,13 +153,15 @@ def test_decoding_with_a_cache_is_the_whole_at_once(options, device):
     """A prompt, then tokens one by one, then two at once."""
     x = torch.randn(2, 12, EMBED, dtype=torch.float64 if device == "cpu" else torch.float32, device=device)
     module = make(**options, layer_idx=1).to(x)
-    cache = KVCache(2, 12, module.num_heads_kv, D, device, x.dtype)
+    cache = KVCache(2, 15, module.num_heads_kv, D, device, x.dtype)
     keys = cache.k
     with torch.no_grad():
         parts = [module(part, cache=[None, cache]) for part in x.split([7, 1, 1, 1, 2], 1)]
         expected = module(x)
     torch.testing.assert_close(torch.cat(parts, 1), expected)
     assert cache.length == 12 and cache.k is keys
+    if module.rotary_emb is not None:
+        assert module.rotary_emb.tables(1, x.device)[0].shape[0] == 15  # made once, not longer in each step
     cache.length = 7  # forget what followed the prompt
     with torch.no_grad():
         torch.testing.assert_close(module(x[:, 7:8], cache=cache), expected[:, 7:8])

@@ -29,6 +29,10 @@ class _Attention(nn.Module):
         self.window_size = window_size
         self.window = _window(window_size)
         self.deterministic = deterministic
+        if alibi_slopes is not None and alibi_slopes.requires_grad:
+            raise ValueError(
+                "alibi_slopes: expected constants, got a tensor with a gradient; flashtile.attention learns slopes"
+            )
         # No buffer, because slopes stay float32 when a module is cast.
         self._alibi_slopes = alibi_slopes
 
@@ -55,7 +59,8 @@ class _Attention(nn.Module):
             "deterministic": self.deterministic,
         }
         if self._alibi_slopes is not None:
-            self._alibi_slopes = options["alibi_slopes"] = self._alibi_slopes.to(q.device)
+            wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+            self._alibi_slopes = options["alibi_slopes"] = self._alibi_slopes.to(q.device, wide)
         if cu_seqlens_q is not None:
             options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             return flashtile.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
@@ -149,7 +154,7 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     next higher.
 
     Reference:
-        Press, Smith, Lewis, "Train Short, Test Long" (2022).
+        Press, Smith, Lewis, "Train Short, Test Long" (2021).
     """
     lower = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]

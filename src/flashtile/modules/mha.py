@@ -225,7 +225,9 @@ class MHA(nn.Module):
     ) -> Tensor:
         if x_kv is None:
             cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-            q, k, v = self._project(x, 0, cu_seqlens, max_seqlen)
+            # A packed batch of unknown lengths has no position past the total.
+            longest = x.shape[-2] if cu_seqlens is None or max_seqlen is None else max_seqlen
+            q, k, v = self._project(x, longest, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
             q = self._heads(self.Wq(x), self.num_heads)
             k, v = self._heads(self.Wkv(x_kv), 2 * self.num_heads_kv).chunk(2, dim=-2)
@@ -243,19 +245,26 @@ class MHA(nn.Module):
         return out.unflatten(0, (batch, seq))
 
     def _decode(self, x: Tensor, cache: KVCache) -> Tensor:
-        q, k, v = self._project(x, cache.length, None, None)
+        # Tables for all that fits, made once: those for each length would be new in every step.
+        q, k, v = self._project(x, max(cache.capacity, cache.length + x.shape[1]), cache.length)
         k, v = cache.append(k, v)
         return self.out_proj(self.inner_attn(q, k, v).flatten(-2))
 
     def _project(
-        self, x: Tensor, offset: int, cu_seqlens: Tensor | None, max_seqlen: int | None
+        self,
+        x: Tensor,
+        positions: int,
+        offset: int = 0,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`."""
+        """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
+
+        Rotary tables have so many `positions`, and x begins at `offset`.
+        """
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
-            # A packed batch of unknown lengths has no position past the total.
-            longest = x.shape[-2] if max_seqlen is None or cu_seqlens is None else max_seqlen
-            tables = self.rotary_emb.tables(longest + offset, x.device)
+            tables = self.rotary_emb.tables(positions, x.device)
             # In place: nothing else reads what the projection wrote.
             qkv = flashtile.apply_rotary_qkv(
                 qkv, *tables, self.rotary_emb.interleaved, True, offset, self.num_heads, cu_seqlens, max_seqlen
