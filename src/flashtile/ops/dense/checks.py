@@ -102,8 +102,8 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...],
         )
     if main_grad.dtype is not x.dtype and main_grad.is_cuda and _torch_version() < _WIDE_RESULTS_SINCE:
         raise ValueError(
-            f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.10 is the "
-            "first to add up 16-bit products in float32 on a GPU"
+            f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.10 is "
+            "the first to add up 16-bit products in float32 on a GPU"
         )
 
 

@@ -146,11 +146,12 @@ class _Mlp(torch.autograd.Function):
         spec = ActivationSpec(activation, gated)
         pre = products.linear(x, weight1, bias1)
         hidden = _activate(pre, spec, backend)
-        ctx.save_for_backward(
-            x, weight1, bias1, weight2, pre if checkpoint_level < 2 else None, hidden if checkpoint_level < 1 else None
-        )
+        wanted = MlpOperands(*ctx.needs_input_grad[:5])
+        keeps_pre, keeps_hidden = checkpoint_level < 2, checkpoint_level < 1 and wanted.weight2
+        kept = (pre if keeps_pre else None, hidden if keeps_hidden else None)
+        ctx.save_for_backward(x, weight1, bias1, weight2, *kept)
         ctx.main_grads = tuple(main_grads)
-        ctx.scalars = MlpOperands(*ctx.needs_input_grad[:5]), spec, backend
+        ctx.scalars = wanted, spec, backend
         ctx.set_materialize_grads(False)
         out = products.linear(hidden, weight2, bias2)
         return (out, x) if return_residual else out
@@ -170,7 +171,7 @@ class _Mlp(torch.autograd.Function):
                 ctx.main_grads,
                 spec,
                 wanted,
-                _backward_backend(backend),
+                backend,
             )
         return *grads, *(None,) * 7
 
@@ -188,9 +189,9 @@ def _mlp_backward(
     x, weight1, bias1, weight2, pre, hidden = saved
     if backend == _RECORDED:
         pre = hidden = None  # what was saved of them does not lead back to the operands
-    if pre is None:
-        pre = products.linear(x, weight1, bias1)
     wants_pre, wants_hidden = wanted.x or wanted.weight1 or wanted.bias1, wanted.weight2 and hidden is None
+    if pre is None and (wants_pre or wants_hidden):
+        pre = products.linear(x, weight1, bias1)
     dpre: Any = None
     dbias1 = None
     if wants_pre:
