@@ -52,7 +52,13 @@ COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
 #: Packages that stand on the public names, as a user does.
 ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "models", "modules", "testing"}
 #: Third-party packages that only these parts may need.
-OPTIONAL = {"typer": {"cli"}, "rich": {"cli", "bench"}, "matplotlib": {"cli", "bench"}, "numpy": set()}
+OPTIONAL = {
+    "typer": {"cli"},
+    "rich": {"cli", "bench"},
+    "matplotlib": {"cli", "bench"},
+    "numpy": set(),
+    "transformers": {"bench"},
+}
 
 
 def module_name(path: Path) -> str:
@@ -147,6 +153,7 @@ def test_imports_follow_the_rule(path):
         ("flashtile.bench.cases", "import flashtile\nflashtile._backends.devices"),
         ("flashtile.ops.attention.api", "import numpy as np"),
         ("flashtile.models.gpt", "from rich.console import Console"),
+        ("flashtile.models.hugging_face", "import transformers"),
     ],
 )
 def test_the_rule_sees_a_breach(module, source):
