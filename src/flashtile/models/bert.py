@@ -1,6 +1,6 @@
 """BERT: an encoder of post-norm blocks, a pooler, and the two heads of its pre-training.
 
-Shape letters: B batch, S sequence, T tokens that are kept (B · S without a mask), W width, V vocabulary.
+Shape letters: B batch, S sequence, T tokens that a mask keeps, W width, V vocabulary.
 
 Reference:
     Devlin, Chang, Lee, Toutanova, "BERT" (2019).
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.models.config import BertConfig, make_mlp
-from flashtile.modules import MHA, Block, LayerNorm, pad_input, unpad_input
+from flashtile.modules import MHA, Block, LayerNorm, Unpadded, pad_input, unpad_input
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -77,38 +77,33 @@ class Bert(nn.Module):
         Returns:
             `[B, S, W]`, 0 where the mask is False, and `[B, W]`.
         """
-        batch, length = tokens.shape
-        if mask is None:
-            hidden, _ = self.packed(tokens, None, segments)
-            hidden = hidden.unflatten(0, (batch, length))
-        else:
-            hidden, indices = self.packed(tokens, mask, segments)
-            hidden = pad_input(hidden, indices, batch, length)
+        hidden, kept = self.hidden(tokens, mask, segments)
+        if kept is not None:
+            hidden = pad_input(hidden, kept.indices, *tokens.shape)
         return hidden, self.pool(hidden[:, 0])
 
-    def packed(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Hidden states of the kept tokens, `[T, W]`, and where in `[B · S]` they are."""
-        batch, length = tokens.shape
+    def hidden(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Unpadded | None]:
+        """Hidden states `[B, S, W]`; with a mask those of the kept tokens, `[T, W]`, and where these are."""
+        length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {length}")
         if segments is not None and segments.shape != tokens.shape:
             raise ValueError(
                 f"segments: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(segments.shape)}"
             )
-        if mask is None:
-            rows = torch.arange(batch * length, device=tokens.device)
-            cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=tokens.device) * length
-            longest, kept = length, tokens.flatten()
-        else:
-            kept, rows, cu_seqlens, longest, _ = unpad_input(tokens, mask)
-        kinds = torch.zeros_like(kept) if segments is None else segments.flatten()[rows]
-        positions = rows % length if length else rows
-        hidden = self.norm(self.token(kept) + self.position(positions) + self.segment(kinds))
+        positions = torch.arange(length, device=tokens.device)
+        packing, kept = {}, None
+        if mask is not None:
+            kept = unpad_input(tokens, mask)
+            tokens, positions = kept.x, kept.indices % length
+            segments = None if segments is None else segments.flatten()[kept.indices]
+            packing = {"cu_seqlens": kept.cu_seqlens, "max_seqlen": kept.max_seqlen}
+        kinds = self.segment.weight[0] if segments is None else self.segment(segments)
+        hidden = self.norm(self.token(tokens) + self.position(positions) + kinds)
         hidden = F.dropout(hidden, self.config.dropout, self.training)
-        packing = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
         for block in self.blocks:
             hidden = block(hidden, mixer_kwargs=packing)
-        return hidden, rows
+        return hidden, kept
 
     def pool(self, first: Tensor) -> Tensor:
         """The state of a sequence, from that of its first token."""
@@ -177,12 +172,13 @@ class BertForPreTraining(nn.Module):
         """
         if labels.shape != tokens.shape:
             raise ValueError(f"labels: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(labels.shape)}")
-        hidden, rows = self.bert.packed(tokens, mask, segments)
-        loss = _mean_loss(self.token_logits(hidden), labels.flatten()[rows])
+        hidden, kept = self.bert.hidden(tokens, mask, segments)
+        labels = labels if kept is None else labels.flatten()[kept.indices]
+        loss = _mean_loss(self.token_logits(hidden), labels)
         if next_sentence is None:
             return loss
-        first = pad_input(hidden, rows, *tokens.shape)[:, 0]
-        return loss + _mean_loss(self.next_sentence(self.bert.pool(first)), next_sentence)
+        whole = hidden if kept is None else pad_input(hidden, kept.indices, *tokens.shape)
+        return loss + _mean_loss(self.next_sentence(self.bert.pool(whole[:, 0])), next_sentence)
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
