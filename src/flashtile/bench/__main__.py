@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--quick", action="store_true", help="a few cases instead of the tables")
     companions = commands.add_parser("companions", help="norms, rotary embedding, softmax and others, likewise")
     companions.add_argument("--op", nargs="+", default=[], help="operations; all by default, --list names them")
+    companions.add_argument("--jobs", type=int, default=0, help="processes that compile before anything is measured")
     train = commands.add_parser("train", help="training steps of GPT-2, ours beside transformers")
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
     train.add_argument("--batch", type=int, help="sequences in a step")
@@ -81,7 +82,8 @@ def _run_attention(options: argparse.Namespace) -> Record:
 
 def _run_companions(options: argparse.Namespace) -> Record:
     chosen = (options.op, options.cases, options.impl)
-    return bench_companions(*chosen, options.output, _progress(), seconds=options.seconds)
+    choice = {"seconds": options.seconds, "jobs": options.jobs}
+    return bench_companions(*chosen, options.output, _progress(), **choice)
 
 
 def _run_train(options: argparse.Namespace) -> Record:

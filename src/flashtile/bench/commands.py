@@ -11,6 +11,7 @@ import torch
 
 from flashtile.bench.companions import implementations as companion_implementations
 from flashtile.bench.companions import tables as companion_tables
+from flashtile.bench.companions.ahead import compile_ahead
 from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
@@ -77,12 +78,14 @@ def bench_companions(
     on_case: OnCase = _nothing,
     *,
     seconds: float | None = None,
+    jobs: int = 0,
 ) -> Record:
     """Measures the operations beside attention on this machine's device.
 
     Args:
         op: names of operations, each perhaps several with commas; all when empty.
         cases, impl, output, on_case, seconds: as `bench_attention`.
+        jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
@@ -90,6 +93,8 @@ def bench_companions(
     device = default_device()
     chosen_cases = select_cases(companion_tables.cases_of(device, _split(op)), _split(cases))
     chosen = companion_implementations.select_implementations(_split(impl), device)
+    if jobs:
+        compile_ahead(chosen_cases, chosen, device, jobs)
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
 
 

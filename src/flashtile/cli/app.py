@@ -191,6 +191,7 @@ def bench_companions(
     cases: _Cases = None,
     impl: _Impl = None,
     seconds: _Seconds = None,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile before anything is measured.")] = 0,
     output: _Record = None,
     show: _Show = False,
 ) -> None:
@@ -205,7 +206,8 @@ def bench_companions(
             console.print(commands.describe_companions(commands.default_device()), markup=False)
             return True
         choice = (op or (), cases or (), impl or ())
-        record = commands.bench_companions(*choice, output, progress_printer(console), seconds=seconds)
+        progress = progress_printer(console)
+        record = commands.bench_companions(*choice, output, progress, seconds=seconds, jobs=jobs)
         show_speed_record(console, record["rows"], output)
         return True
 

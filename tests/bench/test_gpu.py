@@ -1,0 +1,89 @@
+"""The benchmarks on a GPU: kernels, graphs, memory; what is not installed says so, and nothing is wrong."""
+
+import pytest
+import torch
+
+from flashtile.bench import runner
+from flashtile.bench.companions.case import Random
+from flashtile.bench.companions.implementations import IMPLEMENTATIONS
+from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
+from flashtile.bench.companions.mlp import FusedMLP
+from flashtile.bench.companions.movement import Copy
+from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from flashtile.bench.companions.oracle import evaluate
+from flashtile.bench.companions.problem import CompanionProblem
+from flashtile.bench.companions.rotary import Rotary
+from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
+from flashtile.bench.training.cases import TrainCase
+from flashtile.bench.training.implementations import IMPLEMENTATIONS as TRAININGS
+from flashtile.bench.training.problem import TrainProblem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
+
+CUDA = torch.device("cuda")
+CASES = [
+    Copy("bf16", 1024),
+    LayerNorm("bf16", 512, 1024),
+    RMSNorm("bf16", 512, 1024),
+    DropoutAddLayerNorm("bf16", 512, 1024, 0.1),
+    DropoutAddRMSNorm("bf16", 512, 1024),
+    Rotary("bf16", 2, 128, 8, 128),
+    CausalSoftmax("bf16", 2, 2, 512),
+    MaskedSoftmax("bf16", 2, 2, 512),
+    CrossEntropy("bf16", 256, 2048),
+    LinearCrossEntropy("bf16", 512, 256, 2048),
+    FusedMLP("bf16", 512, 256, 1024, "gelu_tanh"),
+    FusedMLP("bf16", 512, 256, 1024, "silu", gated=True),
+]
+
+
+def run(case, implementations, problem):
+    with runner.side_stream(CUDA):
+        return runner.run_case(case, implementations, CUDA, seconds=0.01, problem=problem)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ours_and_pytorchs_are_right(case):
+    rows = run(case, [each for each in IMPLEMENTATIONS if each.name in ("flashtile-triton", "eager")], CompanionProblem)
+    assert rows and all(row["ms"] is not None for row in rows), rows
+    for row in rows:
+        assert row["timer"] == "cuda-graph" or row["phase"] == "fwd+bwd"
+        assert ("peak_mib" in row) == (row["phase"] == "fwd+bwd")
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[-1]], ids=lambda case: case.name)
+def test_compiled_formulas_are_right(case):
+    rows = run(case, [each for each in IMPLEMENTATIONS if each.name == "compile"], CompanionProblem)
+    assert all(row["ms"] is not None for row in rows), rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_peers_are_right_or_not_there(case):
+    for row in run(case, [each for each in IMPLEMENTATIONS if each.package is not None], CompanionProblem):
+        allowed = ("liger-kernel is not", "quack-kernels is not", "computes its gradient in the forward")
+        assert row["ms"] is not None or row["why"].startswith(allowed), row
+
+
+def test_peak_memory_holds_neither_inputs_nor_gradients():
+    """Eager cross-entropy keeps the log-softmax, of the logits' size, and makes its gradient from nothing else."""
+    case = CrossEntropy("bf16", 4096, 8192)
+    rows = run(case, [each for each in IMPLEMENTATIONS if each.name == "eager"], CompanionProblem)
+    (peak,) = [row["peak_mib"] for row in rows if "peak_mib" in row]
+    assert 64 <= peak < 2.5 * 64
+
+
+def test_formula_is_that_of_a_cpu():
+    case = LayerNorm("fp32", 64, 128)
+    inputs = case.make_inputs(Random(CUDA, torch.float32))
+    found = evaluate(case, inputs, inputs.others, torch.float64)
+    inputs.leaves = {name: leaf.cpu() for name, leaf in inputs.leaves.items()}
+    inputs.upstream = [d.cpu() for d in inputs.upstream]
+    for name, expected in evaluate(case, inputs, inputs.others, torch.float64).items():
+        torch.testing.assert_close(found[name].cpu(), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["flashtile", "flashtile-fused-loss", "transformers-sdpa", "plain"])
+def test_training_is_right(name):
+    chosen = [each for each in TRAININGS if each.name == name]
+    for row in run(TrainCase("gpt2-tiny", 4, 256, "bf16"), chosen, TrainProblem):
+        assert row["ms"] is not None or row["why"] == "transformers is not installed", row
