@@ -256,13 +256,20 @@ def test_mistakes_are_explained():
         "x_kv: expected None with cross_attn=False": lambda: make()(x, x),
         r"x: expected \[batch, seq, embed_dim\], with embed_dim 48, got shape \(7, 48\)": lambda: make()(x[0]),
         r"x: expected \[total, embed_dim\], packed by": lambda: make()(x, cu_seqlens=cu),
-        "cu_seqlens_k: expected None beside cu_seqlens": lambda: make()(x[0], cu_seqlens=cu, cu_seqlens_k=cu),
+        "cu_seqlens_k: expected None with cross_attn=False": lambda: make()(x[0], cu_seqlens=cu, cu_seqlens_k=cu),
+        "max_seqlen_k: expected None with cross_attn=False": lambda: make()(x[0], cu_seqlens=cu, max_seqlen_k=7),
+        "cu_seqlens_k: expected None without cu_seqlens": lambda: cross(x, x, cu_seqlens_k=cu),
+        "max_seqlen: expected None without cu_seqlens, got": lambda: make()(x, key_padding_mask=mask, max_seqlen=7),
+        "x_kv: expected the batch of x, 2, got 1": lambda: cross(x, x[:1]),
         "cu_seqlens_k: expected a tensor beside cu_seqlens": lambda: cross(x[0], x[0], cu_seqlens=cu),
         "key_padding_mask: expected None with cu_seqlens": lambda: make()(x[0], None, mask, cu),
         "key_padding_mask: expected None where cross attention is causal": lambda: make(cross_attn=True, causal=True)(
             x, x, mask
         ),
-        "key_padding_mask: expected the batch of x, 2, got 1": lambda: cross(x, x[:1], mask[:1]),
+        r"key_padding_mask: expected bool \(2, 7\), True = keep, got torch.bool \(1, 7\)": lambda: cross(
+            x, x, mask[:1]
+        ),
+        r"key_padding_mask: expected bool \(2, 7\), True = keep, got torch.int64": lambda: make()(x, None, mask.long()),
         "max_seqlen: expected None without cu_seqlens": lambda: make()(x, max_seqlen=7),
         "cache: expected None where attention is not causal": lambda: make()(x, cache=cache()),
         "cache: expected None with key_padding_mask": lambda: make(causal=True)(x, None, mask, cache=cache()),

@@ -203,7 +203,11 @@ class MHA(nn.Module):
         max_seqlen_k: int | None = None,
         cache: KVCache | Sequence[KVCache] | None = None,
     ) -> Tensor:
-        self._check(x, x_kv, key_padding_mask, cu_seqlens, cu_seqlens_k, cache)
+        self._check_inputs(x, x_kv, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+        if key_padding_mask is not None:
+            self._check_mask(x, x_kv, key_padding_mask, cu_seqlens)
+        if cache is not None:
+            self._check_cache(key_padding_mask, cu_seqlens)
         if cache is not None:
             return self._decode(x, self._own(cache))
         if key_padding_mask is None:
@@ -237,8 +241,6 @@ class MHA(nn.Module):
     def _masked_cross(self, x: Tensor, x_kv: Tensor, mask: Tensor) -> Tensor:
         """Queries are packed too, all of one length."""
         batch, seq = x.shape[:2]
-        if mask.shape[0] != batch:
-            raise ValueError(f"key_padding_mask: expected the batch of x, {batch}, got {mask.shape[0]}")
         kept = unpad_input(x_kv, mask)
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seq
         out = self._attend(x.flatten(0, 1), kept.x, cu_seqlens, seq, kept.cu_seqlens, kept.max_seqlen)
@@ -284,16 +286,16 @@ class MHA(nn.Module):
             )
         return cache[self.layer_idx]
 
-    def _check(
+    def _check_inputs(
         self,
         x: Tensor,
         x_kv: Tensor | None,
-        key_padding_mask: Tensor | None,
         cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
         cu_seqlens_k: Tensor | None,
-        cache: KVCache | Sequence[KVCache] | None,
+        max_seqlen_k: int | None,
     ) -> None:
-        """Which arguments go together; the functions below check the tensors themselves."""
+        """Which go together, and their shapes; what is in them the functions below check."""
         if (x_kv is None) is self.cross_attn:
             expected, came = ("a tensor", "None") if self.cross_attn else ("None", "a tensor")
             raise ValueError(f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}")
@@ -305,23 +307,32 @@ class MHA(nn.Module):
                 raise ValueError(
                     f"{name}: expected {layout}, with embed_dim {self.embed_dim}, got shape {tuple(given.shape)}"
                 )
-        if cu_seqlens is not None and (cu_seqlens_k is None) is self.cross_attn:
+        if x_kv is not None and cu_seqlens is None and x_kv.shape[0] != x.shape[0]:
+            raise ValueError(f"x_kv: expected the batch of x, {x.shape[0]}, got {x_kv.shape[0]}")
+        of_keys = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+        for name, value in ({"max_seqlen": max_seqlen} | of_keys).items() if cu_seqlens is None else ():
+            if value is not None:
+                raise ValueError(f"{name}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
+        for name, value in () if self.cross_attn else of_keys.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None with cross_attn=False, got a value; keys are those of x")
+        if self.cross_attn and cu_seqlens is not None and cu_seqlens_k is None:
+            raise ValueError("cu_seqlens_k: expected a tensor beside cu_seqlens with cross_attn=True, got None")
+
+    def _check_mask(self, x: Tensor, x_kv: Tensor | None, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+        if cu_seqlens is not None:
+            raise ValueError("key_padding_mask: expected None with cu_seqlens, got a tensor; packed x has no padding")
+        masked = x if x_kv is None else x_kv
+        if mask.dtype is not torch.bool or mask.shape != masked.shape[:2]:
             raise ValueError(
-                f"cu_seqlens_k: expected {'a tensor' if self.cross_attn else 'None'} beside cu_seqlens "
-                f"with cross_attn={self.cross_attn}"
+                f"key_padding_mask: expected bool {tuple(masked.shape[:2])}, True = keep, got {mask.dtype} "
+                f"{tuple(mask.shape)}; one element a key"
             )
-        if key_padding_mask is not None:
-            if cu_seqlens is not None:
-                raise ValueError(
-                    "key_padding_mask: expected None with cu_seqlens, got a tensor; packed x has no padding"
-                )
-            if self.cross_attn and (self.causal or self.use_alibi or self.windowed):
-                raise ValueError(
-                    "key_padding_mask: expected None where cross attention is causal, has a window or ALiBi, got a "
-                    "tensor; taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"
-                )
-        if cache is not None:
-            self._check_cache(key_padding_mask, cu_seqlens)
+        if self.cross_attn and (self.causal or self.use_alibi or self.windowed):
+            raise ValueError(
+                "key_padding_mask: expected None where cross attention is causal, has a window or ALiBi, got a tensor; "
+                "taking keys out would move the diagonal, pack both inputs with cu_seqlens instead"
+            )
 
     def _check_cache(self, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if self.cross_attn or not self.causal:
