@@ -18,7 +18,7 @@ def test_cpu(case: CrossEntropyCase) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_cpu_dtypes(dtype: torch.dtype) -> None:
-    case = CrossEntropyCase((7, 50257), dtype, label_smoothing=0.1, lse_square_scale=0.01)
+    case = CrossEntropyCase((4, 50257), dtype, label_smoothing=0.1, lse_square_scale=0.01)
     check(case, "cpu")
     check(replace(case, inplace_backward=True, reduction="none"), "cpu")
 

@@ -133,12 +133,18 @@ def chunk_rows(rows: int, columns: int, itemsize: int, device_type: str) -> int:
     return min(limit, -(-even // 128) * 128)
 
 
+def _cut(operands: LinearOperands) -> tuple[int, int]:
+    """Rows of a chunk, and how far apart they are: on whole vectors, as odd rows make products and kernels slower."""
+    x, weight, _, _ = operands
+    padded = -(-weight.shape[0] // 64) * 64
+    return chunk_rows(x.shape[0], padded, x.element_size(), x.device.type), padded
+
+
 def _chunks(operands: LinearOperands) -> Iterator[tuple[slice, Tensor]]:
     """The rows of each chunk, and its logits, in memory that the next chunk takes."""
     x, weight, bias, _ = operands
     (rows, _), columns = x.shape, weight.shape[0]
-    padded = -(-columns // 64) * 64  # rows on whole vectors: of odd rows, products and kernels would be slower
-    step = chunk_rows(rows, padded, x.element_size(), x.device.type)
+    step, padded = _cut(operands)
     memory = torch.empty(min(step, rows), padded, dtype=x.dtype, device=x.device)[:, :columns]
     for first in range(0, rows, step):
         chunk = slice(first, min(first + step, rows))
@@ -156,15 +162,13 @@ class _Sums:
     def __init__(self, operands: LinearOperands, wanted: Wanted) -> None:
         x, weight, _, _ = operands
         self._operands, self._started = operands, False
-        columns = weight.shape[0]
-        padded = -(-columns // 64) * 64
-        step = chunk_rows(x.shape[0], padded, x.element_size(), x.device.type)
+        step, _ = _cut(operands)
         narrow = x.element_size() < 4
         self._wide = x.dtype is torch.float16 or (narrow and x.shape[0] > MAX_ROUNDINGS * step)
         dtype = torch.float32 if self._wide else x.dtype
         self._dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted.x else None
         self._dweight = torch.empty(weight.shape, dtype=dtype, device=x.device) if wanted.weight else None
-        self._dbias = x.new_zeros(columns, dtype=compute_dtype(x.dtype)) if wanted.bias else None
+        self._dbias = x.new_zeros(weight.shape[0], dtype=compute_dtype(x.dtype)) if wanted.bias else None
 
     def add(self, rows: slice, dlogits: Tensor) -> None:
         x, weight, _, _ = self._operands
@@ -186,10 +190,11 @@ class _Sums:
             return
         for first in range(0, len(dlogits), _SLICE):
             part = slice(first, first + _SLICE)
+            product = _float32_product(dlogits[part], x)
             if self._started:
-                dweight[part] += _float32_product(dlogits[part], x)
+                dweight[part].add_(product)
             else:
-                dweight[part] = _float32_product(dlogits[part], x)
+                dweight[part].copy_(product)
 
     def found(self, spec: CrossEntropySpec) -> LinearGradients:
         parallel.add_up(self._dx, spec)  # each process has the part of its columns

@@ -94,7 +94,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif spec.reduction == "none" or (ctx.gradients is None and not compiling):
             found = _run_backward(dloss, scale, operands, lse, spec, wanted, backend)
         else:
-            factor = dloss * scale if scale is not None and operands.x.dtype is torch.float16 else dloss
+            factor = dloss
+            if scale is not None and operands.x.dtype is torch.float16:
+                factor = dloss * scale.nan_to_num(posinf=0.0)  # where no row counts, all gradients are 0
             found = LinearGradients(*saved[6:]) if compiling else ctx.gradients
             ctx.gradients = None
             found = _multiplied(found, factor, operands, backend)
