@@ -198,6 +198,10 @@ def test_more_mistakes_are_explained():
         make(None).generate(tokens(length=0), 4)
     with pytest.raises(ValueError, match=r"temperature: expected at least 0, got -1.0"):
         make(None).generate(tokens(length=3), 4, temperature=-1.0)
+    with pytest.raises(ValueError, match="top_k, generator: expected None with temperature=0"):
+        make(None).generate(tokens(length=3), 4, top_k=3)
+    with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):
+        make(None).generate(tokens(length=3), 4, temperature=1.0, top_k=0)
 
 
 @pytest.mark.gpu

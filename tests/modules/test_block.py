@@ -201,5 +201,7 @@ def test_mistakes_are_explained():
         make(prenorm=False, residual_in_fp32=True)
     with pytest.raises(ValueError, match="return_residual: expected False with prenorm=True"):
         make(return_residual=True)
+    with pytest.raises(ValueError, match="resid_dropout2: expected 0 without an MLP"):
+        make(mlp=nn.Identity, resid_dropout2=0.1)
     with pytest.raises(ValueError, match="residual: expected None with prenorm=False"):
         make(prenorm=False)(torch.randn(2, 7, DIM), torch.randn(2, 7, DIM))

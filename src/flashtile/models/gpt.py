@@ -165,6 +165,10 @@ class GPT(nn.Module):
             raise ValueError(f"tokens: expected [batch, seq] with at least one token, got shape {tuple(tokens.shape)}")
         if not temperature >= 0:
             raise ValueError(f"temperature: expected at least 0, got {temperature}; 0 takes the most probable token")
+        if not temperature and not (top_k is None and generator is None):
+            raise ValueError("top_k, generator: expected None with temperature=0, got a value; nothing is drawn then")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k: expected at least 1, got {top_k}; None draws from all tokens")
         batch, length = tokens.shape
         cache = self.new_cache(batch, length + new_tokens)
         out = torch.cat((tokens, tokens.new_empty(batch, new_tokens)), dim=1)

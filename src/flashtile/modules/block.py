@@ -70,6 +70,8 @@ class Block(nn.Module):
         self.mlp = mlp_cls(dim)
         if not isinstance(self.mlp, nn.Identity):
             self.norm2 = _checked(norm_cls(dim))
+        elif resid_dropout2:
+            raise ValueError(f"resid_dropout2: expected 0 without an MLP, got {resid_dropout2}; there is one sum only")
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None = None, mixer_kwargs: Mapping[str, Any] | None = None
