@@ -39,6 +39,14 @@ _FEATURES = {
     "band top_left": lambda case: with_arguments(case, causal=True, align="top_left"),
     "band window": lambda case: with_arguments(case, window=(9, 4)),
     "band left": lambda case: with_arguments(case, window=(3, None), align="top_left"),
+    "softcap": lambda case: with_arguments(case, softcap=2.0),
+    "bias full": lambda case: replace(case, bias="1hqk" if case.packed else "bhqk"),
+    "bias shared": lambda case: replace(case, bias="1hqk"),
+    "bias keys": lambda case: replace(case, bias="111k" if case.packed else "b11k"),
+    "bias queries": lambda case: replace(case, bias="11q1", bias_dtype=torch.float32),
+    "mask": lambda case: replace(case, mask="11qk" if case.packed else "b1qk"),
+    "alibi": lambda case: replace(case, alibi_slopes="bh"),
+    "sinks": lambda case: replace(case, sinks=True),
     "dropout": lambda case: with_arguments(case, dropout_p=0.3),
     "scale": lambda case: with_arguments(case, scale=-0.4),
 }
@@ -51,7 +59,20 @@ def _pairs() -> dict[str, AttentionCase]:
         if first.split()[0] != second.split()[0]:
             cases[f"{first}+{second}"] = other(change(BASE))
     cases["everything"] = BASE
-    for name in ("packed", "grouped", "head_dims", "key_lengths", "band window", "dropout", "scale"):
+    for name in (
+        "packed",
+        "grouped",
+        "head_dims",
+        "key_lengths",
+        "band window",
+        "softcap",
+        "bias shared",
+        "mask",
+        "alibi",
+        "sinks",
+        "dropout",
+        "scale",
+    ):
         cases["everything"] = _FEATURES[name](cases["everything"])
     return cases
 

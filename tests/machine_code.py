@@ -21,8 +21,9 @@ from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
+from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec
-from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -56,26 +57,36 @@ class Call(NamedTuple):
     row_stride: int | None = None
     misalignment: int = 0
     allow_tf32: bool = False
+    softcap: float = 0.0
+    bias: Table | None = None
+    mask: Table | None = None
+    alibi: int = 0
+    sinks: bool = False
+    sums_slopes: bool = False
 
 
-def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> launch.Plan:
+def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
     """The plan of a call on `device`, with the `Variant` in the place of the compiled kernel: `plan(...).launch`."""
     q_shape, k_shape, v_shape = shapes = _shapes(call)
     q_strides = _strides(q_shape, call.row_stride)
     dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
-    side = launch.SideShape(
+    side = SideShape(
         call.sequences,
         None if call.sequences is None else call.index_dtypes,
         call.key_lengths_dtype,
         call.dropout_p > 0,
+        call.bias,
+        call.mask,
+        call.alibi,
+        call.sinks,
     )
     window = (call.window_left, call.window_right)
-    spec = AttentionSpec(call.head_dim**-0.5, *window, call.top_left, call.dropout_p)
+    spec = AttentionSpec(call.head_dim**-0.5, *window, call.top_left, call.dropout_p, softcap=call.softcap)
     with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "_launcher", lambda _kernel, variant, _device: variant),
+        mock.patch.object(triton_plan, "device_facts", return_value=device),
+        mock.patch.object(triton_plan, "_launcher", lambda _kernel, variant, _device: variant),
     ):
-        return launch._plan.__wrapped__(
+        return triton_plan._plan.__wrapped__(
             kernel,
             call.dtype,
             torch.device("cuda", 0),
@@ -86,6 +97,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> launch.Plan:
             side,
             spec,
             call.has_dlse,
+            call.sums_slopes,
             call.allow_tf32,
         )
 
@@ -136,7 +148,7 @@ class Binary(NamedTuple):
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
     """
 
-    variant: launch.Variant | hopper_launch.Variant
+    variant: triton_plan.Variant | hopper_launch.Variant
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
@@ -146,7 +158,7 @@ def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
     """The binary that a call launches on an architecture."""
     device = KNOWN_DEVICES[arch]
     variant = plan(kernel, device, call).launch
-    compiled = compile_kernel(launch.kernel_source(kernel, variant), device)
+    compiled = compile_kernel(triton_plan.kernel_source(kernel, variant), device)
     return Binary(variant, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
 
 

@@ -21,7 +21,7 @@ import torch
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.configs import TileConfig, tile_width
 
 TOKENS, HIDDEN = 16384, 2048
@@ -48,10 +48,10 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
     return {name: torch.randn(shape, device="cuda", dtype=dtype) for name in ("q", "k", "v", "dout")}
 
 
-def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> launch.Variant:
+def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> plan.Variant:
     precision = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    strides = (HIDDEN,) * len(launch._STRIDED[kernel])
-    return launch.Variant(
+    strides = (HIDDEN,) * len(plan._STRIDED[kernel])
+    return plan.Variant(
         dtype=dtype,
         head_dim=head_dim,
         head_dim_v=head_dim,
@@ -66,6 +66,12 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         has_dlse=False,
         index_dtypes=None,
         key_lengths_dtype=None,
+        softcap=False,
+        bias=None,
+        mask=None,
+        alibi=False,
+        sinks=False,
+        sums_slopes=False,
         precision=precision,
         pointer_multiple=16,
         stride_multiple=16,
@@ -76,7 +82,7 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
 def compile_one(task) -> tuple[int, int] | None:
     """Fills Triton's disk cache, in a process of its own. Returns shared memory, or None if it does not fit."""
     kernel, head_dim, causal, dtype, tiles, facts = task
-    source = launch.kernel_source(kernel, variant_of(kernel, head_dim, causal, dtype, tiles))
+    source = plan.kernel_source(kernel, variant_of(kernel, head_dim, causal, dtype, tiles))
     try:
         compiled = compile_kernel(source, facts)
         return compiled.metadata.shared if compiled.metadata.shared <= facts.shared_memory else None
@@ -151,8 +157,8 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
     """Times one configuration; `error` is its distance from the first one's results."""
     row = {"kernel": kernel, "head_dim": head_dim, "causal": causal, "tiles": list(tiles), "ms": None}
     call = kernel_call(kernel, tensors, causal)
-    from_tables, launch.choose_tiles = launch.choose_tiles, lambda *_: tiles
-    launch._plan.cache_clear()
+    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
+    plan._plan.cache_clear()
     try:
         results = call()
         first = tensors.setdefault((kernel, causal), results)
@@ -166,8 +172,8 @@ def measure(kernel: str, head_dim: int, causal: bool, tiles: TileConfig, tensors
     except Exception as error:  # reported in the table: a configuration may not launch
         row["why"] = repr(error)[:200]
     finally:
-        launch.choose_tiles = from_tables
-        launch._plan.cache_clear()
+        plan.choose_tiles = from_tables
+        plan._plan.cache_clear()
     return row
 
 

@@ -138,7 +138,8 @@ def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:
-    source.function[(programs,)](*arguments, **source.constants)
+    names = source.function.arg_names[len(source.types) :]
+    source.function[(programs,)](*arguments, **{name: source.constants[name] for name in names})
 
 
 def _address(tensor: Tensor | None) -> int:

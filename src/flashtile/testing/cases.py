@@ -18,7 +18,8 @@ from flashtile.testing.tolerance import Size, assert_close, size
 class AttentionCase:
     """One call: dense with `batch`, `seq_q`, `seq_k`; packed with `lengths_q`, `lengths_k`.
 
-    `arguments` are keyword arguments of `flashtile.attention` other than tensors. `key_lengths` are given as a tuple.
+    `arguments` are keyword arguments of `flashtile.attention` other than tensors. `key_lengths` are given as a tuple;
+    `bias`, `mask` and `alibi_slopes` as shapes, in which a name stands for a size: "b" batch, "h" heads, "q", "k".
     """
 
     seq_q: int = 64
@@ -32,6 +33,11 @@ class AttentionCase:
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
+    bias: str | None = None
+    bias_dtype: torch.dtype | None = None
+    mask: str | None = None
+    alibi_slopes: str | None = None
+    sinks: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -42,12 +48,34 @@ class AttentionCase:
         )
         flags = "".join(f"-{key}{value}" for key, value in self.arguments.items())
         lengths = f"-keys{list(self.key_lengths)}" if self.key_lengths is not None else ""
+        lengths += "".join(f"-{name}[{shape}]" for name in _SHAPED if (shape := getattr(self, name)))
+        lengths += "-sinks" if self.sinks else ""
         heads = f"h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}"
         return f"{sizes}-{heads}-{str(self.dtype)[6:]}{flags}{lengths}"
 
     @property
     def packed(self) -> bool:
         return self.lengths_q is not None
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of the call that are not tensors."""
+        if not (self.packed and (self.bias or self.mask)):
+            return self.arguments
+        longest_q, longest_k = self.shape_of("qk")
+        return {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k, **self.arguments}
+
+    def shape_of(self, names: str) -> tuple[int, ...]:
+        """A shape from its names: "1hqk" is `[1, heads, seq_q, seq_k]`, of packed sequences the longest ones."""
+        longest_q = self.seq_q if self.lengths_q is None else max(self.lengths_q)
+        longest_k = self.seq_k if self.lengths_q is None else max(self.lengths_k or self.lengths_q)
+        batch = self.batch if self.lengths_q is None else len(self.lengths_q)
+        sizes = {"1": 1, "b": batch, "h": self.heads, "q": longest_q, "k": longest_k}
+        return tuple(sizes[name] for name in names)
+
+
+_SHAPED = ("bias", "mask", "alibi_slopes")
+#: Tensors beside q, k and v that have a gradient.
+LEARNED = ("bias", "alibi_slopes", "sinks")
 
 
 @dataclass
@@ -86,6 +114,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
         tensors["key_lengths"] = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
     if case.arguments.get("dropout_p"):
         tensors["dropout_seed"] = torch.tensor([1234567 + seed, 89], device=device)
+    tensors.update(_score_tensors(case, normal))
     return Inputs(
         q=normal(*rows_q, case.heads, case.head_dim),
         k=normal(*rows_k, case.heads_kv, case.head_dim),
@@ -96,15 +125,39 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
     )
 
 
+def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Bias, mask, slopes and sinks. A bias hides some keys, and so does a mask."""
+    tensors: dict[str, Tensor] = {}
+    wide = torch.float64 if case.dtype is torch.float64 else torch.float32
+    if case.bias:
+        bias = normal(*case.shape_of(case.bias), dtype=case.bias_dtype or case.dtype)
+        tensors["bias"] = bias.masked_fill(bias > 1.5, float("-inf"))
+    if case.mask:
+        tensors["mask"] = normal(*case.shape_of(case.mask)) < 0.6
+    if case.alibi_slopes:
+        tensors["alibi_slopes"] = normal(*case.shape_of(case.alibi_slopes), dtype=wide).abs() / 8
+    if case.sinks:
+        tensors["sinks"] = normal(case.heads, dtype=wide)
+    return tensors
+
+
 def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Runs forward and backward of a case. Returns out, lse, dq, dk, dv; `dtype` casts the inputs first."""
+    """Runs forward and backward of a case. Returns out, lse and the gradients, by name; `dtype` casts the inputs
+    first."""
     dtype = dtype or case.dtype
     q, k, v = (t.to(dtype).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+    tensors = dict(inputs.tensors)
+    for name in LEARNED:
+        if name in tensors:
+            given = tensors[name]
+            tensors[name] = given.to(dtype if dtype is torch.float64 else given.dtype).detach().requires_grad_()
     function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
-    out, lse = function(q, k, v, **inputs.tensors, **case.arguments, return_lse=True, backend=backend)
+    out, lse = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
+    leaves = {"q": q, "k": k, "v": v, **{name: tensors[name] for name in LEARNED if name in tensors}}
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
-    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype)))
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    upstream = (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype))
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
+    return {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
 
 
 def check(
@@ -126,7 +179,8 @@ def _cancelled(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Si
 
     A backward pass without the N×N matrix takes `delta = rowsum(dout · out)` from the rounded out. The error of that
     sum goes, by the weights, into dq along the mean key and into dk along queries, and is there still when what it was
-    subtracted from is gone (one key: dq = dk = 0). lse is a sum of the largest score and a logarithm, each about 1.
+    subtracted from is gone (one key: dq = dk = 0), and into what else has a gradient by the scores, where only that of
+    lse may be left. lse is a sum of the largest score and a logarithm, each about 1.
     """
     arguments = {name: value for name, value in case.arguments.items() if name != "dropout_p"}
     tensors = {name: value for name, value in inputs.tensors.items() if name != "dropout_seed"}
@@ -139,12 +193,21 @@ def _cancelled(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Si
         tensors=tensors,
     )
     weighted = run(replace(case, arguments=arguments), probe, "reference", torch.float64)["dv"]
+    rows = replace(probe, v=inputs.v, dout=torch.zeros_like(inputs.dout), dlse=delta.squeeze(-1).transpose(-1, -2))
+    by_scores = run(replace(case, arguments=arguments), rows, "reference", torch.float64)
     scale = abs(case.arguments.get("scale", case.head_dim**-0.5))
     return {
         "lse": Size(1, 1),
         "dq": Size(*(scale * a * b for a, b in zip(size(delta), size(inputs.k)))),
         "dk": Size(*(scale * a * b for a, b in zip(size(weighted), size(inputs.q)))),
+        **{f"d{name}": _rounded_as(case, inputs, name, by_scores) for name in LEARNED if name in inputs.tensors},
     }
+
+
+def _rounded_as(case: AttentionCase, inputs: Inputs, name: str, by_scores: dict[str, Tensor]) -> Size:
+    """Size of a gradient in its own units of the last place, where its error comes from an out of another dtype."""
+    ratio = torch.finfo(case.dtype).eps / torch.finfo(inputs.tensors[name].dtype).eps
+    return Size(*(ratio * part for part in size(by_scores[f"d{name}"])))
 
 
 def with_arguments(case: AttentionCase, **arguments: Any) -> AttentionCase:

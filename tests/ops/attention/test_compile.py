@@ -18,7 +18,9 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.triton.configs import tile_width
+from flashtile.ops.attention.triton.plan import TableVariant
 from machine_code import Call, compile_call, sass, serialised_products
 
 _KERNELS = ("forward", "dq", "dkdv")
@@ -49,6 +51,12 @@ def _matrix() -> list[Any]:
         for arch in ("sm_80", "sm_90", "gfx942")
         for kernel in _KERNELS
         for heads in _ODD_HEADS
+    ]
+    cases += [
+        (arch, "dbias", dtype, (width, width))
+        for arch in ("sm_80", "sm_90", "gfx942")
+        for dtype in (_FP16, _FP32)
+        for width in (64, 128, 256, 512)
     ]
     return [
         pytest.param(*case, id=f"{case[0]}-{case[1]}-{_DTYPES[case[2]]}-{case[3][0]}x{case[3][1]}") for case in cases
@@ -94,7 +102,8 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
 
 @pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
 def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0))
+    bias = _BIAS._replace(dtype=dtype) if kernel == "dbias" else None
+    binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0, bias=bias))
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
     assert binary.spilled <= _spills_allowed(arch, dtype, kernel, tile_width(max(heads)))
 
@@ -125,6 +134,10 @@ class _Feature(NamedTuple):
     shows: dict[str, Any]
 
 
+#: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
+_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
+_TABLE = TableVariant(_BF16, 1, 16, 8, shared_rows=False, shared_columns=False)
+
 _FEATURES = {
     "all_visible": _Feature(Call(), {"whole": True, "all_visible": True}),
     "whole": _Feature(Call(window_right=0), {"whole": True, "all_visible": False}),
@@ -142,19 +155,43 @@ _FEATURES = {
     "wide_rows": _Feature(Call(row_stride=2**23), {"stride_multiple": 16}),
     "misaligned": _Feature(Call(misalignment=2), {"pointer_multiple": 2}),
     "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"precision": "tf32"}),
+    "softcap": _Feature(Call(softcap=30.0), {"softcap": True}),
+    "bias": _Feature(Call(bias=_BIAS), {"bias": _TABLE}),
+    "bias_of_keys": _Feature(
+        Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
+        {"bias": TableVariant(_FP32, 1, 4, 4, shared_rows=True, shared_columns=False)},
+    ),
+    "bias_of_queries": _Feature(
+        Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
+        {"bias": TableVariant(_BF16, 0, 16, 1, shared_rows=False, shared_columns=True)},
+    ),
+    "mask": _Feature(
+        Call(mask=_BIAS._replace(dtype=torch.bool)), {"mask": _TABLE._replace(dtype=torch.bool, stride_multiple=16)}
+    ),
+    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
+    "sinks": _Feature(Call(sinks=True), {}),
     "everything": _Feature(
         Call(
             head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,
-            key_lengths_dtype=torch.int64, misalignment=2, row_stride=2**23 + 1,
+            key_lengths_dtype=torch.int64, misalignment=2, row_stride=2**23 + 1, softcap=9.0, bias=_BIAS,
+            mask=_BIAS._replace(dtype=torch.bool), alibi=1, sinks=True, sums_slopes=True,
         ),
         {"packed": True, "dropout": True, "pointer_multiple": 2, "stride_multiple": 1, "whole": False},
     ),
 }  # fmt: skip
 
 
+def _features() -> list[Any]:
+    """Every kernel with every feature that it has: the gradient of the bias where there is one."""
+    return [
+        pytest.param(feature, kernel, id=f"{feature}-{kernel}")
+        for feature, (call, _) in _FEATURES.items()
+        for kernel in (*_KERNELS, *(("dbias",) if call.bias else ()))
+    ]
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("kernel", _KERNELS)
-@pytest.mark.parametrize("feature", _FEATURES)
+@pytest.mark.parametrize("feature, kernel", _features())
 def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
     call, shows = _FEATURES[feature]
     binary = compile_call(kernel, arch, call)

@@ -11,7 +11,7 @@ from flashtile._backends.alignment import power_of_two_factor
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from flashtile.ops.attention.triton.launch import kernel_source
+from flashtile.ops.attention.triton.plan import kernel_source
 from machine_code import Call, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile.ops.attention.operator import run_attention
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 
 BACKENDS = ("reference", "cpu")
 COMPILER = "inductor" if shutil.which("g++") else "aot_eager"
@@ -75,6 +75,10 @@ OP_CASES = (
     OpCase("causal", spec={"window_right": 0}),
     OpCase("key_lengths", side={"key_lengths": torch.tensor([3, 9])}),
     OpCase("dropout", side={"dropout_seed": torch.tensor([1, 2])}, spec={"dropout_p": 0.3}),
+    OpCase("bias", side={"bias": torch.randn(1, 4, 9, 9)}),
+    OpCase("mask", side={"mask": torch.rand(2, 1, 9, 9) < 0.7}, spec={"softcap": 3.0}),
+    OpCase("alibi", side={"alibi_slopes": torch.rand(2, 4)}),
+    OpCase("sinks", side={"sinks": torch.randn(4)}, spec={"window_right": 0}),
     OpCase("packed", packed=True, spec={"window_left": 2, "top_left": True}),
 )
 
@@ -105,7 +109,9 @@ def test_opcheck_backward(case: OpCase, with_dlse: bool, backend: str) -> None:
     dlse = torch.randn_like(lse) if with_dlse else None
     saved = [t.detach() for t in (*inputs, out, lse)]
     upstream = torch.randn_like(out).requires_grad_()
-    torch.library.opcheck(torch.ops.flashtile.attention_backward.default, (upstream, dlse, *saved, *rest, backend))
+    wanted = (name in case.side for name in Wanted._fields)
+    arguments = (upstream, dlse, *saved, *rest, *wanted, backend)
+    torch.library.opcheck(torch.ops.flashtile.attention_backward.default, arguments)
 
 
 @both_backends
@@ -770,5 +776,6 @@ def test_operator_is_not_differentiable_by_itself() -> None:
     inputs, rest = op_arguments(OP_CASES[0])
     out, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
     assert not out.requires_grad
-    recorded, _ = run_attention(*inputs, SideInputs(*rest[:6]), AttentionSpec(*rest[6:]), "cpu")
+    sides = len(SideInputs._fields)
+    recorded, _ = run_attention(*inputs, SideInputs(*rest[:sides]), AttentionSpec(*rest[sides:]), "cpu")
     assert recorded.requires_grad

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
         dropout_p: float
         dropout_seed: Tensor | None
         key_lengths: Tensor | None
+        softcap: float | None
+        bias: Tensor | None
+        alibi_slopes: Tensor | None
+        mask: Tensor | None
+        sinks: Tensor | None
         deterministic: bool
         backend: str
 
@@ -65,14 +70,19 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
-    Differentiable in q, k and v, also through `lse`. What is visible with `causal=True`, for two queries and four
-    keys (`x` = visible)::
+    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`. What is visible with `causal=True`, for
+    two queries and four keys (`x` = visible)::
 
         bottom_right   x x x .        top_left   x . . .
                        x x x x                   x x . .
@@ -108,15 +118,20 @@ def attention(
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
 
     Reference:
-        Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3.
+        Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3. ALiBi: Press et
+        al., "Train Short, Test Long" (2021), section 3. Sinks: Xiao et al., "Efficient Streaming Language Models with
+        Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2.
     """
     q, k, v = _checked_qkv(q, k, v, DENSE_LAYOUT)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
+    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
+        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
@@ -163,6 +178,11 @@ def attention_varlen(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -183,6 +203,9 @@ def attention_varlen(
         max_seqlen_q: upper bound of the query lengths. Optional: it only helps to choose tiles.
         max_seqlen_k: likewise for keys.
         key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
+        bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`: rows and columns count from each sequence's
+            start, and both maxima must be given. So does mask.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
 
     Returns:
         out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32.
@@ -201,7 +224,7 @@ def attention_varlen(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
         dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(
         cu_seqlens_q,
         cu_seqlens_k,
@@ -210,6 +233,11 @@ def attention_varlen(
         key_lengths,
         dropout_seed,
     )
+    if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
+        if bias is not None or mask is not None:
+            checks.check_longest(max_seqlen_q, max_seqlen_k)
+        sizes = 1, q.shape[1], side.max_seqlen_q, side.max_seqlen_k
+        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
@@ -246,14 +274,40 @@ def build_spec(
     dropout_p: float,
     deterministic: bool,
     backend: str,
+    softcap: float | None = None,
 ) -> AttentionSpec:
     checks.check_choice("align", align, ("bottom_right", "top_left"))
     checks.check_choice("backend", backend, BACKENDS)
     if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
         checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)
-    return AttentionSpec(
-        checks.resolve_scale(scale, q.shape[-1]), left, right, align == "top_left", dropout_p, deterministic
+    scale = checks.resolve_scale(scale, q.shape[-1])
+    softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
+    return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
+
+
+def add_score_inputs(
+    side: SideInputs,
+    q: Tensor,
+    sizes: tuple[int, int, int, int],
+    bias: Tensor | None,
+    mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    batch: int | None = None,
+) -> SideInputs:
+    """The side inputs with those that change scores. `sizes`: what bias and mask broadcast to; `batch` where it is not
+    the first of them."""
+    heads = sizes[1]
+    return side._replace(
+        bias=None if bias is None else checks.resolve_bias(bias, sizes, q),
+        mask=None if mask is None else checks.resolve_mask(mask, sizes, q.device),
+        alibi_slopes=(
+            None
+            if alibi_slopes is None
+            else checks.resolve_alibi_slopes(alibi_slopes, sizes[0] if batch is None else batch, heads, q)
+        ),
+        sinks=None if sinks is None else checks.resolve_sinks(sinks, heads, q),
     )
 
 

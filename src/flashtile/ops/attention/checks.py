@@ -13,6 +13,7 @@ from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     as_float,
     check_choice,
+    check_device,
     check_lengths,
     check_tensors,
     raise_not_bool,
@@ -24,13 +25,19 @@ __all__ = [
     "check_choice",
     "check_cu_seqlens",
     "check_lengths",
+    "check_longest",
     "check_max_seqlen",
     "check_qkv",
     "check_tensors",
     "check_values",
     "raise_not_bool",
+    "resolve_alibi_slopes",
+    "resolve_bias",
     "resolve_dropout",
+    "resolve_mask",
     "resolve_scale",
+    "resolve_sinks",
+    "resolve_softcap",
     "resolve_window",
 ]
 
@@ -123,6 +130,77 @@ def resolve_scale(scale: float | None, head_dim: int) -> float:
     return scale
 
 
+def resolve_softcap(softcap: float | None) -> float:
+    """The soft cap as a float, 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    softcap = as_float("softcap", softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number of at least 0, got {softcap}; leave it out for no cap")
+    return softcap
+
+
+def resolve_bias(bias: Tensor, sizes: tuple[int, int, int, int], q: Tensor) -> Tensor:
+    """A bias as `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`."""
+    check_tensors(bias=bias)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if bias.dtype not in (q.dtype, wide):
+        raise TypeError(f"bias: expected the dtype of q, {q.dtype}, or {wide}, got {bias.dtype}; cast it")
+    return _broadcast_scores("bias", bias, sizes, q.device)
+
+
+def resolve_mask(mask: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """A mask as `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`."""
+    check_tensors(mask=mask)
+    if mask.dtype is not torch.bool:
+        raise TypeError(
+            f"mask: expected dtype bool, True = visible, got {mask.dtype}; use mask.bool(), or bias= for numbers to add"
+        )
+    return _broadcast_scores("mask", mask, sizes, device)
+
+
+def _broadcast_scores(name: str, tensor: Tensor, sizes: tuple[int, int, int, int], device: torch.device) -> Tensor:
+    """A tensor for the scores with all four dimensions, each of its full size or 1."""
+    check_device(name, tensor, device)
+    shape = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+    if len(shape) != 4 or any(found not in (1, full) for found, full in zip(shape, sizes)):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k] = {list(sizes)} (of a packed "
+            f"call [1, heads_q, max_seqlen_q, max_seqlen_k]), got {list(tensor.shape)}; insert dimensions of size 1"
+        )
+    return tensor if tensor.dim() == 4 else tensor.view(shape)
+
+
+def resolve_alibi_slopes(alibi_slopes: Tensor, batch: int, heads: int, q: Tensor) -> Tensor:
+    """Slopes `[heads]` or `[batch, heads]` in the dtype of lse."""
+    check_tensors(alibi_slopes=alibi_slopes)
+    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: expected shape [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], got "
+            f"{list(alibi_slopes.shape)}; slopes belong to query heads"
+        )
+    return _as_statistics("alibi_slopes", alibi_slopes, q)
+
+
+def resolve_sinks(sinks: Tensor, heads: int, q: Tensor) -> Tensor:
+    """Sinks `[heads]` in the dtype of lse."""
+    check_tensors(sinks=sinks)
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(
+            f"sinks: expected shape [heads_q] = [{heads}], one logit for each query head, got {list(sinks.shape)}"
+        )
+    return _as_statistics("sinks", sinks, q)
+
+
+def _as_statistics(name: str, tensor: Tensor, q: Tensor) -> Tensor:
+    """A small tensor in float32, or float64 beside float64 q."""
+    check_device(name, tensor, q.device)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if tensor.dtype not in (q.dtype, wide):
+        raise TypeError(f"{name}: expected dtype {wide}, or that of q, {q.dtype}, got {tensor.dtype}; cast it")
+    return tensor.to(wide)
+
+
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:
     """Checks the two cumulative length vectors against each other; returns the number of sequences."""
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -149,6 +227,15 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
     if max_seqlen < 0:
         raise ValueError(
             f"{name}: expected an upper bound of the sequence lengths, at least 0, got {max_seqlen}; leave it out"
+        )
+
+
+def check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
+    """A bias or mask of a packed call is as large as its longest sequence, which the host does not know otherwise."""
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise ValueError(
+            "max_seqlen_q, max_seqlen_k: expected both beside bias or mask, whose last two dimensions they are; pass "
+            "the longest query and key lengths"
         )
 
 

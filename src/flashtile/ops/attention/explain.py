@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile.ops.attention import checks, cpu, select
-from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, build_spec
+from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, add_score_inputs, build_spec
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -93,6 +93,11 @@ def explain(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -122,7 +127,7 @@ def explain(
     dropout_p = checks.resolve_dropout(
         dropout_p, dropout_seed, dropout_seed.device if dropout_seed is not None else q.device
     )
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     side = SideInputs(
         cu_seqlens_q,
@@ -132,6 +137,10 @@ def explain(
         key_lengths,
         dropout_seed,
     )
+    if any(tensor is not None for tensor in (bias, mask, alibi_slopes, sinks)):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
+        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     name, device_type, facts = _resolve_device(q.device if device is None else device)
     interpreting = device_type == "cpu" and devices.interpreting()
     rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
@@ -205,4 +214,5 @@ def _kernels(
     if backward == "hopper":
         cut = hopper.choose_backward_config(*heads)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
-    return first, portable("dq"), portable("dkdv")
+    last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
+    return first, portable("dq"), portable("dkdv"), *last

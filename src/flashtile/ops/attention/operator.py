@@ -14,14 +14,18 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.common import dispatch
 
 _SIDE_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? key_lengths, Tensor? dropout_seed"
+    "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? block_lists, Tensor? block_patterns"
 )
-_SPEC_SCHEMA = "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic"
+_SPEC_SCHEMA = (
+    "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
+    "float softcap, int[]? block_shape"
+)
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
@@ -30,7 +34,8 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SIDE_SCHEMA}, {_SPEC_SCHEMA}, str backend) -> (Tensor dq, Tensor dk, Tensor dv)"
+    f"{_SIDE_SCHEMA}, {_SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
@@ -38,6 +43,9 @@ _backward_op = torch.ops.flashtile.attention_backward.default
 # Where the side inputs end and the spec ends in the flat argument lists of the schemas.
 _SIDE = len(SideInputs._fields)
 _SPEC = _SIDE + len(AttentionSpec._fields)
+# Where those side inputs stand that may want a gradient.
+_LEARNED = tuple(SideInputs._fields.index(name) for name in Wanted._fields)
+_NOTHING_WANTED = Wanted()
 
 
 def run_attention(
@@ -46,12 +54,25 @@ def run_attention(
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse)."""
     if dispatch.transformed():
         return _TransformedAttention.apply(q, k, v, *side, *spec, backend)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        if torch.compiler.is_compiling():
-            q, k, v, side = _distinct(q, k, v, side)
-            return _Attention.apply(q, k, v, *side, *spec, backend)
-        return _apply(q, k, v, side, spec, backend)
+    if torch.is_grad_enabled():
+        learned = any(_wanted(side))
+        if learned or q.requires_grad or k.requires_grad or v.requires_grad:
+            if torch.compiler.is_compiling():
+                q, k, v, side = _distinct(q, k, v, side)
+                return _Attention.apply(q, k, v, *side, *spec, backend)
+            # Autograd sees only tensors that are arguments themselves.
+            return _apply(q, k, v, *side, *spec, backend) if learned else _apply(q, k, v, side, spec, backend)
     return _run_forward(q, k, v, side, spec, backend)
+
+
+def _wanted(side: SideInputs) -> tuple[bool, bool, bool]:
+    """Which of the side inputs want a gradient."""
+    bias, _, alibi_slopes, sinks = side[6:10]
+    return (
+        bias is not None and bias.requires_grad,
+        alibi_slopes is not None and alibi_slopes.requires_grad,
+        sinks is not None and sinks.requires_grad,
+    )
 
 
 def _run_forward(
@@ -88,19 +109,26 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed = ctx.saved_tensors
+        q, k, v, out, lse, *rest = ctx.saved_tensors
         max_seqlens, spec, backend, other_arguments = ctx.scalars
-        side = SideInputs(cu_seqlens_q, cu_seqlens_k, *max_seqlens, key_lengths, dropout_seed)
+        side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
+        wanted = _NOTHING_WANTED
+        if other_arguments > 3:
+            wanted = Wanted(*(ctx.needs_input_grad[3 + index] for index in _LEARNED))
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = (dout, dlse, q, k, v, out, lse)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = _DifferentiableBackward.apply(*tensors, *side, *spec, backend)
+            grads = _DifferentiableBackward.apply(*tensors, *side, *spec, *wanted, backend)
         elif dispatch.unobserved(q, k, v, dout):
-            grads = _backward(*tensors, side, spec, backend)
+            grads = _backward(*tensors, side, spec, wanted, backend)
         else:
-            grads = _backward_op(*tensors, *side, *spec, backend)
-        return *grads, *(None,) * other_arguments
+            grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
+        if other_arguments == 3:
+            return grads[0], grads[1], grads[2], None, None, None
+        dbias, dalibi_slopes, dsinks = (grad if wants else None for grad, wants in zip(grads[3:], wanted))
+        before, between = (None,) * _LEARNED[0], (None,) * (_SPEC + 1 - _LEARNED[2] - 1)
+        return grads[0], grads[1], grads[2], *before, dbias, None, dalibi_slopes, dsinks, *between
 
 
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
@@ -145,8 +173,8 @@ def _save(
     backend: str,
     other_arguments: int,
 ) -> None:
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, dropout_seed = side
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed)
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest = side
+    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest)
     ctx.scalars = (max_seqlen_q, max_seqlen_k), spec, backend, other_arguments
     ctx.set_materialize_grads(False)
 
@@ -163,28 +191,40 @@ class _DifferentiableBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         dout, dlse, q, k, v, _, _, *rest = inputs
-        side, ctx.spec, _ = _unflatten(rest)
-        ctx.save_for_backward(
-            dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed
-        )
+        side, ctx.spec, _ = _unflatten((*rest[:_SPEC], rest[-1]))
+        ctx.wanted = Wanted(*rest[_SPEC:-1])
+        ctx.save_for_backward(dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, *side[4:])
 
     @staticmethod
     def backward(ctx, *grads):
         from flashtile.ops.attention import reference
 
-        dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, key_lengths, dropout_seed = ctx.saved_tensors
-        side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, key_lengths, dropout_seed)
+        dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
+        side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, *rest)
+        names = [name for name, wants in zip(Wanted._fields, ctx.wanted) if wants]
+        inputs = (q, k, v, *(getattr(side, name) for name in names))
 
-        # out and lse are functions of q, k and v here, so the whole derivative goes to those.
-        def first_order(dout, dlse, q, k, v):
-            _, pullback = torch.func.vjp(lambda *qkv: reference.forward(*qkv, side, ctx.spec), q, k, v)
+        def forward(q, k, v, *learned):
+            return reference.forward(q, k, v, reference.with_learned(side, dict(zip(names, learned))), ctx.spec)
+
+        # out and lse are functions of the inputs here, so the whole derivative goes to those.
+        def first_order(dout, dlse, *inputs):
+            _, pullback = torch.func.vjp(forward, *inputs)
             return pullback((dout, dlse))
 
         if dlse is None:
             dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
-        _, pullback = torch.func.vjp(first_order, dout, dlse, q, k, v)
-        ddout, ddlse, *dqkv = pullback(grads)
-        return ddout, ddlse if ctx.needs_input_grad[1] else None, *dqkv, *(None,) * (_SPEC + 3)
+        first, pullback = torch.func.vjp(first_order, dout, dlse, *inputs)
+        of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted) if wants]
+        given = zip((*grads[:3], *of_learned), first)
+        upstream = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in given)
+        ddout, ddlse, dq, dk, dv, *dlearned = pullback(upstream)
+        of_side = dict(zip(names, dlearned))
+        return (
+            *(ddout, ddlse if ctx.needs_input_grad[1] else None, dq, dk, dv, None, None),
+            *(of_side.get(name) for name in SideInputs._fields),
+            *(None,) * (len(AttentionSpec._fields) + len(Wanted._fields) + 1),
+        )
 
 
 def _forward(
@@ -194,7 +234,7 @@ def _forward(
     checks.check_values(side, q.shape[0], k.shape[0])
     q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
-    return implementation.forward(q, k, v, _contiguous_side(side), spec)
+    return implementation.forward(q, k, v, side if plain_side(side) else _readable_side(side), spec)
 
 
 def _backward(
@@ -207,12 +247,14 @@ def _backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
+    wanted: Wanted,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Runs the backward of the backend that serves the call."""
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
     implementation = select.implementation("backward", q, k, v, side, spec, backend)
-    return implementation.backward(dout, dlse, q, k, v, out, lse, _contiguous_side(side), spec)
+    side = side if plain_side(side) else _readable_side(side)
+    return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 
 
 def _forward_implementation(q, k, v, *rest):
@@ -221,8 +263,10 @@ def _forward_implementation(q, k, v, *rest):
 
 
 def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
+    side, spec, backend = _unflatten((*rest[:_SPEC], rest[-1]))
     with torch.no_grad():
-        return _backward(dout, dlse, q, k, v, out, lse, *_unflatten(rest))
+        grads = _backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted(*rest[_SPEC:-1]), backend)
+    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _forward_fake(q, k, v, *rest):
@@ -231,7 +275,10 @@ def _forward_fake(q, k, v, *rest):
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    side, wanted = SideInputs(*rest[:_SIDE]), rest[_SPEC:-1]
+    learned = (side.bias, side.alibi_slopes, side.sinks)
+    of_side = (t.new_empty(t.shape) if wants else q.new_empty(0) for t, wants in zip(learned, wanted))
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *of_side
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -246,7 +293,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
     if len(rest) == 3:
         return tuple(rest)
-    return SideInputs(*rest[:_SIDE]), AttentionSpec(*rest[_SIDE:_SPEC]), rest[_SPEC]
+    spec = AttentionSpec(*rest[_SIDE:_SPEC])
+    if spec.block_shape is not None:
+        batch, heads, tile_q, tile_k = spec.block_shape
+        spec = spec._replace(block_shape=(batch, heads, tile_q, tile_k))  # the dispatcher passes a list
+    return SideInputs(*rest[:_SIDE]), spec, rest[_SPEC]
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
@@ -254,32 +305,39 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _contiguous_side(side: SideInputs) -> SideInputs:
-    """Kernels read the side inputs element after element; a slice or an expanded length is copied."""
-    if side.cu_seqlens_q is None and side.key_lengths is None and side.dropout_seed is None:
-        return side
+def _readable_side(side: SideInputs) -> SideInputs:
+    """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias and mask may
+    have any strides."""
     tensors: dict[str, Any] = {
-        name: entry.contiguous() for name, entry in side._asdict().items() if isinstance(entry, Tensor)
+        name: entry.contiguous()
+        for name, entry in side._asdict().items()
+        if isinstance(entry, Tensor) and name not in ("bias", "mask")
     }
     return side._replace(**tensors)
 
 
-def _vmap_rule(op: Callable) -> Callable:
-    """Batching rule of a dense call: the mapped dimension joins the batch, the first dimension of every tensor."""
+def _vmap_rule(op: Callable, first_side: int) -> Callable:
+    """Batching rule of a dense call: the mapped dimension joins the batch, the first dimension of every tensor.
+
+    `first_side`: where the side inputs begin among the arguments.
+    """
 
     def rule(info, in_dims, *arguments):
-        side, _, _ = _unflatten(arguments[-_SPEC - 1 :])
-        if side.packed or side.dropout_seed is not None:
+        side = SideInputs(*arguments[first_side : first_side + _SIDE])
+        others = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists
+        if side.packed or side.dropout_seed is not None or any(tensor is not None for tensor in others):
             raise NotImplementedError(
-                "flashtile.attention under torch.func.vmap: expected a dense call without dropout; for others put the "
-                "mapped dimension into the batch, or append the sequences to cu_seqlens"
+                "flashtile.attention under torch.func.vmap: expected a dense call without dropout, bias, mask, ALiBi, "
+                "sinks and block mask; for others put the mapped dimension into the batch, or append the sequences to "
+                "cu_seqlens"
             )
         folded = [
             _fold(argument, dim, info.batch_size) if isinstance(argument, Tensor) else argument
             for argument, dim in zip(arguments, in_dims, strict=True)
         ]
         outputs = op(*folded)
-        return tuple(t.unflatten(0, (info.batch_size, -1)) for t in outputs), (0,) * len(outputs)
+        mapped = tuple(t.unflatten(0, (info.batch_size, -1)) if t.dim() > 1 else t for t in outputs)
+        return mapped, tuple(0 if t.dim() > 1 else None for t in outputs)
 
     return rule
 
@@ -297,5 +355,5 @@ for _name in ("attention_forward", "attention_backward"):
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_library)
 torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_library)
-torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op), lib=_library)
-torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op), lib=_library)
+torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op, 3), lib=_library)
+torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op, 7), lib=_library)

@@ -7,19 +7,66 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, plain_side
 
 #: Windows are clipped to this, far above any sequence and far below overflow.
 WIDEST_WINDOW = 2**29
 
 
-class SideShape(NamedTuple):
-    """What a plan needs to know of the side inputs."""
+class Table(NamedTuple):
+    """What a plan needs to know of a tensor that broadcasts to the scores (bias, mask)."""
 
-    sequences: int | None
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    key_lengths_dtype: torch.dtype | None
-    dropout: bool
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    misalignment: int
+
+
+class SideShape(NamedTuple):
+    """What a plan needs to know of the side inputs.
+
+    Attributes:
+        alibi: dimensions of the slopes; 0 without.
+    """
+
+    sequences: int | None = None
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    key_lengths_dtype: torch.dtype | None = None
+    dropout: bool = False
+    bias: Table | None = None
+    mask: Table | None = None
+    alibi: int = 0
+    sinks: bool = False
+
+    @property
+    def modified(self) -> bool:
+        """Whether a side input changes the scores."""
+        return self.bias is not None or self.mask is not None or self.alibi > 0
+
+
+PLAIN_SIDE = SideShape()
+
+
+def side_shape(side: SideInputs) -> SideShape:
+    if plain_side(side):
+        return PLAIN_SIDE
+    sequences, index_dtypes = packing(side)
+    return SideShape(
+        sequences,
+        index_dtypes,
+        None if side.key_lengths is None else side.key_lengths.dtype,
+        side.dropout_seed is not None,
+        _table(side.bias),
+        _table(side.mask),
+        0 if side.alibi_slopes is None else side.alibi_slopes.dim(),
+        side.sinks is not None,
+    )
+
+
+def _table(tensor: Tensor | None) -> Table | None:
+    if tensor is None:
+        return None
+    return Table(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)
 
 
 class Layout(NamedTuple):

@@ -7,11 +7,13 @@ except that the softmax runs in float32.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.philox import keep_tile
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
@@ -36,13 +38,23 @@ def backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> tuple[Tensor, ...]:
-    """Gradients of (q, k, v) by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
+    wanted: Wanted,
+) -> Gradients:
+    """Gradients by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
+    learned = {name: getattr(side, name) for name, wants in wanted._asdict().items() if wants}
+    inputs = {"q": q, "k": k, "v": v, **learned}
     with autograd_in_operator():
-        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-        outputs = forward(q, k, v, side, spec)
-        grads = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
-    return tuple(grad.contiguous() for grad in grads)
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+        outputs = forward(leaves["q"], leaves["k"], leaves["v"], with_learned(side, leaves), spec)
+        upstream = (dout, torch.zeros_like(lse) if dlse is None else dlse)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
+    return Gradients(**{name: grad.contiguous() for name, grad in zip(leaves, grads)})
+
+
+def with_learned(side: SideInputs, leaves: dict[str, Tensor]) -> SideInputs:
+    """The side inputs with some of those exchanged that have a gradient."""
+    learned: dict[str, Any] = {name: leaves[name] for name in Wanted._fields if name in leaves}
+    return side._replace(**learned)
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
@@ -73,18 +85,53 @@ def _forward_dense(
         padding = ~valid[:, None, :, None]
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
-    scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
+    scores = _scores(q, k, side, spec)
+    visible = visible & _shown(side, seq_q, seq_k)
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
-    scores = scores.masked_fill(~visible, float("-inf")).masked_fill(blind, 0)  # [B, H, Sq, Sk]
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if side.sinks is not None:
+        # One more key, which has no value.
+        sink = side.sinks.view(-1, 1, 1).expand(batch, heads, seq_q, 1)
+        nothing = blind & sink.isneginf()
+        scores = torch.cat((scores, sink.masked_fill(nothing, 0)), dim=-1)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(nothing, float("-inf"))
+        probs = torch.softmax(scores, dim=-1)[..., :-1].masked_fill(blind, 0)
+    else:
+        scores = scores.masked_fill(blind, 0)  # [B, H, Sq, Sk]
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(blind, float("-inf"))
+        probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
     if side.dropout_seed is not None:
         sequence_head = torch.arange(batch * heads, device=q.device) + first_sequence * heads
         kept = keep_tile(side.dropout_seed, spec.dropout_p, sequence_head, range(seq_q), range(seq_k))
         probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
     # Masking out as well keeps whatever gradient comes from above out of those rows.
     out = (probs.to(q.dtype) @ v).masked_fill(blind, 0).transpose(1, 2).contiguous()
-    return out, lse.masked_fill(blind, float("-inf")).squeeze(-1)
+    return out, lse.squeeze(-1)
+
+
+def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, with bias and ALiBi; nothing masked yet."""
+    seq_q, seq_k = q.shape[-2], k.shape[-2]
+    scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if side.bias is not None:
+        scores = scores + side.bias[..., :seq_q, :seq_k]
+    if side.alibi_slopes is not None:
+        diagonal = torch.arange(seq_q, device=q.device)[:, None] + seq_k - seq_q
+        distance = (diagonal - torch.arange(seq_k, device=q.device)).abs()
+        scores = scores - side.alibi_slopes.unsqueeze(-1).unsqueeze(-1) * distance
+    return scores
+
+
+def _shown(side: SideInputs, seq_q: int, seq_k: int) -> Tensor | bool:
+    """What masks show: bool, broadcasts to `[B, H, Sq, Sk]`. A bias of -inf hides too."""
+    shown: Tensor | bool = True
+    if side.mask is not None:
+        shown = side.mask[..., :seq_q, :seq_k]
+    if side.bias is not None:
+        shown = ~side.bias[..., :seq_q, :seq_k].isneginf() & shown
+    return shown
 
 
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -96,7 +143,10 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
         rows = slice(starts_q[sequence], starts_q[sequence + 1])
         columns = slice(starts_k[sequence], starts_k[sequence + 1])
         lengths = None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1]
-        one = SideInputs(key_lengths=lengths, dropout_seed=side.dropout_seed)
+        slopes = side.alibi_slopes
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[sequence]
+        one = side._replace(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=lengths, alibi_slopes=slopes)
         out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
         outs.append(out[0])
         lses.append(lse[0])

@@ -103,7 +103,9 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
-    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths
+    changes = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists
+    modified = spec.softcap > 0 or any(change is not None for change in changes)
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, modified
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,7 +7,13 @@ selection and launch caches key on it.
 Visibility, for query row `i` and key column `j` of one sequence::
 
     diagonal = i + (0 if top_left else seq_k - seq_q)
-    visible  = diagonal - window_left <= j <= diagonal + window_right  and  j < key_length
+    visible  = diagonal - window_left <= j <= diagonal + window_right  and  j < key_length  and  mask[i, j]
+
+Scores, of which the softmax is taken over what is visible (and over the sink, which has no value)::
+
+    s = scale · q kᵀ
+    s = softcap · tanh(s / softcap)
+    s = s + bias[i, j] - alibi_slope · |i + seq_k - seq_q - j|
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ class AttentionSpec(NamedTuple):
         top_left: the diagonal starts at the first key (else it ends at the last key).
         dropout_p: probability that an attention weight is dropped, in [0, 1).
         deterministic: the gradients must be the same, bit for bit, in every run.
+        softcap: bound of the scores before bias and ALiBi; 0 = none.
+        block_shape: (batch or 1, heads or 1, tile_q, tile_k) of the block mask; None without one.
     """
 
     scale: float
@@ -40,6 +48,8 @@ class AttentionSpec(NamedTuple):
     top_left: bool = False
     dropout_p: float = 0.0
     deterministic: bool = False
+    softcap: float = 0.0
+    block_shape: tuple[int, int, int, int] | None = None
 
     @property
     def banded(self) -> bool:
@@ -61,6 +71,13 @@ class SideInputs(NamedTuple):
         max_seqlen_k: upper bound of the key lengths, likewise.
         key_lengths: `[batch]` int32 or int64, number of valid keys of each batch entry, or None.
         dropout_seed: `[2]` int64 (seed, offset), each in [0, 2³²), or None where `dropout_p` is 0.
+        bias: `[batch | 1, heads_q | 1, seq_q | 1, seq_k | 1]`, any strides, added to the scores; in a packed call the
+            first is 1, and the others count within each sequence.
+        mask: bool, likewise; True = visible.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, in the dtype of lse.
+        sinks: `[heads_q]`, in the dtype of lse: a logit beside those of the keys in each row's softmax.
+        block_lists: int32, which tiles of the scores have something visible (see `BlockMask.lists`).
+        block_patterns: uint8 `[patterns, tile_q, tile_k]`, what is visible in those that are partly so.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -69,7 +86,47 @@ class SideInputs(NamedTuple):
     max_seqlen_k: int = 0
     key_lengths: Tensor | None = None
     dropout_seed: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    block_lists: Tensor | None = None
+    block_patterns: Tensor | None = None
 
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+
+class Wanted(NamedTuple):
+    """Of which side inputs the gradients are wanted. Those of q, k and v always are."""
+
+    bias: bool = False
+    alibi_slopes: bool = False
+    sinks: bool = False
+
+
+class Gradients(NamedTuple):
+    """What a backward returns: a gradient in the shape and dtype of each input; None for what was not wanted."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+
+
+def plain_side(side: SideInputs) -> bool:
+    """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
+    cu_seqlens, _, _, _, key_lengths, seed, bias, mask, slopes, sinks, lists, _ = side
+    return (
+        cu_seqlens is None
+        and key_lengths is None
+        and seed is None
+        and bias is None
+        and mask is None
+        and slopes is None
+        and sinks is None
+        and lists is None
+    )

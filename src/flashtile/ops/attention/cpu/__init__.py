@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
 from flashtile.ops.attention.cpu.torch_flash import served_by_torch
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 __all__ = ["backward", "forward", "served_by_torch"]
 
@@ -36,8 +36,9 @@ def backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) of a call on the CPU from its outputs and their gradients."""
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients of a call on the CPU from its outputs and their gradients."""
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        return torch_flash.backward(dout, q, k, v, out, lse, spec)
-    return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec)
+        return Gradients(*torch_flash.backward(dout, q, k, v, out, lse, spec))
+    return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)

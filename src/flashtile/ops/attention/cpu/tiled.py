@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.cpu.scores import SideGradients, modifiers_of, modify
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -38,15 +39,17 @@ def backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> tuple[Tensor, ...]:
-    """(dq, dk, dv) of a call from its outputs and their gradients."""
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients of a call from its outputs and their gradients."""
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
         dlse = None if dlse is None else dlse[None]
     grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
+    of_side = SideGradients(side, wanted, tiles.compute_dtype(q.dtype))
     for block in tiles.blocks(q, k, side, spec):
-        _backward_block(block, dout, dlse, q, k, v, out, lse, grads, side, spec)
-    return tuple(grad[0] for grad in grads) if side.packed else grads
+        _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec)
+    return Gradients(*(grad[0] if side.packed else grad for grad in grads), *of_side.finish(side))
 
 
 def _forward_block(
@@ -58,11 +61,15 @@ def _forward_block(
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     lse_view = tiles.statistics_view(block, lse)
     scratch = tiles.scratch_of(block, q, v)
+    modifiers, sinks = modifiers_of(block, side, spec), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
-        softmax = _OnlineSoftmax(q_tile, v.shape[-1])
+        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
-            scores = tiles.score_tile(block, rows, keys, q_tile, k_matrices, scratch.scores)
+            scores = tiles.score_tile(keys, q_tile, k_matrices, scratch.scores)
+            if modifiers is not None:
+                modify(scores, block, rows, keys, modifiers)
+            tiles.mask_band(scores, block, rows, keys)
             kept = tiles.keep_weights(block, rows, keys, side, spec) if spec.dropout_p else None
             softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept, scratch)
         out_tile, lse_tile = softmax.finish(spec.dropout_p)
@@ -79,11 +86,17 @@ class _OnlineSoftmax:
         weighted: `[N, G·R, Dv]`, the same sum with each term times its value.
     """
 
-    def __init__(self, q_tile: Tensor, head_dim_v: int):
+    def __init__(self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None):
+        """`sinks`: log₂e times the logit of each stacked head, `[N, G, 1, 1]`, or None."""
         matrices, rows, _ = q_tile.shape
         # The least finite number rather than -inf: a row that has seen nothing yet must not compute -inf - -inf.
-        self.row_max = q_tile.new_full((matrices, rows, 1), torch.finfo(q_tile.dtype).min)
-        self.row_sum = q_tile.new_zeros(matrices, rows, 1)
+        least = torch.finfo(q_tile.dtype).min
+        if sinks is None:
+            self.row_max = q_tile.new_full((matrices, rows, 1), least)
+            self.row_sum = q_tile.new_zeros(matrices, rows, 1)
+        else:
+            self.row_max = sinks.clamp(min=least).repeat(1, 1, rows // sinks.shape[1], 1).view(-1, rows, 1)
+            self.row_sum = (self.row_max > least).to(q_tile.dtype)
         self.weighted = q_tile.new_zeros(matrices, rows, head_dim_v)
 
     def add(self, scores: Tensor, v_tile: Tensor, kept: Tensor | None, scratch: Scratch) -> None:
@@ -191,21 +204,33 @@ def _backward_block(
     out: Tensor,
     lse: Tensor,
     grads: tuple[Tensor, ...],
+    of_side: SideGradients,
     side: SideInputs,
     spec: AttentionSpec,
 ) -> None:
-    """Writes the gradients of a block into `grads`, (dq, dk, dv)."""
+    """Writes the gradients of a block into `grads`, (dq, dk, dv), and adds its part to those of the side inputs."""
     matrices = _load_keys_and_gradients(block, k, v)
     scratch = tiles.scratch_of(block, q, v)
     dq_view = tiles.row_view(block, grads[0])
     keep_probability = 1 - spec.dropout_p
+    modifiers, sinks = modifiers_of(block, side, spec), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, spec)
         dq_tile = torch.zeros_like(row.q_scaled)
+        if sinks is not None:
+            by_head = row.lse.unflatten(1, (block.group, -1))
+            weights = (sinks - by_head).exp2_().view_as(row.lse)
+            of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
-            scores = tiles.score_tile(block, rows, keys, row.q_scaled, matrices.k, scratch.scores)
+            scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
+            slope = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
+            tiles.mask_band(scores, block, rows, keys)
             kept = tiles.keep_weights(block, rows, keys, side, spec) if spec.dropout_p else None
-            _add_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, dq_tile, scratch)
+            weights, dscores = _score_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, scratch)
+            of_side.add_scores(dscores, block, rows, range(keys.start, keys.stop), 1 / keep_probability)
+            if slope is not None:
+                dscores.mul_(slope)
+            _add_products(row, slice(keys.start, keys.stop), weights, dscores, kept, matrices, dq_tile, scratch)
         tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale / keep_probability))
     matrices.dk.mul_(spec.scale / keep_probability)
     matrices.dv.div_(keep_probability)
@@ -214,22 +239,33 @@ def _backward_block(
         target.copy_(total.view(target.shape))
 
 
-def _add_gradients(
+def _score_gradients(
     row: _BackwardRows,
     keys: slice,
     scores: Tensor,
     kept: Tensor | None,
     matrices: _KeysAndGradients,
-    dq_tile: Tensor,
     scratch: Scratch,
-) -> None:
-    """What one tile of scores, which it overwrites, adds to dq, dk and dv."""
-    # [N, G·R, C]
+) -> tuple[Tensor, Tensor]:
+    """The weights of a tile of scores, which it overwrites, and the gradients of the scores: `[N, G·R, C]` each."""
     weights = scores.sub_(row.lse).exp2_()
     dweights = tiles.product(row.dout, matrices.v[:, keys].transpose(1, 2), scratch.dweights)
     if kept is not None:
         dweights.mul_(kept)
-    dscores = dweights.sub_(row.delta).mul_(weights)
+    return weights, dweights.sub_(row.delta).mul_(weights)
+
+
+def _add_products(
+    row: _BackwardRows,
+    keys: slice,
+    weights: Tensor,
+    dscores: Tensor,
+    kept: Tensor | None,
+    matrices: _KeysAndGradients,
+    dq_tile: Tensor,
+    scratch: Scratch,
+) -> None:
+    """What a tile adds to dq, dk and dv; it overwrites the weights."""
     if kept is not None:
         weights.mul_(kept)
     weights = tiles.converted(weights, scratch.converted)

@@ -52,6 +52,7 @@ class Segment(NamedTuple):
         keys: their keys, without those past a key length.
         visible: what rows see, counted from the first of `rows` and of `keys`.
         sequence: number of the first batch entry or sequence, for the dropout bits.
+        diagonal: seq_k - seq_q.
     """
 
     batches: slice
@@ -59,6 +60,7 @@ class Segment(NamedTuple):
     keys: slice
     visible: Band
     sequence: int
+    diagonal: int
 
 
 class Block(NamedTuple):
@@ -72,6 +74,8 @@ class Block(NamedTuple):
         tile_rows: R.
         tile_keys: C.
         sequence_head: `sequence · H + head` of each stacked query head, int64 `[N·G]`; None without dropout.
+        sequence: number of the first batch entry or sequence.
+        diagonal: seq_k - seq_q, the key at which ALiBi's distance from row 0 is 0.
     """
 
     batches: slice
@@ -84,6 +88,8 @@ class Block(NamedTuple):
     tile_rows: int
     tile_keys: int
     sequence_head: Tensor | None
+    sequence: int
+    diagonal: int
 
 
 class KeyTile(NamedTuple):
@@ -96,7 +102,7 @@ class KeyTile(NamedTuple):
 
 
 def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]:
-    """The segments of a call that have queries and keys. q and k are `[B, S, H, D]`; B = 1 in a packed call."""
+    """The segments of a call that have queries, and keys or sinks. q, k `[B, S, H, D]`; B = 1 in a packed call."""
     if side.packed:
         yield from _packed_segments(side, spec)
         return
@@ -105,9 +111,9 @@ def segments(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Ite
     first = 0
     for length, entries in groupby(lengths):
         batches = slice(first, first + len(list(entries)))
-        if seq_q and length:
+        if seq_q and (length or side.sinks is not None):
             visible = _band(seq_q, seq_k, length, spec)
-            yield Segment(batches, slice(0, seq_q), slice(0, length), visible, first)
+            yield Segment(batches, slice(0, seq_q), slice(0, length), visible, first, seq_k - seq_q)
         first = batches.stop
 
 
@@ -120,8 +126,8 @@ def _packed_segments(side: SideInputs, spec: AttentionSpec) -> Iterator[Segment]
         rows = slice(starts_q[sequence], starts_q[sequence + 1])
         keys = slice(starts_k[sequence], starts_k[sequence] + length)
         seq_q = rows.stop - rows.start
-        if seq_q and length:
-            yield Segment(slice(0, 1), rows, keys, _band(seq_q, seq_k, length, spec), sequence)
+        if seq_q and (length or side.sinks is not None):
+            yield Segment(slice(0, 1), rows, keys, _band(seq_q, seq_k, length, spec), sequence, seq_k - seq_q)
 
 
 def _band(seq_q: int, seq_k: int, keys: int, spec: AttentionSpec) -> Band:
@@ -140,7 +146,7 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Itera
         all_rows = _TILE_ROWS if group == 1 else 2 * _TILE_ROWS
         tile_rows = min(max(16, all_rows // group // 16 * 16), segment.rows.stop - segment.rows.start)
         tile_keys = min(_TILE_KEYS, segment.visible.keys)
-        matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * tile_keys)
+        matrices = _TILE_ELEMENTS_PER_THREAD * torch.get_num_threads() // (group * tile_rows * max(tile_keys, 1))
         entries, heads_each = max(1, matrices // heads_kv), max(1, matrices)
         for first in range(segment.batches.start, segment.batches.stop, entries):
             batches = slice(first, min(first + entries, segment.batches.stop))
@@ -151,6 +157,7 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Itera
                 yield Block(
                     batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group, tile_rows, tile_keys,
                     _sequence_heads(first_sequence, batches, of_q, heads) if spec.dropout_p else None,
+                    first_sequence, segment.diagonal,
                 )  # fmt: skip
 
 
@@ -182,8 +189,8 @@ def visible_key_tiles(rows: range, visible: Band, tile_keys: int) -> Iterator[Ke
         yield KeyTile(first, last, *(clear if clear[0] < clear[1] else (last, last)))
 
 
-def score_tile(block: Block, rows: range, keys: KeyTile, q_tile: Tensor, k_matrices: Tensor, scratch: Tensor) -> Tensor:
-    """The masked scores of one tile, times log₂e. The only place that makes and masks scores.
+def score_tile(keys: KeyTile, q_tile: Tensor, k_matrices: Tensor, scratch: Tensor) -> Tensor:
+    """The scores of one tile, times log₂e, before anything changes or hides them.
 
     Args:
         q_tile: `[N, G·R, D]`, multiplied by scale · log₂e.
@@ -191,17 +198,27 @@ def score_tile(block: Block, rows: range, keys: KeyTile, q_tile: Tensor, k_matri
         scratch: flat memory for the scores.
 
     Returns:
-        `[N, G·R, C]` in `scratch`, -inf where a row does not see a key.
+        `[N, G·R, C]` in `scratch`.
     """
-    k_tile = k_matrices[:, keys.start : keys.stop]
-    scores = product(q_tile, k_tile.transpose(1, 2), scratch)
+    return product(q_tile, k_matrices[:, keys.start : keys.stop].transpose(1, 2), scratch)
+
+
+def mask_band(scores: Tensor, block: Block, rows: range, keys: KeyTile) -> None:
+    """Puts -inf where a row does not see a key, into a tile `[N, G·R, C]`. The only place that reads the band."""
     # [N, G, R, C]; only the columns that some row does not see are masked.
     by_head = scores.unflatten(1, (block.group, len(rows)))
     for columns in (range(keys.start, keys.clear_start), range(keys.clear_stop, keys.stop)):
         if columns:
             part = by_head[..., columns.start - keys.start : columns.stop - keys.start]
             part.masked_fill_(_hidden(rows, columns, block.visible), float("-inf"))
-    return scores
+
+
+def sinks_of(block: Block, side: SideInputs) -> Tensor | None:
+    """The sinks of the block's stacked heads, times log₂e: `[N, G, 1, 1]`; None without sinks."""
+    if side.sinks is None:
+        return None
+    sinks = (side.sinks[block.heads] * LOG2E).view(-1, block.group, 1, 1)
+    return sinks.repeat(block.batches.stop - block.batches.start, 1, 1, 1)
 
 
 def _hidden(rows: range, columns: range, visible: Band) -> Tensor:

@@ -43,6 +43,10 @@ def _obstacle(
     """What keeps PyTorch's flash attention from serving a call, or None."""
     if side.packed:
         return "PyTorch's CPU flash attention has no packed sequences"
+    if spec.softcap or side.bias is not None or side.alibi_slopes is not None or side.sinks is not None:
+        return "PyTorch's CPU flash attention has no soft cap, ALiBi or sinks, and no bias with a gradient"
+    if side.mask is not None or side.block_lists is not None:
+        return "PyTorch's CPU flash attention takes no masks that tiles could skip"
     if spec.dropout_p:
         return "PyTorch's CPU flash attention has no dropout"
     if side.key_lengths is not None:
@@ -51,6 +55,8 @@ def _obstacle(
         return "PyTorch's CPU flash attention has no windows"
     if spec.window_right == 0 and not spec.top_left and q_shape[1] != k_shape[1]:
         return "PyTorch's CPU flash attention aligns the causal diagonal at the top left"
+    if spec.window_right == 0 and spec.scale <= 0:
+        return "PyTorch's CPU flash attention scales what it has masked: -inf times a negative scale"
     if q_shape[2] != k_shape[2]:
         return "PyTorch's CPU flash attention reads keys and values once for each query head, the tiles once for all"
     if q_shape[3] != v_shape[3]:

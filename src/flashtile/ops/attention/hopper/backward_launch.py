@@ -25,7 +25,7 @@ from flashtile.ops.attention.hopper.configs import (
     tile_width,
 )
 from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 #: Of a thread at the start: four warpgroups share 64 Ki.
 _MAX_REGISTERS = 128
@@ -80,10 +80,12 @@ def backward(
     lse: Tensor,
     side: SideInputs,
     spec: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`."""
+    wanted: Wanted,
+) -> Gradients:
+    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`. `wanted` is of
+    side inputs that these kernels do not serve (`configs.obstacle`)."""
     if not q.numel() or not k.numel() or not v.numel():
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
@@ -107,7 +109,7 @@ def backward(
     descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
     plan.main.launch(plan.main.programs, *descriptors, turns_ptr, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
     plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
-    return dq if sign == 1 else dq.mul_(sign), dk, dv
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv)
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -71,6 +71,7 @@ class HopperCall(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
+        modified: there is a soft cap, a bias, a mask, ALiBi or sinks.
     """
 
     phase: Phase
@@ -81,6 +82,7 @@ class HopperCall(NamedTuple):
     aligned: bool
     dropout: bool
     key_lengths: bool
+    modified: bool = False
 
 
 def obstacle(call: HopperCall) -> str | None:
@@ -95,6 +97,8 @@ def obstacle(call: HopperCall) -> str | None:
         return "it has no dropout"
     if call.key_lengths:
         return "it has no key_lengths; packed sequences (attention_varlen) do the same"
+    if call.modified:
+        return "it has no softcap, bias, alibi_slopes, masks or sinks"
     if call.head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
     if call.phase == "backward" and call.head_dim % 8:

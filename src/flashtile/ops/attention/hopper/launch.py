@@ -76,7 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, _, _, _ = side
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q = side[:3]
     plan = _plan(
         q.dtype,
         q.device,

@@ -9,6 +9,9 @@ With `p = exp(scale·s - lse)`, keep mask `z = kept / (1 - dropout_p)` (1 withou
     dq    = scale · ds k                     [M, D]
     dk    = scale · dsᵀ q                    [N, D]
 
+`exp` takes the scores as `scores.modified_scores` makes them, and in front of a soft cap ds has its derivative too. The
+gradient of the bias is ds, summed by a kernel of its own (`bias_gradient`).
+
 The dq kernel also writes delta, and lse in units of log2, for the dk/dv kernel. Each output tile has one owner that
 sums in a fixed order: no atomics, so the gradients are the same in every run. Letters as in `tiles`.
 
@@ -20,6 +23,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.scores import (
+    alibi_distance,
+    load_slope,
+    modified_scores,
+    table_offset,
+    uncapped_gradient,
+)
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
     head_pointer,
@@ -38,8 +48,9 @@ from flashtile.ops.attention.triton.tiles import (
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, slope_sums_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -47,6 +58,8 @@ def attention_dq_kernel(
     stride_dout_batch, stride_dout_head,
     stride_dq_batch, stride_dq_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
+    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DQ_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -54,8 +67,10 @@ def attention_dq_kernel(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the forward kernel."""
+    """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
+    it, in the shape of lse."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -94,15 +109,28 @@ def attention_dq_kernel(
     begin, full_begin, full_end, end = key_tile_ranges(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    dq = _sum_dq(
+    bias, mask, slope = None, None, None
+    if bias_ptr is not None:
+        offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
+        bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
+    if mask_ptr is not None:
+        offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
+        mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+    modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base,
         lse, delta, rows_left, begin, full_begin, full_end, end,
-        first, keys, shift, window_left, window_right, scale, keep_scale,
+        first, keys, shift, window_left, window_right, scale, keep_scale, modifiers,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
+        SUMS_SLOPES=slope_sums_ptr is not None,
     )  # fmt: skip
+    if slope_sums_ptr is not None:
+        tl.store(slope_sums_ptr + statistics, slope_sums, mask=row < rows_left)
     dq_base = head_pointer(
         dq_ptr, sequence, begin_q + first, head, stride_dq_batch, STRIDE_DQ_ROW, stride_dq_head, PACKED
     )
@@ -113,14 +141,18 @@ def attention_dq_kernel(
 def _sum_dq(
     q_base, dout_base, k_base, v_base,
     lse, delta, rows_left, begin, full_begin, full_end, end,
-    first, keys, shift, window_left, window_right, scale, keep_scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    first, keys, shift, window_left, window_right, scale, keep_scale, modifiers,
+    dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, SUMS_SLOPES: tl.constexpr,
 ):  # fmt: skip
-    """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`."""
+    """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`; for ALiBi, that of
+    ds by the distance, `[M]`."""
+    slope_sums = tl.zeros((BLOCK_M,), tl.float32)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
@@ -141,9 +173,13 @@ def _sum_dq(
             v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
-        probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
+        column = start + tl.arange(0, BLOCK_N)
+        if MODIFIED:
+            scores, tanh = modified_scores(scores, scale, row[:, None], column[None, :], modifiers)
+            probs = tl.exp2(scores - lse[:, None])
+        else:
+            probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
-            column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
@@ -152,14 +188,19 @@ def _sum_dq(
             kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
+        if SUMS_SLOPES:
+            slope_sums += tl.sum(dscores * alibi_distance(row[:, None], column[None, :], modifiers), 1)
+        if MODIFIED:
+            dscores = uncapped_gradient(dscores, tanh, modifiers)
         dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-    return dq
+    return dq, slope_sums
 
 
 @triton.jit
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -167,6 +208,8 @@ def attention_dkdv_kernel(
     stride_dk_batch, stride_dk_head,
     stride_dv_batch, stride_dv_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
+    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DK_ROW: tl.constexpr, STRIDE_DV_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -174,6 +217,7 @@ def attention_dkdv_kernel(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
     heads that read it."""
@@ -210,14 +254,24 @@ def attention_dkdv_kernel(
             dout_ptr, sequence, begin_q, head, stride_dout_batch, STRIDE_DOUT_ROW, stride_dout_head, PACKED
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
+        bias, mask, slope = None, None, None
+        if bias_ptr is not None:
+            offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
+            bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
+        if mask_ptr is not None:
+            offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
+            mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
+        if alibi_slopes_ptr is not None:
+            slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+        modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
             begin, full_begin, full_end, end,
-            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers,
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION,
+            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -238,13 +292,14 @@ def attention_dkdv_kernel(
 def _sum_dkdv(
     dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
     begin, full_begin, full_end, end,
-    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale,
+    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers,
     dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, STRIDE_Q_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
@@ -271,7 +326,11 @@ def _sum_dkdv(
             )  # fmt: skip
         else:
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
-        probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
+        if MODIFIED:
+            scores, tanh = modified_scores(scores, scale, row[None, :], column[:, None], modifiers)
+            probs = tl.exp2(scores - lse[None, :])
+        else:
+            probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -286,6 +345,8 @@ def _sum_dkdv(
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
+        if MODIFIED:
+            dscores = uncapped_gradient(dscores, tanh, modifiers)
         if CHUNK:
             q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
         dk = tl.dot(dscores.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)

@@ -14,7 +14,7 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 
-Kernel = Literal["forward", "dq", "dkdv"]
+Kernel = Literal["forward", "dq", "dkdv", "dbias"]
 
 #: Sequences from this length on fill a device with large tiles too.
 LONG = 2048
@@ -73,6 +73,8 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
     width = _width(situation)
     if situation.dtype is torch.float32:
         table = _FLOAT32
+    elif kernel == "dbias":
+        table = _BIAS_GRADIENT
     elif device.arch == "sm_90":
         table = {
             (False, False): _HOPPER_FULL,
@@ -258,6 +260,15 @@ _RDNA: _Table = {
     ),
 }
 
+#: The gradient of the bias, 16-bit, everywhere: as many accumulators as dk/dv, and nothing resident.
+_BIAS_GRADIENT: _Table = {
+    "dbias": (
+        (128, TileConfig(64, 64, 4, 1)),
+        (256, TileConfig(64, 32, 4, 1)),
+        (512, TileConfig(32, 32, 4, 1, 64)),
+    ),
+}
+
 #: float32 everywhere: IEEE products run on the ordinary units, out of registers.
 _FLOAT32: _Table = {
     "forward": (
@@ -277,5 +288,9 @@ _FLOAT32: _Table = {
         (128, TileConfig(32, 32, 8, 2)),
         (256, TileConfig(16, 32, 8, 1)),
         (512, TileConfig(16, 16, 8, 1, 64)),
+    ),
+    "dbias": (
+        (128, TileConfig(32, 32, 4, 1)),
+        (512, TileConfig(16, 16, 4, 1, 64)),
     ),
 }

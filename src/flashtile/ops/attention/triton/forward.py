@@ -10,7 +10,9 @@ For each key tile, with `c = scale · log2(e)`::
     acc   = alpha·acc + p v           [M, E]
 
 and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
-masked, wholly visible, masked; only the masked ones pay for mask arithmetic.
+masked, wholly visible, masked; only the masked ones pay for mask arithmetic. Where a soft cap, a bias, ALiBi or a mask
+changes the scores, `c·s` is what `scores.modified_scores` makes of it. A sink is where `m` and `l` begin: `l = 1` at `m
+= sink · log2(e)`.
 
 Reference: Dao, "FlashAttention-2" (2023), algorithm 1.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
 from flashtile.ops.attention.triton.tiles import (
     LN_2,
     LOG2_E,
@@ -40,11 +43,14 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, sinks_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
     stride_out_batch, stride_out_head,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
+    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -52,10 +58,12 @@ def attention_forward_kernel(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
     `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
-    tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask."""
+    tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask. `MODIFIED`: something changes the
+    scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, without end where it broadcasts."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -73,13 +81,27 @@ def attention_forward_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
 
+    bias, mask, slope = None, None, None
+    if bias_ptr is not None:
+        offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
+        bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
+    if mask_ptr is not None:
+        offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
+        mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+    modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    sink = None
+    if sinks_ptr is not None:
+        # The rows past the end of a packed call (sequence number `batch`) have no sink either.
+        sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
     acc, row_max, row_sum = _visit_key_tiles(
         q_base, k_base, v_base, begin, full_begin, full_end, end,
-        first, seq_q, keys, shift, window_left, window_right, scale,
+        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, sink,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -99,21 +121,28 @@ def attention_forward_kernel(
 @triton.jit
 def _visit_key_tiles(
     q_base, k_base, v_base, begin, full_begin, full_end, end,
-    first, seq_q, keys, shift, window_left, window_right, scale, dropout_seed_ptr, sequence_head, keep_threshold,
+    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, sink,
+    dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`. Returns acc, row_max (in units of log2), row_sum.
 
     One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
     the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
     """
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sink is not None:
+        row_max = tl.full((BLOCK_M,), 0.0, tl.float32) + sink
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    else:
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    scale_log2 = scale * LOG2_E
+    # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
+    unit = 1.0 if MODIFIED else scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False)
@@ -126,17 +155,18 @@ def _visit_key_tiles(
         else:
             k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        column = start + tl.arange(0, BLOCK_N)
+        if MODIFIED:
+            scores, tanh = modified_scores(scores, scale, row[:, None], column[None, :], modifiers)
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
-            column = start + tl.arange(0, BLOCK_N)
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             scores = tl.where(visible, scores, float("-inf"))
-        # The scale is positive (launch sees to it), so it can wait until after the maximum.
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        probs = tl.exp2(scores * scale_log2 - finite_max[:, None])
+        probs = tl.exp2(scores * unit - finite_max[:, None])
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max

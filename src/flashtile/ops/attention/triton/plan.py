@@ -1,0 +1,426 @@
+"""What a launch of the portable kernels needs beside its pointers: the compiled kernel, its tiles, sizes and strides.
+
+A `Plan` is looked up under what the call looks like from outside. A call like an earlier one costs no decision and no
+compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.devices import DeviceFacts, device_facts
+from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile.ops.attention.philox import keep_threshold
+from flashtile.ops.attention.plans import Layout, SideShape, Table, clipped_window, side_shape, tiles_of
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
+from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
+from flashtile.ops.attention.triton.configs import (
+    Kernel,
+    Situation,
+    TileConfig,
+    choose_tiles,
+    drops_bounds,
+    drops_masks,
+    is_long,
+    tile_width,
+)
+from flashtile.ops.attention.triton.forward import attention_forward_kernel
+
+_KERNELS = {
+    "forward": attention_forward_kernel,
+    "dq": attention_dq_kernel,
+    "dkdv": attention_dkdv_kernel,
+    "dbias": attention_dbias_kernel,
+}
+
+#: The tensors of each kernel that have strides, in the order of its parameters.
+_STRIDED = {
+    "forward": ("q", "k", "v", "out"),
+    "dq": ("q", "k", "v", "out", "dout", "dq"),
+    "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
+    "dbias": ("q", "k", "v", "dout"),
+}
+
+#: Element types of bias and mask; the latter is read as bytes.
+_TABLE_TYPES = {**ELEMENT_TYPES, torch.bool: "u8"}
+#: Where a bias or a mask that broadcasts ends.
+_ENDLESS = 2**30
+#: Programs of the bias's gradient that fill any GPU.
+_FILLING = 512
+
+
+class TableVariant(NamedTuple):
+    """What decides machine code of a bias or a mask: how it is read, and the directions in which it broadcasts."""
+
+    dtype: torch.dtype
+    column_stride: int
+    pointer_multiple: int
+    stride_multiple: int
+    shared_rows: bool
+    shared_columns: bool
+
+
+class Variant(NamedTuple):
+    """All that decides a kernel's machine code on one device.
+
+    Row strides are part of it: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
+    become constants), and a model has few of them. Lengths, batches and numbers of heads are not part of it.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    head_dim_v: int
+    row_strides: tuple[int, ...]
+    packed: bool
+    has_left: bool
+    has_right: bool
+    top_left: bool
+    whole: bool
+    all_visible: bool
+    dropout: bool
+    has_dlse: bool
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None
+    key_lengths_dtype: torch.dtype | None
+    softcap: bool
+    bias: TableVariant | None
+    mask: TableVariant | None
+    alibi: bool
+    sinks: bool
+    sums_slopes: bool
+    precision: str
+    pointer_multiple: int
+    stride_multiple: int
+    tiles: TileConfig
+
+
+class Plan(NamedTuple):
+    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
+
+    launch: Callable[..., None]
+    programs: int
+    scalars: tuple[int | float, ...]
+    outputs: tuple[Layout, ...]
+
+
+def plan_for(
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor | None,
+    side: SideInputs,
+    spec: AttentionSpec,
+    has_dlse: bool = False,
+    sums_slopes: bool = False,
+) -> Plan:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    dout_stride = None
+    if dout is not None:
+        addresses |= dout.data_ptr()
+        dout_stride = dout.stride()
+    return _plan(
+        kernel,
+        q.dtype,
+        q.device,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride(), dout_stride),
+        addresses & 15,
+        is_long(side.max_seqlen_q, side.max_seqlen_k),
+        side_shape(side),
+        spec,
+        has_dlse,
+        sums_slopes,
+        torch._C._get_cublas_allow_tf32(),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    kernel: Kernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...] | None, ...],
+    misalignment: int,
+    long: bool,
+    side: SideShape,
+    spec: AttentionSpec,
+    has_dlse: bool,
+    sums_slopes: bool,
+    allow_tf32: bool,
+) -> Plan:
+    """Everything that can be decided before the tensors' contents are known."""
+    q_shape, _, v_shape = shapes
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
+    packed = side.sequences is not None
+    batch = side.sequences if packed else q_shape[0]
+    facts = device_facts(device)
+    situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long)
+    tiles = choose_tiles(kernel, facts, situation)
+    triples = _stride_triples(kernel, shapes, strides)
+    moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
+    bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
+    whole = not bounded and moving_rows % moving_block == 0
+    variant = Variant(
+        dtype,
+        head_dim,
+        head_dim_v,
+        tuple(row for _, row, _ in triples),
+        packed,
+        spec.window_left is not None,
+        spec.window_right is not None,
+        spec.top_left,
+        whole,
+        whole and not spec.banded and drops_masks(situation),
+        side.dropout,
+        has_dlse,
+        side.index_dtypes,
+        side.key_lengths_dtype,
+        spec.softcap > 0,
+        _table_variant(side.bias),
+        _table_variant(side.mask),
+        side.alibi > 0,
+        side.sinks and kernel == "forward",
+        sums_slopes,
+        _dot_precision(dtype, facts, allow_tf32),
+        power_of_two_factor(misalignment),
+        power_of_two_factor(*(stride for triple in triples for stride in triple)),
+        tiles,
+    )
+    parts = _parts(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else 1
+    scalars = {
+        **{
+            f"stride_{name}_{of}": stride
+            for name, (batch_stride, _, head_stride) in zip(_STRIDED[kernel], triples)
+            for of, stride in (("batch", batch_stride), ("head", head_stride))
+        },
+        **{"batch": batch, "heads": heads, "group": heads // heads_kv, "rows_q": rows_q, "rows_k": rows_k},
+        **dict(zip(("window_left", "window_right"), clipped_window(spec))),
+        "keep_threshold": keep_threshold(spec.dropout_p),
+        "scale": spec.scale,
+        "keep_scale": 1 / (1 - spec.dropout_p),
+        "softcap": spec.softcap or None,
+        **_table_scalars("bias", side.bias),
+        **_table_scalars("mask", side.mask),
+        "stride_alibi_batch": heads if side.alibi == 2 else 0,
+        **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
+    }
+    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
+    programs = _programs(kernel, shapes, batch, packed, tiles, side.bias, parts)
+    run_time = [name for name in _KERNELS[kernel].arg_names if name in scalars]
+    return Plan(_launcher(kernel, variant, device), programs, tuple(scalars[name] for name in run_time), outputs)
+
+
+def _table_variant(table: Table | None) -> TableVariant | None:
+    if table is None:
+        return None
+    itemsize = table.dtype.itemsize
+    strides = [stride for size, stride in zip(table.shape[:-1], table.strides) if size > 1]
+    shared_rows, shared_columns = table.shape[-2] == 1, table.shape[-1] == 1
+    column_stride = 0 if shared_columns else table.strides[-1]
+    multiples = power_of_two_factor(table.misalignment), power_of_two_factor(*(stride * itemsize for stride in strides))
+    return TableVariant(
+        table.dtype, column_stride, multiples[0], max(1, multiples[1] // itemsize), shared_rows, shared_columns
+    )
+
+
+def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
+    """Strides (0 where it broadcasts) and ends of a bias or a mask, as the kernels' parameters; None without."""
+    if table is None:
+        return dict.fromkeys((f"stride_{name}_batch", f"stride_{name}_head", f"stride_{name}_row")) | dict.fromkeys(
+            (f"{name}_rows", f"{name}_columns")
+        )
+    batch, head, row = (stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3]))
+    rows, columns = (size if size > 1 else _ENDLESS for size in table.shape[2:])
+    return {
+        **{f"stride_{name}_batch": batch, f"stride_{name}_head": head, f"stride_{name}_row": row},
+        **{f"{name}_rows": rows, f"{name}_columns": columns},
+    }
+
+
+def _longest(bias: Table, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+    """How many queries and keys a sequence has at most, as far as a bias tells."""
+    rows = shapes[0][-3], shapes[1][-3]
+    if len(shapes[0]) == 4:
+        return rows
+    longest_q, longest_k = (size if size > 1 else all_rows for size, all_rows in zip(bias.shape[2:], rows))
+    return longest_q, longest_k
+
+
+def _own_tiles(bias: Table, shapes: tuple[tuple[int, ...], ...], tiles: TileConfig) -> tuple[int, ...]:
+    """Tiles of the bias itself: (batch, heads, tiles of rows, tiles of columns)."""
+    longest_q, longest_k = _longest(bias, shapes)
+    own_m = 1 if bias.shape[2] == 1 else -(-longest_q // tiles.block_m)
+    own_n = 1 if bias.shape[3] == 1 else -(-longest_k // tiles.block_n)
+    return bias.shape[0], bias.shape[1], own_m, own_n
+
+
+def _parts(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles: TileConfig) -> int:
+    """How many programs share the work for one tile of the bias, so that even a small bias fills a GPU."""
+    longest_q, longest_k = _longest(bias, shapes)
+    own = math.prod(_own_tiles(bias, shapes, tiles))
+    all_tiles = batch * shapes[0][-2] * -(-longest_q // tiles.block_m) * -(-longest_k // tiles.block_n)
+    return max(1, min(all_tiles // max(own, 1), -(-_FILLING // max(own, 1))))
+
+
+def _sum_scalars(bias: Table, shapes: tuple[tuple[int, ...], ...], parts: int) -> dict[str, int]:
+    names = ("sums_batch", "sums_heads", "sums_rows", "sums_columns")
+    longest_q, longest_k = _longest(bias, shapes)
+    return {**dict(zip(names, bias.shape)), "longest_q": longest_q, "longest_k": longest_k, "parts": parts}
+
+
+def _output_layouts(
+    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int
+) -> tuple[Layout, ...]:
+    """What the kernel writes: (out, lse), (dq, statistics), (dk, dv), or the parts of the bias's gradient."""
+    q_shape, k_shape, v_shape = shapes
+    *sequences, rows, heads, _ = q_shape
+    lse_shape = (*sequences, heads, rows)
+    outputs = {
+        "forward": (((*q_shape[:-1], v_shape[-1]), dtype), (lse_shape, torch.float32)),
+        "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
+        "dkdv": ((k_shape, dtype), (v_shape, dtype)),
+        "dbias": (((parts, *(bias.shape if bias else ())), torch.float32),),
+    }
+    return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
+
+
+def _programs(
+    kernel: Kernel,
+    shapes: tuple[tuple[int, ...], ...],
+    batch: int,
+    packed: bool,
+    tiles: TileConfig,
+    bias: Table | None,
+    parts: int,
+) -> int:
+    """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
+    q_shape, k_shape, _ = shapes
+    if kernel == "dbias":
+        assert bias is not None
+        nothing = 0 in q_shape or 0 in k_shape or not batch
+        return 0 if nothing else math.prod(_own_tiles(bias, shapes, tiles)) * parts
+    own, block = (k_shape, tiles.block_n) if kernel == "dkdv" else (q_shape, tiles.block_m)
+    heads = own[-2] * (1 if packed else batch)
+    return 0 if 0 in own else tiles_of(own[-3], block, batch, packed) * heads
+
+
+def _stride_triples(
+    kernel: Kernel, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...] | None, ...]
+) -> list[tuple[int, int, int]]:
+    """(batch, row, head) strides of the kernel's tensors; outputs are contiguous."""
+    q_shape, k_shape, v_shape = shapes
+    out_shape = (*q_shape[:-1], v_shape[-1])
+    contiguous = {"out": out_shape, "dq": q_shape, "dk": k_shape, "dv": v_shape}
+    given = dict(zip(("q", "k", "v", "dout"), strides))
+    return [
+        _stride_triple(given[name]) if name in given else _contiguous_triple(contiguous[name])
+        for name in _STRIDED[kernel]
+    ]
+
+
+def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+
+
+def _contiguous_triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    rows, heads, head_dim = shape[-3:]
+    return (rows * heads * head_dim if len(shape) == 4 else 0, heads * head_dim, head_dim)
+
+
+def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> str:
+    """fp32 products are IEEE unless PyTorch's own setting allows TF32."""
+    return "tf32" if dtype is torch.float32 and facts.is_cuda and allow_tf32 else "ieee"
+
+
+@functools.cache
+def _launcher(kernel: Kernel, variant: Variant, device: torch.device) -> Callable[..., None]:
+    return make_launcher(kernel_source(kernel, variant), device, device_facts(device))
+
+
+def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
+    """The specialisation of a kernel for a variant, as the launcher and ahead-of-time compilation take it."""
+    function = _KERNELS[kernel]
+    constants = {
+        **{
+            f"STRIDE_{name.upper()}_ROW": stride
+            for name, stride in zip(_STRIDED[kernel], variant.row_strides, strict=True)
+        },
+        "HEAD_DIM": variant.head_dim,
+        "HEAD_DIM_V": variant.head_dim_v,
+        "BLOCK_D": tile_width(variant.head_dim),
+        "BLOCK_E": tile_width(variant.head_dim_v),
+        "BLOCK_M": variant.tiles.block_m,
+        "BLOCK_N": variant.tiles.block_n,
+        "CHUNK": variant.tiles.chunk,
+        "PACKED": variant.packed,
+        "HAS_LEFT": variant.has_left,
+        "HAS_RIGHT": variant.has_right,
+        "TOP_LEFT": variant.top_left,
+        "WHOLE": variant.whole,
+        "ALL_VISIBLE": variant.all_visible,
+        "HAS_KEY_LENGTHS": variant.key_lengths_dtype is not None,
+        "DROPOUT": variant.dropout,
+        "HAS_DLSE": variant.has_dlse,
+        "PRECISION": variant.precision,
+        "MODIFIED": variant.softcap or variant.alibi or variant.bias is not None or variant.mask is not None,
+        "STRIDE_BIAS_COLUMN": variant.bias.column_stride if variant.bias else 0,
+        "STRIDE_MASK_COLUMN": variant.mask.column_stride if variant.mask else 0,
+        "SHARED_ROWS": variant.bias is not None and variant.bias.shared_rows,
+        "SHARED_COLUMNS": variant.bias is not None and variant.bias.shared_columns,
+    }
+    names = function.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    parameters = {name: _parameter(name, variant) for name in names if name not in constants}
+    constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
+    types, multiples = zip(*parameters.values())
+    return KernelSource(function, types, multiples, constants, variant.tiles.num_warps, variant.tiles.num_stages)
+
+
+def _parameter(name: str, variant: Variant) -> tuple[str, int]:
+    """Type of a run-time parameter, and a power of two that divides it."""
+    cu_seqlens_q_dtype, cu_seqlens_k_dtype = variant.index_dtypes or (torch.int32, torch.int32)
+    index_dtypes = {
+        "cu_seqlens_q_ptr": cu_seqlens_q_dtype,
+        "cu_seqlens_k_ptr": cu_seqlens_k_dtype,
+        "key_lengths_ptr": variant.key_lengths_dtype or torch.int32,
+        "dropout_seed_ptr": torch.int64,
+    }
+    if name in index_dtypes:
+        return "*" + ELEMENT_TYPES[index_dtypes[name]], 1
+    absent = "constexpr", 1
+    for of, table in (("bias", variant.bias), ("mask", variant.mask)):
+        if name == f"{of}_ptr":
+            return ("*" + _TABLE_TYPES[table.dtype], table.pointer_multiple) if table else absent
+        if name.startswith(f"stride_{of}_"):
+            return ("i64", table.stride_multiple) if table else absent
+        if name in (f"{of}_rows", f"{of}_columns"):
+            return ("i32", 1) if table else absent
+    optional = {
+        "alibi_slopes_ptr": ("*fp32", variant.alibi),
+        "stride_alibi_batch": ("i32", variant.alibi),
+        "sinks_ptr": ("*fp32", variant.sinks),
+        "slope_sums_ptr": ("*fp32", variant.sums_slopes),
+        "softcap": ("fp32", variant.softcap),
+    }
+    if name in optional:
+        of, present = optional[name]
+        return (of, 1) if present else absent
+    if name in ("statistics_ptr", "sums_ptr"):
+        return "*fp32", 16
+    if name in ("lse_ptr", "dlse_ptr"):
+        return "*fp32", 1
+    if name.endswith("_ptr"):
+        return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
+    if name.startswith("stride_"):
+        return "i64", variant.stride_multiple
+    return ("fp32" if name.endswith("scale") else "i32"), 1
