@@ -44,10 +44,12 @@ def _parser() -> argparse.ArgumentParser:
     attention.add_argument("--quick", action="store_true", help="a few cases instead of the tables")
     companions = commands.add_parser("companions", help="norms, rotary embedding, softmax and others, likewise")
     companions.add_argument("--op", nargs="+", default=[], help="operations; all by default, --list names them")
-    companions.add_argument("--jobs", type=int, default=0, help="processes that compile before anything is measured")
+    companions.add_argument(
+        "--jobs", type=_positive, default=0, help="processes that compile before anything is measured"
+    )
     train = commands.add_parser("train", help="training steps of GPT-2, ours beside transformers")
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
-    train.add_argument("--batch", type=int, help="sequences in a step")
+    train.add_argument("--batch", type=_positive, help="sequences in a step")
     for command in (attention, companions):
         command.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as '*8192*'")
     for command in (attention, companions, train):
@@ -58,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
         command.add_argument("--output", type=Path, help="JSON file for the record")
     return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from flashtile.bench import runner
 from flashtile.bench.__main__ import main
 from flashtile.bench.commands import bench_companions, describe_companions
-from flashtile.bench.companions import tables
+from flashtile.bench.companions import oracle, tables
 from flashtile.bench.companions.bound import Bound
 from flashtile.bench.companions.case import Random, Way
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
@@ -21,6 +21,7 @@ from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
 from flashtile.bench.companions.mlp import FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
+from flashtile.bench.companions.oracle import evaluate
 from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.companions.rotary import Rotary
 from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
@@ -122,6 +123,19 @@ def test_dropout_that_does_not_scale_is_found(monkeypatch):
 
     rows = run_with(DropoutAddLayerNorm("fp32", 40, 65, 0.3), unscaled, monkeypatch)
     assert all(row["ms"] is None and row["why"].startswith("wrong result: out") for row in rows)
+
+
+@pytest.mark.parametrize("name", ["out", "dx", "dweight"])
+def test_one_wrong_element_is_found_where_the_check_goes_by_pieces(name, monkeypatch):
+    monkeypatch.setitem(oracle._ELEMENTS, "cpu", 33 * 2)
+    case = RMSNorm("bf16", 7, 33)
+    inputs = case.make_inputs(Random(CPU, torch.bfloat16))
+    judge = oracle.Oracle(case, inputs).judge
+    results = evaluate(case, inputs, inputs.others)
+    assert judge(results, own_bits=False).why is None
+    results[name][(-1,) * results[name].dim()] *= 1.5
+    verdict = judge(results, own_bits=False)
+    assert verdict.why is not None and verdict.why.startswith(f"wrong result: {name}: largest error")
 
 
 def test_own_layouts_are_changed_back(monkeypatch):
@@ -345,3 +359,6 @@ def test_module_measures_lists_and_reports_mistakes(capsys, monkeypatch):
     with pytest.raises(SystemExit) as stop:
         main(["companions", "--op", "nothing"])
     assert stop.value.code == 2 and "there are: copy" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["companions", "--jobs", "0"])
+    assert stop.value.code == 2 and "expected at least 1, got 0" in capsys.readouterr().err
