@@ -7,7 +7,7 @@ from flashtile.bench import runner
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS
 from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedMLP
+from flashtile.bench.companions.mlp import FusedDense, FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.oracle import evaluate
@@ -32,6 +32,7 @@ CASES = [
     MaskedSoftmax("bf16", 2, 2, 512),
     CrossEntropy("bf16", 256, 2048),
     LinearCrossEntropy("bf16", 512, 256, 2048),
+    FusedDense("bf16", 512, 256, 1024),
     FusedMLP("bf16", 512, 256, 1024, "gelu_tanh"),
     FusedMLP("bf16", 512, 256, 1024, "silu", gated=True),
 ]

@@ -10,7 +10,7 @@ from flashtile.bench.companions import oracle
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import select_implementations
 from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedMLP
+from flashtile.bench.companions.mlp import FusedDense, FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.oracle import evaluate
@@ -53,11 +53,19 @@ def test_work_of_forward_and_backward_together():
     assert plain.flops("fwd") == 2 * 2 * (3 * 5 + 5 * 3) and plain.flops("fwd+bwd") == 3 * plain.flops("fwd")
     linear = LinearCrossEntropy("bf16", 3, 5, 7)
     assert linear.bytes("fwd+bwd") == 2 * 2 * (15 + 35) and linear.flops("fwd+bwd") == 3 * 2 * 3 * 5 * 7
+    dense = FusedDense("bf16", 3, 5, 7)
+    assert dense.bytes("fwd") == 2 * (15 + 21 + 35 + 7) and dense.bytes("fwd+bwd") == 2 * dense.bytes("fwd")
+    assert dense.flops("fwd") == 2 * 3 * 5 * 7 and dense.flops("fwd+bwd") == 3 * dense.flops("fwd")
     assert gated.flops("fwd") == 2 * 2 * (3 * 10 + 5 * 3)
 
 
 def test_what_memory_bounds_has_no_flops():
-    assert {case.op for case in ALL if case.flops(case.phases[0]) is not None} == {"fused_mlp", "linear_cross_entropy"}
+    products = {case.op for case in ALL if case.flops(case.phases[0]) is not None}
+    assert products == {"fused_dense", "fused_mlp", "linear_cross_entropy"}
+        "fused_dense",
+        "fused_mlp",
+        "linear_cross_entropy",
+    }
 
 
 def test_names_tell_cases_apart():

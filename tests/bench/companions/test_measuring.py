@@ -18,7 +18,7 @@ from flashtile.bench.companions.bound import Bound
 from flashtile.bench.companions.case import Random, Way
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
 from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedMLP
+from flashtile.bench.companions.mlp import FusedDense, FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.oracle import evaluate
@@ -39,6 +39,7 @@ TINY = [
     MaskedSoftmax("fp32", 2, 2, 9),
     CrossEntropy("bf16", 8, 37),
     LinearCrossEntropy("fp32", 8, 5, 37),
+    FusedDense("bf16", 8, 16, 24),
     FusedMLP("fp32", 8, 16, 24, "gelu_tanh"),
     FusedMLP("fp32", 8, 16, 24, "silu", gated=True),
 ]
@@ -279,9 +280,13 @@ def test_quack_is_called_by_its_signatures(monkeypatch):
     def linear_loss(x, weight, target, chunk_size=4096, ignore_index=-100, reduction="mean", tuned=True):
         return F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
 
+    def linear_func(x, weight, bias=None, fuse_grad_accum=False, tuned=True):
+        return F.linear(x, weight, bias)
+
+    _install(monkeypatch, "quack.linear", linear_func=linear_func)
     _install(monkeypatch, "quack.mlp", mlp_func=mlp_func)
     _install(monkeypatch, "quack.linear_cross_entropy", chunked_linear_cross_entropy=linear_loss)
-    kinds = (LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, CrossEntropy, LinearCrossEntropy, FusedMLP)
+    kinds = (LayerNorm, RMSNorm, DropoutAddRMSNorm, Rotary, CrossEntropy, LinearCrossEntropy, FusedDense, FusedMLP)
     _assert_right("quack", *kinds)
 
 

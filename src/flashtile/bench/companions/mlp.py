@@ -1,4 +1,4 @@
-"""Cases of the two-layer perceptron, plain and gated."""
+"""Cases of the linear layer and of the two-layer perceptron, plain and gated."""
 
 from __future__ import annotations
 
@@ -17,6 +17,50 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+@dataclass(frozen=True)
+class FusedDense(Case):
+    """`flashtile.fused_dense` of `[tokens, columns]` to `[tokens, features]`, with a bias."""
+
+    tokens: int
+    columns: int
+    features: int
+
+    op: ClassVar[str] = "fused_dense"
+    phases: ClassVar[tuple[str, ...]] = ("fwd", "fwd+bwd")
+
+    def sizes(self) -> Sequence[str]:
+        return (f"{self.tokens}x{self.columns}x{self.features}",)
+
+    def width(self) -> int:
+        return max(self.columns, self.features)
+
+    def make_inputs(self, random: Random) -> Inputs:
+        leaves = {
+            "x": random.normal(self.tokens, self.columns),
+            "weight": random.normal(self.features, self.columns, scale=self.columns**-0.5),
+            "bias": random.normal(self.features),
+        }
+        return Inputs(leaves, {}, [random.normal(self.tokens, self.features)])
+
+    def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (F.linear(*leaves),)
+
+    def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
+        return Way(lambda x, weight, bias: flashtile.fused_dense(x, weight, bias, backend=backend))
+
+    def peers(self) -> dict[str, Build]:
+        return {"quack": _quack_linear}
+
+    def bytes(self, phase: str) -> int:
+        rows, parameters = self.tokens * (self.columns + self.features), (self.columns + 1) * self.features
+        # Forward and backward: each of these and its gradient.
+        return (1 if phase == "fwd" else 2) * (rows + parameters) * self.torch_dtype.itemsize
+
+    def flops(self, phase: str) -> float | None:
+        """A backward has two products."""
+        return (1 if phase == "fwd" else 3) * 2 * self.tokens * self.columns * self.features
 
 
 @dataclass(frozen=True)
@@ -91,6 +135,13 @@ class FusedMLP(Case):
     def _first_layer(self) -> int:
         """Rows of weight1."""
         return 2 * self.inner if self.gated else self.inner
+
+
+def _quack_linear(others: dict[str, Tensor]) -> Way:
+    """Without its search for tiles, which takes minutes."""
+    from quack.linear import linear_func
+
+    return Way(lambda x, weight, bias: linear_func(x, weight, bias, tuned=False))
 
 
 def _liger_swiglu(others: dict[str, Tensor]) -> Way:

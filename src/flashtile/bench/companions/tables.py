@@ -10,7 +10,7 @@ import torch
 from flashtile.bench.cases import select_named
 from flashtile.bench.companions.case import Case
 from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
-from flashtile.bench.companions.mlp import FusedMLP
+from flashtile.bench.companions.mlp import FusedDense, FusedMLP
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.norms import DropoutAddLayerNorm, DropoutAddRMSNorm, LayerNorm, RMSNorm
 from flashtile.bench.companions.rotary import Rotary
@@ -27,6 +27,7 @@ _KINDS: tuple[type[Case], ...] = (
     MaskedSoftmax,
     CrossEntropy,
     LinearCrossEntropy,
+    FusedDense,
     FusedMLP,
 )
 OPERATIONS = {kind.op: kind for kind in _KINDS}
@@ -51,6 +52,7 @@ def _cuda_cases() -> list[Case]:
         MaskedSoftmax("bf16", 8, 16, 2048),
         *(CrossEntropy("bf16", 8192, vocabulary) for vocabulary in (50257, 50304, 128256)),
         LinearCrossEntropy("bf16", 16384, 4096, 128256),
+        FusedDense("bf16", 16384, 4096, 4096),
         FusedMLP("bf16", 16384, 4096, 16384, "gelu_tanh"),
         FusedMLP("bf16", 16384, 4096, 16384, "silu", gated=True),
     ]
@@ -69,6 +71,7 @@ def _cpu_cases() -> list[Case]:
         MaskedSoftmax("fp32", 1, 4, 256),
         CrossEntropy("fp32", 256, 1000),
         LinearCrossEntropy("fp32", 256, 64, 1000),
+        FusedDense("fp32", 256, 128, 512),
         FusedMLP("fp32", 256, 128, 512, "gelu_tanh"),
         FusedMLP("fp32", 256, 128, 512, "silu", gated=True),
     ]
