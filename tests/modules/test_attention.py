@@ -16,6 +16,8 @@ OPTIONS = [
     {"causal": True},
     {"causal": True, "softmax_scale": 0.3, "window_size": (3, -1), "deterministic": True},
     {"window_size": (2, 4)},
+    {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    {"alibi_slopes": torch.tensor([1.0, 0.3, 0.1, 2.0]), "window_size": (-1, 1)},
 ]
 
 
@@ -107,6 +109,16 @@ def test_slopes_of_alibi():
     assert alibi_slopes(1).tolist() == [2.0**-8]
 
 
+def test_slopes_follow_the_device_and_stay_wide():
+    """Of a module that was cast, and of slopes of each sequence."""
+    qkv, slopes = torch.randn(2, 6, 3, 2, 8), torch.rand(2, 2)
+    module = FlashSelfAttention(alibi_slopes=slopes).bfloat16()
+    expected = [FlashSelfAttention(alibi_slopes=slopes[i])(qkv[i : i + 1]) for i in range(2)]
+    torch.testing.assert_close(module(qkv), torch.cat(expected))
+    torch.testing.assert_close(module(qkv.double()), torch.cat(expected).double(), rtol=1e-4, atol=1e-5)
+    assert not module.state_dict()
+
+
 def test_mistakes_are_explained():
     qkv, cu_seqlens = torch.randn(2, 6, 3, 2, 8), cumulative([6])
     with pytest.raises(ValueError, match=r"qkv: expected \[batch, seq, 3, heads, head_dim\], got shape \(6, 3, 2, 8\)"):
@@ -125,3 +137,5 @@ def test_mistakes_are_explained():
         FlashSelfAttention(window_size=(-2, 0))(qkv)
     with pytest.raises(ValueError, match="alibi_slopes: expected constants"):
         FlashSelfAttention(alibi_slopes=torch.ones(2, requires_grad=True))
+    with pytest.raises(ValueError, match=r"alibi_slopes: expected shape \[heads_q\] = \[2\]"):
+        FlashSelfAttention(alibi_slopes=torch.ones(3))(qkv)

@@ -23,6 +23,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"rotary_emb_dim": 4, "rotary_emb_interleaved": True, "rotary_emb_base": 100.0, "softmax_scale": 0.2},
     {"rotary_emb_dim": 8, "rotary_emb_scale_base": 32.0, "causal": True},
     {"causal": True, "window_size": (3, 0), "num_heads_kv": 1},
+    {"causal": True, "use_alibi": True, "num_heads_kv": 2},
+    {"use_alibi": True, "rotary_emb_dim": 8},
 ]
 
 
