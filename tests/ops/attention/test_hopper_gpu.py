@@ -22,6 +22,7 @@ def _served(cases: dict[str, AttentionCase]) -> dict[str, AttentionCase]:
         name: case
         for name, case in cases.items()
         if case.key_lengths is None
+        and not (case.bias or case.mask or case.alibi_slopes or case.sinks or "softcap" in case.arguments)
         and "dropout_p" not in case.arguments
         and max(case.head_dim, case.head_dim_v) <= 256
         and case.head_dim % 8 == case.head_dim_v % 8 == 0

@@ -175,7 +175,9 @@ def _sum_dq(
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
-            scores, tanh = modified_scores(scores, scale, row[:, None], column[None, :], modifiers)
+            scores, tanh = modified_scores(
+                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+            )
             probs = tl.exp2(scores - lse[:, None])
         else:
             probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
@@ -189,7 +191,7 @@ def _sum_dq(
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
-            slope_sums += tl.sum(dscores * alibi_distance(row[:, None], column[None, :], modifiers), 1)
+            slope_sums += tl.sum(dscores * alibi_distance(row, column, modifiers, TRANSPOSED=False), 1)
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -327,7 +329,9 @@ def _sum_dkdv(
         else:
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
         if MODIFIED:
-            scores, tanh = modified_scores(scores, scale, row[None, :], column[:, None], modifiers)
+            scores, tanh = modified_scores(
+                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=True
+            )
             probs = tl.exp2(scores - lse[None, :])
         else:
             probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])

@@ -129,7 +129,7 @@ def _score_gradients(
         begin_k, seq_k = sequence_rows(cu_seqlens_k_ptr, sequence, batch, rows_k)
     keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
     shift = 0 if TOP_LEFT else seq_k - seq_q
-    begin, full_begin, full_end, end = key_tile_ranges(
+    begin, _, _, end = key_tile_ranges(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     dscores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -172,7 +172,9 @@ def _score_gradients(
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
         modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
-        scores, tanh = modified_scores(scores, scale, row[:, None], column[None, :], modifiers)
+        scores = modified_scores(
+            scores, scale, row, column, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False
+        )[0]
         visible = (row < seq_q)[:, None] & visible_pairs(
             row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )

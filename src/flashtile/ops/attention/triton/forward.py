@@ -157,7 +157,9 @@ def _visit_key_tiles(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
-            scores, tanh = modified_scores(scores, scale, row[:, None], column[None, :], modifiers)
+            scores = modified_scores(
+                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+            )[0]
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

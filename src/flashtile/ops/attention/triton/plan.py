@@ -59,12 +59,17 @@ _FILLING = 512
 
 
 class TableVariant(NamedTuple):
-    """What decides machine code of a bias or a mask: how it is read, and the directions in which it broadcasts."""
+    """What decides machine code of a bias or a mask: how it is read, and the directions in which it broadcasts.
+
+    The number of columns counts as far as it is a multiple of 16: a bounds check that could fall within 16 bytes would
+    keep them from being read together.
+    """
 
     dtype: torch.dtype
     column_stride: int
     pointer_multiple: int
     stride_multiple: int
+    columns_multiple: int
     shared_rows: bool
     shared_columns: bool
 
@@ -229,7 +234,13 @@ def _table_variant(table: Table | None) -> TableVariant | None:
     column_stride = 0 if shared_columns else table.strides[-1]
     multiples = power_of_two_factor(table.misalignment), power_of_two_factor(*(stride * itemsize for stride in strides))
     return TableVariant(
-        table.dtype, column_stride, multiples[0], max(1, multiples[1] // itemsize), shared_rows, shared_columns
+        table.dtype,
+        column_stride,
+        multiples[0],
+        max(1, multiples[1] // itemsize),
+        16 if shared_columns else power_of_two_factor(table.shape[-1]),
+        shared_rows,
+        shared_columns,
     )
 
 
@@ -403,8 +414,10 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
             return ("*" + _TABLE_TYPES[table.dtype], table.pointer_multiple) if table else absent
         if name.startswith(f"stride_{of}_"):
             return ("i64", table.stride_multiple) if table else absent
-        if name in (f"{of}_rows", f"{of}_columns"):
+        if name == f"{of}_rows":
             return ("i32", 1) if table else absent
+        if name == f"{of}_columns":
+            return ("i32", table.columns_multiple) if table else absent
     optional = {
         "alibi_slopes_ptr": ("*fp32", variant.alibi),
         "stride_alibi_batch": ("i32", variant.alibi),

@@ -1,10 +1,11 @@
 """What becomes of the products `q kᵀ` on their way to the softmax: soft cap, bias, ALiBi and masks.
 
-The functions take tiles `[M, N]` and, from the dk/dv kernel, `[N, M]`: `row` and `column`, the numbers of queries and
-keys within their sequence, broadcast to the tile. `modifiers` holds all that changes the scores of one head of one
+Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`; `row` `[M]` and `column` `[N]` are the numbers of queries
+and keys within their sequence. `modifiers` holds all that changes the scores of one head of one
 sequence; what a call does not have is None there, and costs nothing::
 
-    (softcap, bias, mask, slope, seq_k - seq_q)     bias, mask: (pointer, offset, row stride, column stride, rows, columns)
+    (softcap, bias, mask, slope, seq_k - seq_q)
+    bias, mask: (pointer, offset, row stride, column stride, rows, columns)
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ def load_slope(alibi_slopes_ptr, stride_batch, sequence, head, batch):
 
 
 @triton.jit
-def _load_table(table, row, column, OTHER: tl.constexpr):
+def _load_table(table, row, column, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Entries of a tensor that broadcasts to the scores, `OTHER` past its end. A stride of 0 broadcasts."""
     pointer, offset, stride_row, STRIDE_COLUMN, rows, columns = table
-    inside = (row < rows) & (column < columns)
-    return tl.load(pointer + offset + row.to(tl.int64) * stride_row + column * STRIDE_COLUMN, mask=inside, other=OTHER)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    pointers = pointer + offset + (row.to(tl.int64) * stride_row)[:, None] + (column * STRIDE_COLUMN)[None, :]
+    tile = tl.load(pointers, mask=inside, other=OTHER)
+    # Read by rows and turned round on chip: read by columns it would not be fetched ahead.
+    return tl.trans(tile) if TRANSPOSED else tile
 
 
 @triton.jit
@@ -36,29 +40,35 @@ def table_offset(sequence, head, stride_batch, stride_head):
 
 
 @triton.jit
-def modified_scores(products, scale, row, column, modifiers):
-    """Scores in units of log2, and the tanh of the soft cap (the products themselves without one)."""
+def modified_scores(products, scale, row, column, modifiers, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Scores in units of log2, and the tanh of the soft cap (the products themselves without one). `PRECISE`: they are
+    products of float32 tensors."""
     softcap, bias, mask, slope, _ = modifiers
     tanh = products
     if softcap is not None:
-        tanh = _tanh(products * (scale / softcap))
+        tanh = _tanh(products * (scale / softcap), PRECISE)
         scores = tanh * (softcap * LOG2_E)
     else:
         scores = products * (scale * LOG2_E)
     if bias is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
-        scores += _load_table(bias, row, column, float("nan")).to(tl.float32) * LOG2_E
+        scores += _load_table(bias, row, column, float("nan"), TRANSPOSED).to(tl.float32) * LOG2_E
     if slope is not None:
-        scores -= (slope * LOG2_E) * alibi_distance(row, column, modifiers)
+        scores -= (slope * LOG2_E) * alibi_distance(row, column, modifiers, TRANSPOSED)
     if mask is not None:
-        scores = tl.where(_load_table(mask, row, column, 0) != 0, scores, float("-inf"))
+        scores = tl.where(_load_table(mask, row, column, 0, TRANSPOSED) != 0, scores, float("-inf"))
     return scores, tanh
 
 
 @triton.jit
-def alibi_distance(row, column, modifiers):
+def alibi_distance(row, column, modifiers, TRANSPOSED: tl.constexpr):
     """`|i + seq_k - seq_q - j|`."""
-    return tl.abs(row + modifiers[4] - column).to(tl.float32)
+    diagonal = row + modifiers[4]
+    if TRANSPOSED:
+        distance = diagonal[None, :] - column[:, None]
+    else:
+        distance = diagonal[:, None] - column[None, :]
+    return tl.abs(distance).to(tl.float32)
 
 
 @triton.jit
@@ -70,11 +80,13 @@ def uncapped_gradient(dscores, tanh, modifiers):
 
 
 @triton.jit
-def _tanh(x):
-    """Hyperbolic tangent, to the last places of float32: a polynomial where `1 - 2 / (1 + exp 2x)` would cancel."""
-    square = x * x
-    series = -0.053968254 + square * (0.021869488 + square * (-0.0088632358 + square * 0.0035921280))
-    small = x * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * series)))
-    positive = tl.abs(x)
-    large = 1.0 - 2.0 / (1.0 + tl.exp2(positive * (2 * LOG2_E)))
-    return tl.where(positive < 0.5, small, tl.where(x < 0, -large, large))
+def _tanh(x, PRECISE: tl.constexpr):
+    """Hyperbolic tangent: to a few units of 2⁻²⁴, or with PRECISE to the last places of float32 near 0 as well, by a
+    polynomial where the formula would cancel."""
+    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2 * LOG2_E)))
+    if PRECISE:
+        square = x * x
+        series = -0.053968254 + square * (0.021869488 + square * (-0.0088632358 + square * 0.0035921280))
+        small = x * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * series)))
+        tanh = tl.where(tl.abs(x) < 0.5, small, tanh)
+    return tanh
