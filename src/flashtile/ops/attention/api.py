@@ -103,6 +103,15 @@ def attention(
             left out, so that `torch.manual_seed` reproduces a run.
         key_lengths: `[batch]` int32 or int64: keys at or past the length are not visible. Alignment still uses the
             full seq_k.
+        softcap: bound of the scores, which become `softcap · tanh(score / softcap)` after the scale and before bias
+            and ALiBi; None or 0 for no cap.
+        bias: added to the scores; broadcasts to `[batch, heads_q, seq_q, seq_k]`, in q's dtype or float32 (float64
+            beside float64 q). -inf hides a key. Its gradient has its own shape, so pass it unexpanded.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 beside float64 q): the scores
+            lose `slope · |i + seq_k - seq_q - j|`, whatever `align` is.
+        mask: bool, True = visible; broadcasts likewise.
+        sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax, whose
+            weight goes nowhere; -inf is no sink.
         return_lse: also return the log-sum-exp of each row's scores.
         deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
         backend: "auto" picks by device and call; "hopper", "triton", "cpu" or "reference" run that one or raise.
@@ -110,8 +119,8 @@ def attention(
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse
-        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm. A row with no visible key
-        has `out = 0`, `lse = -inf` and zero gradients.
+        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm, of scores and sink. A row
+        with no visible key has `out = 0`, `lse = -inf` (the sink, where there is one) and zero gradients.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.

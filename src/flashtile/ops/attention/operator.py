@@ -84,14 +84,12 @@ def _run_forward(
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
-    """The same arguments, none twice: torch.compile cannot trace an autograd.Function that gets a tensor twice."""
-    if k is q:
-        k = k.view_as(k)
-    if v is q or v is k:
-        v = v.view_as(v)
-    if side.cu_seqlens_k is not None and side.cu_seqlens_k is side.cu_seqlens_q:
-        side = side._replace(cu_seqlens_k=side.cu_seqlens_k.view_as(side.cu_seqlens_k))
-    return q, k, v, side
+    """The same arguments, no tensor twice."""
+    names = [name for name, entry in zip(SideInputs._fields, side) if isinstance(entry, Tensor)]
+    tensors = q, k, v, *(getattr(side, name) for name in names)
+    q, k, v, *entries = dispatch.distinct(tensors)  # type: ignore[assignment]
+    replaced: dict[str, Any] = dict(zip(names, entries))
+    return q, k, v, side._replace(**replaced)
 
 
 class _Attention(torch.autograd.Function):
