@@ -1,0 +1,168 @@
+"""The portable kernels with soft cap, bias, ALiBi, masks and sinks: many tiles, shared biases, memory of any layout.
+
+Pairs of features on small shapes are in `test_triton`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from attention_cases import BASE, parameters
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+
+#: Every way in which a bias shares its entries; those that `attention_cases` has are not repeated.
+SHARED = {
+    **{name: replace(BASE, bias=name, batch=3, heads=4) for name in ("1111", "b111", "1h11", "111k", "bh1k", "b1q1")},
+    **{
+        f"packed {name}": replace(BASE, bias=name, batch=3, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20))
+        for name in ("1111", "1h1k", "11q1")
+    },
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(SHARED))
+def test_interpreted_gradient_of_a_shared_bias(case: AttentionCase) -> None:
+    check(case, "triton")
+
+
+def _tables_of_any_layout(device: str) -> None:
+    """Bias and mask read by columns, from an odd address, and expanded: the same numbers, so the same results."""
+    case = replace(BASE, bias="bhqk", mask="bhqk")
+    inputs = make_inputs(case, device)
+    bias, mask = inputs.tensors["bias"], inputs.tensors["mask"][:1, :, :1]
+    inputs.tensors["mask"] = mask.expand(2, 2, 37, 53).contiguous()
+    expected = run(case, inputs, "triton")
+    for layout in (
+        lambda t: t.mT.contiguous().mT,
+        lambda t: torch.cat((t[..., :1], t), dim=-1)[..., 1:],
+        lambda t: t.repeat_interleave(2, dim=-1)[..., ::2],
+    ):
+        inputs.tensors.update(bias=layout(bias), mask=layout(mask).expand(2, 2, 37, 53))
+        actual = run(case, inputs, "triton")
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value)
+
+
+@pytest.mark.interpreter
+def test_interpreted_tables_of_any_layout() -> None:
+    _tables_of_any_layout("cpu")
+
+
+@pytest.mark.gpu
+def test_tables_of_any_layout() -> None:
+    _tables_of_any_layout("cuda")
+
+
+LARGE = replace(BASE, seq_q=517, seq_k=643, heads=4)
+FEATURES = {
+    "softcap": with_arguments(LARGE, softcap=1.5),
+    "bias": with_arguments(replace(LARGE, bias="bhqk"), causal=True),
+    "alibi": with_arguments(replace(LARGE, alibi_slopes="bh"), causal=True),
+    "mask": replace(LARGE, mask="b1qk"),
+    "sinks": with_arguments(replace(LARGE, sinks=True), window=(100, 0)),
+    "together": with_arguments(
+        replace(LARGE, bias="1hqk", mask="b11k", alibi_slopes="h", sinks=True, key_lengths=(643, 300)),
+        softcap=3.0,
+        dropout_p=0.2,
+    ),
+    "packed": with_arguments(
+        replace(
+            LARGE, batch=3, lengths_q=(517, 0, 130), lengths_k=(643, 64, 200), bias="1hqk", mask="111k", sinks=True
+        ),
+        causal=True,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("case", parameters(FEATURES))
+def test_kernels_over_many_tiles(case: AttentionCase, head_dim: int, dtype: torch.dtype) -> None:
+    check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("shape", ["1hqk", "b11k", "11qk", "1111", "b1q1", "1h11"])
+def test_gradient_of_a_shared_bias_over_many_tiles(shape: str, dtype: torch.dtype) -> None:
+    case = replace(LARGE, bias=shape, heads=6, heads_kv=2, head_dim=64, head_dim_v=64, dtype=dtype)
+    check(with_arguments(case, causal=True), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", ["bhqk", "11qk", "1h1k", "1111"])
+def test_repeated_runs_give_the_same_bits(shape: str) -> None:
+    case = replace(LARGE, bias=shape, alibi_slopes="h", sinks=True, dtype=torch.bfloat16, head_dim=64, head_dim_v=64)
+    case = with_arguments(case, softcap=3.0, dropout_p=0.1, deterministic=True)
+    inputs = make_inputs(case, "cuda")
+    first = run(case, inputs, "triton")
+    for _ in range(9):
+        again = run(case, inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def _strided(table: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same numbers in memory of other strides."""
+    length = 1 + sum((size - 1) * stride for size, stride in zip(table.shape, strides))
+    return table.new_zeros(length).as_strided(table.shape, strides).copy_(table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("far", ["batch", "row"])
+def test_bias_and_mask_past_two_to_the_31_elements(far: str) -> None:
+    case = replace(BASE, batch=3, seq_q=128, seq_k=136, bias="b1qk", mask="b1qk", dtype=torch.bfloat16)
+    inputs = make_inputs(case, "cuda")
+    # The last batch entry, or the last rows, lie past 2³¹ elements.
+    strides = (2**30 + 4096, 128 * 136, 136, 1) if far == "batch" else (136, 3 * 136, 2**31 // 120, 1)
+    for name in ("bias", "mask"):
+        inputs.tensors[name] = _strided(inputs.tensors[name], strides)
+    check(case, "triton", "cuda", inputs=inputs)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_with_gradients_of_bias_slopes_and_sinks() -> None:
+    q, k, v = (torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(4, 200, 200, device="cuda", requires_grad=True)
+    slopes, sinks = (torch.rand(4, device="cuda", requires_grad=True) for _ in range(2))
+
+    def step() -> tuple[Tensor, ...]:
+        options = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "softcap": 5.0, "backend": "triton"}
+        out = flashtile.attention(q, k, v, causal=True, **options)
+        return out, *torch.autograd.grad(out, (q, k, v, bias, slopes, sinks), torch.ones_like(out))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        bias.mul_(-2)
+        sinks.add_(1)
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu
+def test_compiled_training_step_with_dynamic_lengths() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        return flashtile.attention(2 * q, k, v, bias=bias, sinks=sinks, causal=True).square()
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for seq in (64, 80, 200):
+        shapes = *((2, seq, 2, 64),) * 3, (1, 2, seq, seq), (2,)
+        leaves = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+        results = []
+        for function in (step, compiled):
+            out = function(*leaves)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        for eager, traced in zip(*results, strict=True):
+            torch.testing.assert_close(traced, eager)
