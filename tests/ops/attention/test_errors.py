@@ -33,11 +33,11 @@ def cumulative(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def seed(*shape: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> Tensor:
-    return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class Bad(NamedTuple):
@@ -205,7 +205,114 @@ LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("bad", QKV + OPTIONS + LENGTHS, ids=lambda bad: bad.name)
+SCORES = [
+    Bad("softcap-negative", ValueError, {"softcap": -1.0}, ("softcap: expected a finite number", "got -1.0", "leave")),
+    Bad("softcap-inf", ValueError, {"softcap": float("inf")}, ("softcap: expected a finite number", "got inf")),
+    Bad("softcap-nan", ValueError, {"softcap": float("nan")}, ("softcap: expected a finite number", "got nan")),
+    Bad("softcap-tensor", TypeError, {"softcap": torch.tensor(2.0)}, ("softcap: expected a float", "Tensor", "pass")),
+    Bad("softcap-str", TypeError, {"softcap": "2"}, ("softcap: expected a float", "got '2'")),
+    Bad("softcap-bool", TypeError, {"softcap": True}, ("softcap: expected a float", "got True")),
+    Bad("bias-list", TypeError, {"bias": [0.0] * 5}, ("bias: expected a torch.Tensor", "got list")),
+    Bad(
+        "bias-half",
+        TypeError,
+        {"bias": zeros(3, 5, dtype=torch.float16)},
+        ("bias: expected the dtype of q, torch.float32", "got torch.float16", "cast"),
+    ),
+    Bad("bias-double", TypeError, {"bias": zeros(3, 5, dtype=torch.float64)}, ("bias: expected", "got torch.float64")),
+    Bad("bias-bool", TypeError, {"bias": zeros(3, 5, dtype=torch.bool)}, ("bias: expected the dtype of q", "bool")),
+    Bad(
+        "bias-beside-bfloat16",
+        TypeError,
+        {
+            **{name: zeros(2, 4, 2, 8, dtype=torch.bfloat16) for name in "qkv"},
+            "bias": zeros(4, dtype=torch.float16),
+        },
+        ("bias: expected the dtype of q, torch.bfloat16, or torch.float32", "got torch.float16"),
+    ),
+    Bad(
+        "bias-shape",
+        ValueError,
+        {"bias": zeros(3, 4)},
+        ("bias: expected a shape that broadcasts to", "= [2, 4, 3, 5]", "got [3, 4]", "insert dimensions of size 1"),
+    ),
+    Bad("bias-heads-kv", ValueError, {"bias": zeros(2, 3, 5)}, ("bias: expected a shape that", "got [2, 3, 5]")),
+    Bad("bias-batch", ValueError, {"bias": zeros(3, 1, 1, 5)}, ("bias: expected a shape that", "got [3, 1, 1, 5]")),
+    Bad("bias-rank", ValueError, {"bias": zeros(1, 2, 4, 3, 5)}, ("bias: expected a shape", "got [1, 2, 4, 3, 5]")),
+    Bad("bias-empty", ValueError, {"bias": zeros(0)}, ("bias: expected a shape that broadcasts", "got [0]")),
+    Bad("bias-device", ValueError, {"bias": zeros(5, device="meta")}, ("bias: expected the device of q", "got meta")),
+    Bad(
+        "bias-packed",
+        ValueError,
+        {"bias": zeros(3, 3)},
+        ("max_seqlen_q, max_seqlen_k: expected both beside bias or mask", "longest"),
+        packed,
+    ),
+    Bad(
+        "bias-one-maximum",
+        ValueError,
+        {"bias": zeros(3, 3), "max_seqlen_q": 3},
+        ("max_seqlen_q, max_seqlen_k: expected both",),
+        packed,
+    ),
+    Bad(
+        "bias-packed-batch",
+        ValueError,
+        {"bias": zeros(2, 1, 3, 3), "max_seqlen_q": 3, "max_seqlen_k": 3},
+        ("bias: expected a shape that broadcasts to", "= [1, 2, 3, 3]", "max_seqlen_k", "got [2, 1, 3, 3]"),
+        packed,
+    ),
+    Bad(
+        "bias-packed-total",
+        ValueError,
+        {"bias": zeros(5, 5), "max_seqlen_q": 3, "max_seqlen_k": 3},
+        ("bias: expected a shape that broadcasts to", "got [5, 5]"),
+        packed,
+    ),
+    Bad("mask-list", TypeError, {"mask": [True] * 5}, ("mask: expected a torch.Tensor", "got list")),
+    Bad("mask-float", TypeError, {"mask": zeros(3, 5)}, ("mask: expected dtype bool", "got torch.float32", "bias=")),
+    Bad("mask-int", TypeError, {"mask": cumulative(1, 1, 1, 1, 0)}, ("mask: expected dtype bool", "mask.bool()")),
+    Bad(
+        "mask-shape",
+        ValueError,
+        {"mask": zeros(2, 5, dtype=torch.bool)},
+        ("mask: expected a shape that broadcasts to", "[2, 4, 3, 5]", "got [2, 5]"),
+    ),
+    Bad("mask-device", ValueError, {"mask": zeros(5, dtype=torch.bool, device="meta")}, ("mask: expected the device",)),
+    Bad("mask-packed", ValueError, {"mask": zeros(3, 3, dtype=torch.bool)}, ("max_seqlen_q, max_seqlen_k",), packed),
+    Bad("slopes-list", TypeError, {"alibi_slopes": [0.5] * 4}, ("alibi_slopes: expected a torch.Tensor", "got list")),
+    Bad(
+        "slopes-heads-kv",
+        ValueError,
+        {"alibi_slopes": zeros(2)},
+        ("alibi_slopes: expected shape [heads_q] = [4] or [batch, heads_q] = [2, 4]", "got [2]", "query heads"),
+    ),
+    Bad("slopes-batch", ValueError, {"alibi_slopes": zeros(1, 4)}, ("alibi_slopes: expected shape", "got [1, 4]")),
+    Bad("slopes-number", ValueError, {"alibi_slopes": zeros()}, ("alibi_slopes: expected shape", "got []")),
+    Bad("slopes-packed", ValueError, {"alibi_slopes": zeros(3, 2)}, ("= [2, 2], got [3, 2]",), packed),
+    Bad(
+        "slopes-double",
+        TypeError,
+        {"alibi_slopes": zeros(4, dtype=torch.float64)},
+        ("alibi_slopes: expected dtype torch.float32", "got torch.float64", "cast"),
+    ),
+    Bad("slopes-device", ValueError, {"alibi_slopes": zeros(4, device="meta")}, ("alibi_slopes: expected the device",)),
+    Bad("sinks-list", TypeError, {"sinks": [0.0] * 4}, ("sinks: expected a torch.Tensor", "got list")),
+    Bad("sinks-heads-kv", ValueError, {"sinks": zeros(2)}, ("sinks: expected shape [heads_q] = [4]", "got [2]")),
+    Bad("sinks-batch", ValueError, {"sinks": zeros(2, 4)}, ("sinks: expected shape", "one logit", "got [2, 4]")),
+    Bad("sinks-double", TypeError, {"sinks": zeros(4, dtype=torch.float64)}, ("sinks: expected dtype", "got torch.")),
+    Bad("sinks-int", TypeError, {"sinks": zeros(4, dtype=torch.int64)}, ("sinks: expected dtype", "got torch.int64")),
+    Bad(
+        "sinks-beside-double",
+        TypeError,
+        {**{name: zeros(2, 4, 2, 8, dtype=torch.float64) for name in "qkv"}, "sinks": zeros(2)},
+        ("sinks: expected dtype torch.float64", "got torch.float32"),
+    ),
+    Bad("sinks-device", ValueError, {"sinks": zeros(4, device="meta")}, ("sinks: expected the device of q",)),
+]
+
+
+@pytest.mark.parametrize("bad", QKV + OPTIONS + LENGTHS + SCORES, ids=lambda bad: bad.name)
 def test_wrong_argument_is_named(bad: Bad) -> None:
     with pytest.raises(bad.error) as raised:
         bad.call(**bad.changes)
@@ -218,7 +325,7 @@ def test_good_calls_are_good(call: Callable[..., Any]) -> None:
     assert call().isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["scale", "dropout_p"])
+@pytest.mark.parametrize("name", ["scale", "dropout_p", "softcap"])
 @pytest.mark.parametrize("number", [0, numpy.float32(0.5), numpy.float64(0.5)], ids=repr)
 def test_any_real_number_is_a_number(name: str, number: Any) -> None:
     assert dense(**{name: number}).isfinite().all()

@@ -1,0 +1,467 @@
+"""Bias, ALiBi slopes and sinks as tensors that learn, and soft cap and masks beside them: autograd to any order, the
+compiler, transforms, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import flashtile
+from flashtile.ops.attention import cpu
+from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
+from flashtile.testing import AttentionCase, make_inputs, run
+
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+# PyTorch's own forward mode and compiler still use it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A random leaf that wants a gradient; the same for a shape and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+
+def call_inputs(seq: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """All that learns in a dense call of 4 heads, 2 of them of keys and values."""
+    tensors = {name: leaf(2, seq, heads, 8, dtype=dtype, seed=heads) for name, heads in zip("qkv", (4, 2, 2))}
+    tensors["bias"] = leaf(4, seq, seq, dtype=dtype, seed=3)
+    return {**tensors, **{name: leaf(4, dtype=dtype, seed=seed) for seed, name in enumerate(LEARNED[1:])}}
+
+
+def attend(backend: str = "auto", **tensors: Any) -> tuple[Tensor, Tensor]:
+    return flashtile.attention(**tensors, causal=True, softcap=3.0, return_lse=True, backend=backend)
+
+
+def loss_of(outputs: tuple[Tensor, Tensor]) -> Tensor:
+    return outputs[0].sin().sum() + outputs[1].cos().sum()
+
+
+def gradients(function: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    grads = torch.autograd.grad(loss_of(function(**tensors)), list(tensors.values()))
+    return dict(zip(tensors, grads, strict=True))
+
+
+def equal(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected)
+
+
+def identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# --- derivatives ----------------------------------------------------------------------------------------------------
+
+
+class GradientCase(NamedTuple):
+    """A call with more keys than queries and grouped heads: the shapes of bias and slopes, and other options."""
+
+    name: str
+    bias: tuple[int, ...]
+    slopes: tuple[int, ...] = (2,)
+    options: dict[str, Any] = {}
+    packed: bool = False
+
+
+_DROPOUT = {"dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
+_MASK = torch.tensor([[True, False, True, True], [False] * 4, [True, True, False, True]])
+GRADIENT_CASES = (
+    GradientCase("plain", (2, 2, 3, 4)),
+    GradientCase("causal-softcap", (3, 4), options={"causal": True, "softcap": 0.9}),
+    GradientCase("dropout-softcap", (2, 1, 1, 4), (2, 2), {**_DROPOUT, "softcap": 0.9}),
+    GradientCase("mask", (2, 3, 1), (2, 2), {"mask": _MASK}),
+    GradientCase("key_lengths", (1,), options={"key_lengths": torch.tensor([2, 0]), "scale": -0.7}),
+    GradientCase("packed", (2, 3, 4), (3, 2), {"causal": True}, packed=True),
+    GradientCase("packed-dropout-mask", (4,), (2,), {**_DROPOUT, "softcap": 2.0, "mask": _MASK}, packed=True),
+)
+
+
+def gradient_problem(case: GradientCase, backend: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
+    """A function of float64 (q, k, v, bias, slopes, sinks), and its inputs."""
+    sizes = ((2, 3), (1, 3), (1, 2))  # heads and head_dim
+    rows = ((6,), (7,), (7,)) if case.packed else ((2, 3), (2, 4), (2, 4))
+    shapes = [*(row + size for row, size in zip(rows, sizes)), case.bias, case.slopes, (2,)]
+    inputs = [leaf(*shape, dtype=torch.float64, seed=seed) for seed, shape in enumerate(shapes)]
+    attention: Callable[..., Any] = flashtile.attention
+    options = {**case.options, "return_lse": True, "backend": backend}
+    if case.packed:  # lengths 2, 0, 3 and 1, 2, 4; one row of queries that no sequence owns
+        attention = flashtile.attention_varlen
+        options |= {"cu_seqlens_q": torch.tensor([0, 2, 2, 5]), "cu_seqlens_k": torch.tensor([0, 1, 3, 7])}
+        options |= {"max_seqlen_q": 3, "max_seqlen_k": 4}
+
+    def function(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, slopes: Tensor, sinks: Tensor) -> Any:
+        out, lse = attention(q, k, v, bias=bias, alibi_slopes=slopes, sinks=sinks, **options)
+        return out, lse.masked_fill(lse.isinf(), 0)  # finite differences of -inf are NaN
+
+    return function, inputs
+
+
+@both_backends
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
+def test_gradcheck(case: GradientCase, backend: str) -> None:
+    function, inputs = gradient_problem(case, backend)
+    assert gradcheck(function, inputs)
+
+
+@both_backends
+@pytest.mark.parametrize("case", GRADIENT_CASES, ids=lambda case: case.name)
+def test_gradgradcheck(case: GradientCase, backend: str) -> None:
+    function, inputs = gradient_problem(case, backend)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("wanted", [(3,), (4,), (5,), (0, 3), (1, 4, 5)], ids=str)
+def test_gradgradcheck_of_some_inputs(wanted: tuple[int, ...]) -> None:
+    function, inputs = gradient_problem(GRADIENT_CASES[1], "cpu")
+
+    def of_some(*given: Tensor) -> tuple[Tensor, Tensor]:
+        mixed = [t.detach() for t in inputs]
+        for index, tensor in zip(wanted, given, strict=True):
+            mixed[index] = tensor
+        return function(*mixed)
+
+    assert gradgradcheck(of_some, [inputs[index] for index in wanted], fast_mode=True)
+
+
+@both_backends
+def test_create_graph_does_not_change_the_gradients(backend: str) -> None:
+    tensors = call_inputs()
+    loss = loss_of(attend(backend, **tensors))
+    plain = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
+    recorded = torch.autograd.grad(loss, list(tensors.values()), create_graph=True)
+    identical(dict(zip(tensors, recorded)), dict(zip(tensors, plain)))
+
+
+@both_backends
+@pytest.mark.parametrize("wanted", [*((name,) for name in LEARNED), ("q", "bias"), ("k", "sinks"), ("q", "k", "v")])
+def test_gradients_of_some_inputs_only(wanted: tuple[str, ...], backend: str) -> None:
+    everything = gradients(lambda **given: attend(backend, **given), call_inputs())
+    tensors = call_inputs()
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name in wanted)
+    loss_of(attend(backend, **tensors)).backward()
+    assert {name for name, tensor in tensors.items() if tensor.grad is not None} == set(wanted)
+    equal({name: tensors[name].grad for name in wanted}, {name: everything[name] for name in wanted})
+
+
+@both_backends
+@pytest.mark.parametrize("output", [0, 1], ids=["out", "lse"])
+def test_gradient_through_one_output(output: int, backend: str) -> None:
+    tensors = call_inputs(dtype=torch.float64)
+    del tensors["v"]
+    v = leaf(2, 6, 2, 8, dtype=torch.float64, seed=7)
+    both = attend(backend, **tensors, v=v)
+    zero = torch.zeros_like(both[1 - output])
+    upstream = torch.randn_like(both[output])
+    pair = (upstream, zero) if output == 0 else (zero, upstream)
+    expected = torch.autograd.grad(both, list(tensors.values()), pair, retain_graph=True)
+    equal(torch.autograd.grad(both[output], list(tensors.values()), upstream), expected)
+    assert all(grad.any() for grad in expected)
+
+
+@both_backends
+def test_one_bias_in_two_calls(backend: str) -> None:
+    first, second = call_inputs(), call_inputs()
+    bias = first["bias"]
+    second = {**second, "q": leaf(2, 6, 4, 8, seed=11), "bias": bias}
+    apart = [gradients(lambda **given: attend(backend, **given), given)["bias"] for given in (first, second)]
+    both = loss_of(attend(backend, **first)) + loss_of(attend(backend, **second))
+    equal(torch.autograd.grad(both, bias)[0], apart[0] + apart[1])
+
+
+@both_backends
+def test_change_in_place_between_forward_and_backward_is_noticed(backend: str) -> None:
+    tensors = {name: 1 * tensor for name, tensor in call_inputs().items()}
+    loss = loss_of(attend(backend, **tensors))
+    tensors["bias"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@both_backends
+def test_inputs_are_not_changed(backend: str) -> None:
+    tensors = {**call_inputs(), "mask": torch.rand(2, 1, 6, 6) < 0.5}
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    loss_of(attend(backend, **tensors)).backward()
+    identical({name: tensor.detach() for name, tensor in tensors.items()}, before)
+
+
+@both_backends
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_without_recording(mode: Callable[[], Any], backend: str) -> None:
+    tensors = call_inputs()
+    expected = attend(backend, **tensors)
+    with mode():
+        out, lse = attend(backend, **tensors)
+    assert not out.requires_grad
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@both_backends
+def test_deterministic_gives_the_same_bits_in_every_run(backend: str) -> None:
+    arguments = {"deterministic": True, "softcap": 2.0}
+    case = AttentionCase(
+        seq_q=70, seq_k=90, bias="11qk", alibi_slopes="h", sinks=True, mask="b11k", arguments=arguments
+    )
+    inputs = make_inputs(case)
+    identical(run(case, inputs, backend), run(case, inputs, backend))
+
+
+# --- dtypes ---------------------------------------------------------------------------------------------------------
+
+
+@both_backends
+def test_gradients_come_in_the_dtype_of_the_inputs(backend: str) -> None:
+    tensors = {name: tensor.detach().bfloat16().requires_grad_() for name, tensor in call_inputs().items()}
+    grads = gradients(lambda **given: attend(backend, **given), tensors)
+    assert {grad.dtype for grad in grads.values()} == {torch.bfloat16}
+    for name in LEARNED:
+        tensors[name] = tensors[name].detach().float().requires_grad_()
+    grads = gradients(lambda **given: attend(backend, **given), tensors)
+    assert {name for name, grad in grads.items() if grad.dtype is torch.float32} == set(LEARNED)
+
+
+@both_backends
+def test_autocast_takes_biases_of_its_dtype_and_of_float32(backend: str) -> None:
+    tensors = call_inputs()
+    by_hand = {name: tensor.bfloat16() if name in "qkv" else tensor for name, tensor in tensors.items()}
+    expected = attend(backend, **by_hand)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = attend(backend, **tensors)
+        narrow = attend(backend, **{**tensors, "bias": tensors["bias"].bfloat16()})
+    assert narrow[0].dtype is torch.bfloat16
+    equal(actual, expected)
+    grads = torch.autograd.grad(loss_of(actual), list(tensors.values()))
+    assert {grad.dtype for grad in grads} == {torch.float32}
+
+
+# --- fake tensors and the compiler ----------------------------------------------------------------------------------
+
+
+def test_fake_tensors_give_shapes_without_computing() -> None:
+    with FakeTensorMode():
+        tensors = {name: torch.empty(t.shape).requires_grad_() for name, t in call_inputs().items()}
+        grads = gradients(attend, tensors)
+    assert {name: grad.shape for name, grad in grads.items()} == {name: t.shape for name, t in tensors.items()}
+
+
+def test_meta_tensors_give_shapes_without_computing() -> None:
+    tensors = {name: tensor.detach().to("meta") for name, tensor in call_inputs().items()}
+    out, lse = attend(**tensors, mask=torch.empty(6, 6, dtype=torch.bool, device="meta"))
+    assert (out.shape, lse.shape, out.device.type) == ((2, 6, 4, 8), (2, 4, 6), "meta")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_with_count(function: Callable[..., Any]) -> tuple[Callable[..., Any], list]:
+    """The function compiled without graph breaks, and a list that grows by one at each compilation."""
+    compiler, compilations = torch._dynamo.lookup_backend("aot_eager"), []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return compiler(graph, inputs)
+
+    return torch.compile(function, fullgraph=True, backend=counting), compilations
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@both_backends
+def test_one_compilation_serves_all_sizes(backend: str) -> None:
+    def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(backend, **tensors)
+
+    compiled, compilations = compiled_with_count(function)
+    for seq in (6, 9, 14, 40):
+        tensors = call_inputs(seq)
+        identical(gradients(compiled, tensors), gradients(function, tensors))
+    assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@both_backends
+def test_compiled_packed(backend: str) -> None:
+    def function(**tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return flashtile.attention_varlen(
+            **tensors, cu_seqlens_q=cu_seqlens, max_seqlen_q=6, max_seqlen_k=6, return_lse=True, backend=backend
+        )
+
+    compiled, _ = compiled_with_count(function)
+    for lengths in ((5, 6), (3, 0, 6)):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        tensors = call_inputs() | {n: leaf(sum(lengths), h, 8, seed=h) for n, h in zip("qkv", (4, 2, 2))}
+        identical(gradients(compiled, tensors), gradients(function, tensors))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("wanted", [("bias",), ("alibi_slopes", "sinks"), ("q", "k", "v")], ids="+".join)
+def test_compiled_with_gradients_of_some_inputs(wanted: tuple[str, ...]) -> None:
+    def function(**some: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(**{**constant, **some})
+
+    tensors = call_inputs()
+    constant = {name: tensor.detach() for name, tensor in tensors.items() if name not in wanted}
+    compiled, _ = compiled_with_count(function)
+    some = {name: tensors[name] for name in wanted}
+    identical(gradients(compiled, some), gradients(function, some))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_with_one_tensor_in_several_places() -> None:
+    # q [2, 2, 2, 2] is a bias of the same shape, and the slopes are the sinks.
+    def function(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(q=x, k=x, v=x, bias=x, alibi_slopes=s, sinks=s)
+
+    compiled, _ = compiled_with_count(function)
+    tensors = {"x": leaf(2, 2, 2, 2), "s": leaf(2)}
+    equal(gradients(compiled, tensors), gradients(function, tensors))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_without_gradients() -> None:
+    compiled, _ = compiled_with_count(attend)
+    tensors = {name: tensor.detach() for name, tensor in call_inputs().items()}
+    tensors["mask"] = torch.rand(6, 6) < 0.7
+    assert all(map(torch.equal, compiled(**tensors), attend(**tensors)))
+
+
+# --- torch.func, checkpointing --------------------------------------------------------------------------------------
+
+
+@both_backends
+@pytest.mark.parametrize("name", LEARNED)
+def test_func_grad_equals_autograd(name: str, backend: str) -> None:
+    tensors = call_inputs()
+    expected = gradients(lambda **given: attend(backend, **given), tensors)[name]
+    constant = {key: tensor.detach() for key, tensor in tensors.items()}
+    actual = torch.func.grad(lambda given: loss_of(attend(backend, **{**constant, name: given})))(constant[name])
+    assert torch.equal(actual, expected)
+
+
+def test_func_second_order_equals_autograd() -> None:
+    tensors = call_inputs(3, torch.float64)
+    first = torch.autograd.grad(loss_of(attend(**tensors)), tensors["bias"], create_graph=True)[0]
+    (expected,) = torch.autograd.grad(first.square().sum(), tensors["bias"])
+    constant = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def loss(bias: Tensor) -> Tensor:
+        return loss_of(attend(**{**constant, "bias": bias}))
+
+    equal(torch.func.grad(lambda bias: torch.func.grad(loss)(bias).square().sum())(constant["bias"]), expected)
+
+
+@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
+@pytest.mark.parametrize("mapped", ["q", "it"])
+def test_vmap_is_refused(name: str, mapped: str) -> None:
+    tensors = {key: tensor.detach() for key, tensor in call_inputs().items()} | {"mask": torch.ones(6, 6) > 0}
+    tensors = {key: tensors[key] for key in ("q", "k", "v", name)}
+    over = "q" if mapped == "q" else name
+    stacked = torch.stack([tensors.pop(over)] * 2)
+    with pytest.raises(NotImplementedError, match=r"vmap: expected a dense call without.*put the mapped dimension"):
+        torch.func.vmap(lambda one: flashtile.attention(**tensors, **{over: one}))(stacked)
+
+
+@both_backends
+def test_vmap_with_softcap_equals_a_loop(backend: str) -> None:
+    q, k, v = (call_inputs()[name].detach() for name in "qkv")
+    stacked = torch.stack((q, 2 * q, -q))
+    function = lambda q: flashtile.attention(q, k, v, softcap=0.5, backend=backend)  # noqa: E731
+    equal(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_forward_mode_is_refused_instead_of_a_zero_tangent(name: str) -> None:
+    tensors = {key: tensor.detach() for key, tensor in call_inputs().items()}
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="use reverse mode"):
+        attend(**{**tensors, name: forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))})
+
+
+@both_backends
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_activation_checkpointing(reentrant: bool, backend: str) -> None:
+    def function(*given: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(backend, **dict(zip(tensors, given)), dropout_p=0.2)
+
+    def replayed(**given: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return checkpoint(function, *given.values(), use_reentrant=reentrant)
+
+    def plain(**given: Tensor) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(3)
+        return function(*given.values())
+
+    tensors = call_inputs()
+    found = []
+    for way in (replayed, plain):
+        loss_of(way(**tensors)).backward()  # re-entrant checkpoints take no torch.autograd.grad
+        found.append({name: tensor.grad for name, tensor in tensors.items()})
+        tensors = call_inputs()
+    identical(*found)
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that the storage of any tensor had that an operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.itemsize)
+        return result
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 256, 256), (1, 1, 1, 256), (2, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_gradient_of_a_shared_bias_makes_nothing_larger(
+    shape: tuple[int, ...], expanded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Below the operator, where the mode sees what the backend does. Small tiles, so that they are not the largest.
+    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
+    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
+    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
+    batch, heads, seq, head_dim = 2, 4, 256, 8
+    q, k, v, dout = (torch.randn(batch, seq, heads, head_dim) for _ in range(4))
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch, heads, seq, seq) if expanded else None
+    side, spec = SideInputs(None, None, seq, seq, bias=torch.randn(shape), mask=mask), AttentionSpec(0.3, softcap=2.0)
+    with LargestTensor() as seen:
+        out, lse = cpu.forward(q, k, v, side, spec)
+        grads = cpu.backward(dout, torch.ones_like(lse), q, k, v, out, lse, side, spec, Wanted(bias=True))
+    assert grads.bias.shape == shape
+    assert 0 < seen.elements <= max(q.numel(), grads.bias.numel())
+
+
+@both_backends
+def test_nothing_as_large_as_the_scores_is_saved(backend: str) -> None:
+    saved = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    tensors = call_inputs(seq=96)
+    tensors["bias"] = leaf(96, 96)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attend(backend, **tensors)
+    assert max(saved) == 96 * 96, "the largest is the bias itself"
+    assert saved.count(96 * 96) == 1
