@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import flashtile
-from flashtile.testing import AttentionCase, Inputs, check, make_inputs, run
+from flashtile.testing import AttentionCase, Inputs, check, make_inputs, run, with_arguments
 
 BACKENDS = ("reference", "cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -70,6 +70,22 @@ def cases(draw: st.DrawFn) -> AttentionCase:
     return case
 
 
+@st.composite
+def score_cases(draw: st.DrawFn) -> AttentionCase:
+    """Any call with soft cap, bias, mask, ALiBi and sinks, each or none."""
+    case = draw(cases())
+    tables = st.tuples(*(st.sampled_from(("1", name)) for name in ("1" if case.packed else "b", "h", "q", "k")))
+    if draw(st.booleans()):
+        case = with_arguments(case, softcap=draw(st.sampled_from([0.5, 2.0, 30])))
+    # Packed sequences of no batch have no longest one, which a table would be as large as.
+    if case.lengths_q != () and draw(st.booleans()):
+        dtype = draw(st.sampled_from([None, torch.float32])) if case.dtype is not torch.float64 else None
+        case = replace(case, bias="".join(draw(tables)), bias_dtype=dtype)
+    if case.lengths_q != () and draw(st.booleans()):
+        case = replace(case, mask="".join(draw(tables)))
+    return replace(case, alibi_slopes=draw(st.sampled_from([None, "h", "bh"])), sinks=draw(st.booleans()))
+
+
 def rearranged(tensor: Tensor, layout: str) -> Tensor:
     """The same numbers in other memory."""
     if layout == "slice":
@@ -86,6 +102,11 @@ layouts = st.sampled_from(["contiguous", "slice", "strided", "transposed"])
 
 @hypothesis.given(cases(), seeds)
 def test_cpu_agrees_with_the_oracle(case: AttentionCase, seed: int) -> None:
+    check(case, "cpu", seed=seed)
+
+
+@hypothesis.given(score_cases(), seeds)
+def test_changed_scores_on_the_cpu_agree_with_the_oracle(case: AttentionCase, seed: int) -> None:
     check(case, "cpu", seed=seed)
 
 
@@ -240,3 +261,49 @@ def test_grouped_heads_equal_repeated_heads(backend: str, case: AttentionCase) -
         torch.testing.assert_close(grouped[name], full[name])
     for name in ("dk", "dv"):
         torch.testing.assert_close(grouped[name], full[name].unflatten(2, (2, 2)).sum(3))
+
+
+# --- what changes scores --------------------------------------------------------------------------------------------
+
+
+@both_backends
+@hypothesis.given(plain_cases(), seeds)
+def test_bias_of_whole_rows_moves_lse_only(backend: str, case: AttentionCase, seed: int) -> None:
+    inputs = make_inputs(case)
+    shape = (case.batch, case.heads, case.seq_q, 1)
+    bias = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    out, lse = forward(inputs, backend)
+    moved, moved_lse = forward(inputs, backend, bias=bias)
+    torch.testing.assert_close(moved, out)
+    torch.testing.assert_close(moved_lse, lse + bias.squeeze(-1))
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.floats(-5, 5))
+def test_sink_scales_out_by_the_share_of_the_keys(backend: str, case: AttentionCase, logit: float) -> None:
+    inputs = make_inputs(case)
+    sinks = torch.full((case.heads,), logit, dtype=torch.float64)
+    out, lse = forward(inputs, backend)
+    less, more_lse = forward(inputs, backend, sinks=sinks)
+    torch.testing.assert_close(more_lse, torch.logaddexp(lse, sinks[:, None]))
+    torch.testing.assert_close(less, out * (lse - more_lse).exp().transpose(1, 2)[..., None])
+
+
+@both_backends
+@hypothesis.given(plain_cases(), sides, sides)
+def test_window_is_a_mask(backend: str, case: AttentionCase, left: int | None, right: int | None) -> None:
+    inputs = make_inputs(case)
+    distance = torch.arange(case.seq_k) - torch.arange(case.seq_q)[:, None] - (case.seq_k - case.seq_q)
+    mask = (distance >= -(10**6 if left is None else left)) & (distance <= (10**6 if right is None else right))
+    window = run(replace(case, arguments={"window": (left, right)}), inputs, backend)
+    torch.testing.assert_close(run(case, replace(inputs, tensors={"mask": mask}), backend), window)
+
+
+@both_backends
+@hypothesis.given(plain_cases(), st.floats(0.1, 100))
+def test_soft_cap_is_a_tanh_of_the_score(backend: str, case: AttentionCase, softcap: float) -> None:
+    # Of a single key, lse is the score.
+    inputs = make_inputs(replace(case, seq_k=1))
+    _, scores = forward(inputs, backend, scale=2.0)
+    _, capped = forward(inputs, backend, scale=2.0, softcap=softcap)
+    torch.testing.assert_close(capped, softcap * (scores / softcap).tanh())
