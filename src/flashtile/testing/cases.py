@@ -66,8 +66,8 @@ class AttentionCase:
 
     def shape_of(self, names: str) -> tuple[int, ...]:
         """A shape from its names: "1hqk" is `[1, heads, seq_q, seq_k]`, of packed sequences the longest ones."""
-        longest_q = self.seq_q if self.lengths_q is None else max(self.lengths_q)
-        longest_k = self.seq_k if self.lengths_q is None else max(self.lengths_k or self.lengths_q)
+        longest_q = self.seq_q if self.lengths_q is None else max(self.lengths_q, default=0)
+        longest_k = self.seq_k if self.lengths_q is None else max(self.lengths_k or self.lengths_q, default=0)
         batch = self.batch if self.lengths_q is None else len(self.lengths_q)
         sizes = {"1": 1, "b": batch, "h": self.heads, "q": longest_q, "k": longest_k}
         return tuple(sizes[name] for name in names)

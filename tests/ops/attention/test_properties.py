@@ -77,11 +77,10 @@ def score_cases(draw: st.DrawFn) -> AttentionCase:
     tables = st.tuples(*(st.sampled_from(("1", name)) for name in ("1" if case.packed else "b", "h", "q", "k")))
     if draw(st.booleans()):
         case = with_arguments(case, softcap=draw(st.sampled_from([0.5, 2.0, 30])))
-    # Packed sequences of no batch have no longest one, which a table would be as large as.
-    if case.lengths_q != () and draw(st.booleans()):
+    if draw(st.booleans()):
         dtype = draw(st.sampled_from([None, torch.float32])) if case.dtype is not torch.float64 else None
         case = replace(case, bias="".join(draw(tables)), bias_dtype=dtype)
-    if case.lengths_q != () and draw(st.booleans()):
+    if draw(st.booleans()):
         case = replace(case, mask="".join(draw(tables)))
     return replace(case, alibi_slopes=draw(st.sampled_from([None, "h", "bh"])), sinks=draw(st.booleans()))
 
