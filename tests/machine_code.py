@@ -63,6 +63,7 @@ class Call(NamedTuple):
     alibi: int = 0
     sinks: bool = False
     sums_slopes: bool = False
+    block_tile: tuple[int, int] | None = None
 
 
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
@@ -79,9 +80,13 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
         call.mask,
         call.alibi,
         call.sinks,
+        -1 if call.block_tile is None else 4000,
     )
     window = (call.window_left, call.window_right)
-    spec = AttentionSpec(call.head_dim**-0.5, *window, call.top_left, call.dropout_p, softcap=call.softcap)
+    block_shape = None if call.block_tile is None else (1, 1, *call.block_tile)
+    spec = AttentionSpec(
+        call.head_dim**-0.5, *window, call.top_left, call.dropout_p, softcap=call.softcap, block_shape=block_shape
+    )
     with (
         mock.patch.object(triton_plan, "device_facts", return_value=device),
         mock.patch.object(triton_plan, "_launcher", lambda _kernel, variant, _device: variant),

@@ -22,9 +22,9 @@ MAX_LINES = 500
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
-    "api": {"checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
-    "checks": {"spec"},
-    "explain": {"api", "checks", "cpu", "hopper", "select", "spec", "triton"},
+    "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
+    "checks": {"block_mask", "spec"},
+    "explain": {"api", "block_mask", "checks", "cpu", "hopper", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "parallel", "philox", "products", "reference", "select", "spec", "triton"},
     # What the Hopper kernels serve is told by their tables (`hopper.configs`), which need no Triton.
     "select": {"hopper", "spec"},
@@ -42,8 +42,8 @@ WITHIN_OPERATION = {
     "tile_sources": {"tile_lists"},
     "block_mask": {"tile_lists", "tile_sources"},
     "patterns": {"block_mask", "tile_lists", "tile_sources"},
-    "reference": {"losses", "philox", "spec"},
-    "cpu": {"losses", "philox", "spec"},
+    "reference": {"block_mask", "losses", "philox", "spec"},
+    "cpu": {"block_mask", "losses", "philox", "spec"},
     "triton": {"philox", "plans", "spec"},
     "hopper": {"philox", "plans", "spec"},
 }

@@ -70,6 +70,7 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         bias=None,
         mask=None,
         alibi=False,
+        block_tile=(0, 0),
         sinks=False,
         sums_slopes=False,
         precision=precision,

@@ -170,6 +170,8 @@ _FEATURES = {
     ),
     "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
     "sinks": _Feature(Call(sinks=True), {}),
+    "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "whole": True}),
+    "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"block_tile": (192, 64)}),
     "everything": _Feature(
         Call(
             head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,

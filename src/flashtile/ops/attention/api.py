@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.spec import BACKENDS, AttentionSpec, SideInputs
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     class Options(TypedDict, total=False):
-        """The optional arguments of `attention`, for type checkers: with `return_lse` a call returns a pair."""
+        """The optional arguments of both functions, for type checkers: with `return_lse` a call returns a pair."""
 
         causal: bool
         align: Align
@@ -39,8 +40,13 @@ if TYPE_CHECKING:
         deterministic: bool
         backend: str
 
+    class DenseOptions(Options, total=False):
+        """Those of `attention`."""
+
+        block_mask: BlockMask | None
+
     class VarlenOptions(Options, total=False):
-        """The optional arguments of `attention_varlen`, likewise."""
+        """Those of `attention_varlen`."""
 
         max_seqlen_q: int | None
         max_seqlen_k: int | None
@@ -48,13 +54,13 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions]
 ) -> Tensor: ...
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -74,6 +80,7 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -141,6 +148,8 @@ def attention(
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
         sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks)
+    if block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, block_mask)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
@@ -318,6 +327,16 @@ def add_score_inputs(
         ),
         sinks=None if sinks is None else checks.resolve_sinks(sinks, heads, q),
     )
+
+
+def add_block_mask(
+    side: SideInputs, spec: AttentionSpec, q: Tensor, block_mask: BlockMask
+) -> tuple[SideInputs, AttentionSpec]:
+    """Side inputs and spec of a dense call with a block mask."""
+    checks.check_block_mask(block_mask, q, side.max_seqlen_k)
+    batch, heads = block_mask.shape[:2]
+    side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
+    return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))
 
 
 def _resolve_dropout(

@@ -201,8 +201,8 @@ class BlockMask:
 
         batch, heads, seq_q, seq_k = self.shape
         (tile_q, tile_k), patterns = self.tile, self.tile_masks.shape[0]
-        table = self._kind_table().view(batch, heads, self.grid.tiles_q, self.grid.tiles_k)
-        masks = self._masks_with_ends() != 0
+        table = self.kind_table().view(batch, heads, self.grid.tiles_q, self.grid.tiles_k)
+        masks = self.masks_with_ends() != 0
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             # Where the mask is shared, batch entry and head are those of the call.
@@ -295,7 +295,7 @@ class BlockMask:
     def to_dense(self) -> Tensor:
         """bool `[batch, heads, seq_q, seq_k]`, True = visible. Takes the memory of that matrix several times."""
         (batch, heads, seq_q, seq_k), (tile_q, tile_k), grid = self.shape, self.tile, self.grid
-        tiles = self._masks_with_ends()[self._kind_table()].view(
+        tiles = self.masks_with_ends()[self.kind_table()].view(
             batch * heads, grid.tiles_q, grid.tiles_k, tile_q, tile_k
         )
         dense = tiles.transpose(2, 3).reshape(batch, heads, grid.tiles_q * tile_q, grid.tiles_k * tile_k)
@@ -334,13 +334,13 @@ class BlockMask:
         row = torch.repeat_interleave(row, lengths, output_size=self.entries)
         return row * self.grid.tiles_k + self.columns
 
-    def _masks_with_ends(self) -> Tensor:
+    def masks_with_ends(self) -> Tensor:
         """`tile_masks`, and after them an empty and a full one."""
         ends = torch.arange(2, dtype=torch.uint8, device=self.device).view(2, 1, 1).expand(2, *self.tile)
         return torch.cat((self.tile_masks, ends))
 
-    def _kind_table(self) -> Tensor:
-        """Which of `_masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
+    def kind_table(self) -> Tensor:
+        """Which of `masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
         table = torch.full((self.grid.rows * self.grid.tiles_k,), patterns, device=self.device)
         table[self._cells()] = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()

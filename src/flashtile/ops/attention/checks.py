@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.spec import MAX_HEAD_DIM, SideInputs
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
@@ -22,6 +23,7 @@ from flashtile.ops.common.checks import (
 )
 
 __all__ = [
+    "check_block_mask",
     "check_choice",
     "check_cu_seqlens",
     "check_lengths",
@@ -169,6 +171,21 @@ def _broadcast_scores(name: str, tensor: Tensor, sizes: tuple[int, int, int, int
             f"call [1, heads_q, max_seqlen_q, max_seqlen_k]), got {list(tensor.shape)}; insert dimensions of size 1"
         )
     return tensor if tensor.dim() == 4 else tensor.view(shape)
+
+
+def check_block_mask(block_mask: BlockMask, q: Tensor, seq_k: int) -> None:
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask: expected a flashtile.BlockMask, got {type(block_mask).__name__}; build one with "
+            "BlockMask.from_dense, from_layout, from_predicate or from_flex"
+        )
+    if block_mask.device != q.device:
+        raise ValueError(
+            f"block_mask: expected the device of q, {q.device}, got {block_mask.device}; move it: block_mask.to(...)"
+        )
+    obstacle = block_mask.fits(q.shape[0], q.shape[2], q.shape[1], seq_k)
+    if obstacle:
+        raise ValueError(f"block_mask: {obstacle}")
 
 
 def resolve_alibi_slopes(alibi_slopes: Tensor, batch: int, heads: int, q: Tensor) -> Tensor:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile.ops.attention import checks, cpu, select
-from flashtile.ops.attention.api import DENSE_LAYOUT, PACKED_LAYOUT, Align, Window, add_score_inputs, build_spec
+from flashtile.ops.attention.api import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    Align,
+    Window,
+    add_block_mask,
+    add_score_inputs,
+    build_spec,
+)
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -97,6 +106,7 @@ def explain(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -141,6 +151,8 @@ def explain(
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
+    if block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, block_mask)
     name, device_type, facts = _resolve_device(q.device if device is None else device)
     interpreting = device_type == "cpu" and devices.interpreting()
     rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))

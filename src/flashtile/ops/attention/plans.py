@@ -27,6 +27,7 @@ class SideShape(NamedTuple):
 
     Attributes:
         alibi: dimensions of the slopes; 0 without.
+        block_entries: length of the lists of the block mask; -1 without.
     """
 
     sequences: int | None = None
@@ -37,6 +38,7 @@ class SideShape(NamedTuple):
     mask: Table | None = None
     alibi: int = 0
     sinks: bool = False
+    block_entries: int = -1
 
     @property
     def modified(self) -> bool:
@@ -60,6 +62,7 @@ def side_shape(side: SideInputs) -> SideShape:
         _table(side.mask),
         0 if side.alibi_slopes is None else side.alibi_slopes.dim(),
         side.sinks is not None,
+        -1 if side.block_lists is None else side.block_lists.shape[0],
     )
 
 

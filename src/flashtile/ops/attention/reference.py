@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_tile
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.dispatch import autograd_in_operator
@@ -86,7 +87,7 @@ def _forward_dense(
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
     scores = _scores(q, k, side, spec)
-    visible = visible & _shown(side, seq_q, seq_k)
+    visible = visible & _shown(side, spec, seq_q, seq_k)
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
     scores = scores.masked_fill(~visible, float("-inf"))
     if side.sinks is not None:
@@ -124,11 +125,15 @@ def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tens
     return scores
 
 
-def _shown(side: SideInputs, seq_q: int, seq_k: int) -> Tensor | bool:
+def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> Tensor | bool:
     """What masks show: bool, broadcasts to `[B, H, Sq, Sk]`. A bias of -inf hides too."""
     shown: Tensor | bool = True
     if side.mask is not None:
         shown = side.mask[..., :seq_q, :seq_k]
+    if side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None:
+        batch, heads, *tile = spec.block_shape
+        shape = batch, heads, seq_q, seq_k
+        shown = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns).to_dense() & shown
     if side.bias is not None:
         shown = ~side.bias[..., :seq_q, :seq_k].isneginf() & shown
     return shown

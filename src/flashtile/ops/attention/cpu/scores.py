@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.cpu.tiles import LOG2E, Block, KeyTile
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 
@@ -118,20 +119,11 @@ def distance(block: Block, rows: range, keys: range | KeyTile, dtype: torch.dtyp
 def _tile_mask(block: Block, side: SideInputs, spec: AttentionSpec) -> _TileMask | None:
     if side.block_lists is None or side.block_patterns is None or spec.block_shape is None:
         return None
-    batch, heads, tile_q, tile_k = spec.block_shape
-    tiles_q, tiles_k = -(-side.max_seqlen_q // tile_q), -(-side.max_seqlen_k // tile_k)
-    tile_rows = batch * heads * tiles_q
-    entries = (side.block_lists.numel() - tile_rows - batch * heads * tiles_k - 2) // 4
-    counts, columns, kinds, _ = side.block_lists.split(
-        (tile_rows + 1, entries, entries, side.block_lists.numel() - tile_rows - 1 - 2 * entries)
-    )
-    # Patterns, then nothing visible, then all (which is number -1).
-    patterns = side.block_patterns.new_zeros(len(side.block_patterns) + 2, tile_q, tile_k)
-    patterns[:-2] = side.block_patterns
-    patterns[-1] = 1
-    table = kinds.new_full((tile_rows, tiles_k), len(patterns) - 2)
-    table[torch.arange(tile_rows).repeat_interleave(counts.diff()), columns.long()] = kinds % len(patterns)
-    return _TileMask(scores_view(block, table.view(batch, heads, tiles_q, tiles_k)), patterns.bool())
+    batch, heads, *tile = spec.block_shape
+    shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
+    mask = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns)
+    table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
+    return _TileMask(scores_view(block, table), mask.masks_with_ends().bool())
 
 
 def _visible(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
@@ -140,7 +132,7 @@ def _visible(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
     first_q, first_k = rows.start // tile_q, keys.start // tile_k
     last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
     kinds = tiles.kinds[..., first_q : last_q + 1, first_k : last_k + 1]
-    whole = tiles.patterns[kinds.long()].transpose(-3, -2).flatten(-2).flatten(-3, -2)
+    whole = tiles.patterns[kinds].transpose(-3, -2).flatten(-2).flatten(-3, -2)
     top, left = rows.start - first_q * tile_q, keys.start - first_k * tile_k
     return whole[..., top : top + len(rows), left : left + keys.stop - keys.start]
 

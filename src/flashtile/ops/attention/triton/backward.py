@@ -23,6 +23,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
 from flashtile.ops.attention.triton.scores import (
     alibi_distance,
     load_slope,
@@ -50,7 +51,7 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, slope_sums_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -60,6 +61,7 @@ def attention_dq_kernel(
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DQ_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -68,6 +70,7 @@ def attention_dq_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse."""
@@ -119,14 +122,22 @@ def attention_dq_kernel(
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
     modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    blocks = None
+    if TILE_Q:
+        entry, last_entry = line_entries(
+            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
+        )
+        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        begin = 0
+        end = (last_entry - entry) * TILE_K
     dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base,
         lse, delta, rows_left, begin, full_begin, full_end, end,
-        first, keys, shift, window_left, window_right, scale, keep_scale, modifiers,
+        first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
         SUMS_SLOPES=slope_sums_ptr is not None,
     )  # fmt: skip
     if slope_sums_ptr is not None:
@@ -141,14 +152,14 @@ def attention_dq_kernel(
 def _sum_dq(
     q_base, dout_base, k_base, v_base,
     lse, delta, rows_left, begin, full_begin, full_end, end,
-    first, keys, shift, window_left, window_right, scale, keep_scale, modifiers,
+    first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
     dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, SUMS_SLOPES: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, SUMS_SLOPES: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`; for ALiBi, that of
     ds by the distance, `[M]`."""
@@ -158,7 +169,10 @@ def _sum_dq(
     if not CHUNK:
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D, False)
         dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-    for start in tl.range(begin, end, BLOCK_N):
+    for step in tl.range(begin, end, BLOCK_N):
+        start = step
+        if TILE_K:
+            start, kind = listed_tile(blocks, step, TILE_K, BLOCK_N)
         k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
         if CHUNK:
             scores = product_by_chunks(
@@ -178,9 +192,11 @@ def _sum_dq(
             scores, tanh = modified_scores(
                 scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )
-            probs = tl.exp2(scores - lse[:, None])
         else:
-            probs = tl.exp2(scores * (scale * LOG2_E) - lse[:, None])
+            scores *= scale * LOG2_E
+        if TILE_K:
+            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
+        probs = tl.exp2(scores - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -202,7 +218,7 @@ def _sum_dq(
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -212,6 +228,7 @@ def attention_dkdv_kernel(
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DK_ROW: tl.constexpr, STRIDE_DV_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -220,6 +237,7 @@ def attention_dkdv_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
     heads that read it."""
@@ -266,14 +284,22 @@ def attention_dkdv_kernel(
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
         modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+        blocks = None
+        if TILE_Q:
+            entry, last_entry = line_entries(
+                block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_K
+            )
+            blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+            begin = 0
+            end = (last_entry - entry) * TILE_Q
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
             begin, full_begin, full_end, end,
-            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers,
+            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
+            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -294,21 +320,24 @@ def attention_dkdv_kernel(
 def _sum_dkdv(
     dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
     begin, full_begin, full_end, end,
-    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers,
+    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
     dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, STRIDE_Q_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
     Everything is computed transposed, keys by queries, so that the products need no transposed operand in registers.
     """
     column = first + tl.arange(0, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_M):
+    for step in tl.range(begin, end, BLOCK_M):
+        start = step
+        if TILE_Q:
+            start, kind = listed_tile(blocks, step, TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
         lse, delta = _load_statistics(statistics_base, row, seq_q, WHOLE)
         if CHUNK:
@@ -332,9 +361,11 @@ def _sum_dkdv(
             scores, tanh = modified_scores(
                 scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=True
             )
-            probs = tl.exp2(scores - lse[None, :])
         else:
-            probs = tl.exp2(scores * (scale * LOG2_E) - lse[None, :])
+            scores *= scale * LOG2_E
+        if TILE_Q:
+            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=True)
+        probs = tl.exp2(scores - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

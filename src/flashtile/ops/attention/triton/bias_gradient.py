@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.blocks import EMPTY, apply_pattern, kind_of_tile, line_entries
 from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
 from flashtile.ops.attention.triton.tiles import (
     head_pointer,
@@ -30,7 +31,7 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, sums_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -38,6 +39,7 @@ def attention_dbias_kernel(
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     sums_batch, sums_heads, sums_rows, sums_columns, longest_q, longest_k, parts,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
@@ -46,6 +48,7 @@ def attention_dbias_kernel(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `sums`: float32 `[parts, sums_batch, sums_heads, sums_rows, sums_columns]`,
@@ -77,17 +80,18 @@ def attention_dbias_kernel(
         total += _score_gradients(
             q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr,
             cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-            bias_ptr, mask_ptr, alibi_slopes_ptr,
+            bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
             stride_q_batch, stride_q_head, stride_k_batch, stride_k_head, stride_v_batch, stride_v_head,
             stride_dout_batch, stride_dout_head,
             sequence, head, m * BLOCK_M, n * BLOCK_N,
             batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
             softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
             stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+            block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
             STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_E, BLOCK_M, BLOCK_N, CHUNK,
             PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, HAS_KEY_LENGTHS, DROPOUT, PRECISION,
-            STRIDE_BIAS_COLUMN, STRIDE_MASK_COLUMN,
+            STRIDE_BIAS_COLUMN, STRIDE_MASK_COLUMN, TILE_Q, TILE_K,
         )  # fmt: skip
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -106,13 +110,14 @@ def attention_dbias_kernel(
 def _score_gradients(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
     stride_q_batch, stride_q_head, stride_k_batch, stride_k_head, stride_v_batch, stride_v_head,
     stride_dout_batch, stride_dout_head,
     sequence, head, first, start,
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -120,6 +125,7 @@ def _score_gradients(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """ds of queries `first..first + M` and keys `start..start + N` of one head of one sequence: `[M, N]`."""
     begin_q, begin_k = 0, 0
@@ -133,7 +139,15 @@ def _score_gradients(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     dscores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if (first < seq_q) & (start >= begin) & (start < end):
+    listed = True
+    if TILE_Q:
+        entry, last_entry = line_entries(
+            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
+        )
+        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        kind = kind_of_tile(blocks, last_entry - entry, start // TILE_K)
+        listed = kind != EMPTY
+    if (first < seq_q) & (start >= begin) & (start < end) & listed:
         head_kv = head // group
         q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
         k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED)
@@ -175,6 +189,8 @@ def _score_gradients(
         scores = modified_scores(
             scores, scale, row, column, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False
         )[0]
+        if TILE_Q:
+            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
         visible = (row < seq_q)[:, None] & visible_pairs(
             row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )

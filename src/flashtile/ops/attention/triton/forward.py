@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
 from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
 from flashtile.ops.attention.triton.tiles import (
     LN_2,
@@ -43,7 +44,7 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, sinks_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -51,6 +52,7 @@ def attention_forward_kernel(
     batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -59,11 +61,14 @@ def attention_forward_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
     """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
     `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
     tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask. `MODIFIED`: something changes the
-    scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, without end where it broadcasts."""
+    scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, endless where it broadcasts. `TILE_Q`,
+    `TILE_K`: tiles of the block mask, 0 without; `block_offsets`, `block_tiles`, `block_kinds`: where in its lists
+    those stand that this kernel reads."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
@@ -91,17 +96,25 @@ def attention_forward_kernel(
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
     modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    blocks = None
+    if TILE_Q:
+        entry, last_entry = line_entries(
+            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
+        )
+        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        begin = 0
+        end = (last_entry - entry) * TILE_K
     sink = None
     if sinks_ptr is not None:
         # The rows past the end of a packed call (sequence number `batch`) have no sink either.
         sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
     acc, row_max, row_sum = _visit_key_tiles(
         q_base, k_base, v_base, begin, full_begin, full_end, end,
-        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, sink,
+        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -121,15 +134,17 @@ def attention_forward_kernel(
 @triton.jit
 def _visit_key_tiles(
     q_base, k_base, v_base, begin, full_begin, full_end, end,
-    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, sink,
+    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
     dropout_seed_ptr, sequence_head, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the key tiles from `begin` to `end`. Returns acc, row_max (in units of log2), row_sum.
+    """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
+
+    Returns acc, row_max (in units of log2), row_sum.
 
     One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
     the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
@@ -146,7 +161,10 @@ def _visit_key_tiles(
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False)
-    for start in tl.range(begin, end, BLOCK_N):
+    for step in tl.range(begin, end, BLOCK_N):
+        start = step
+        if TILE_K:
+            start, kind = listed_tile(blocks, step, TILE_K, BLOCK_N)
         if CHUNK:
             scores = product_by_chunks(
                 q_base, STRIDE_Q_ROW, 0, seq_q - first, k_base, STRIDE_K_ROW, start, keys,
@@ -160,6 +178,8 @@ def _visit_key_tiles(
             scores = modified_scores(
                 scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )[0]
+        if TILE_K:
+            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

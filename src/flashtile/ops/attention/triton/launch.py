@@ -14,7 +14,7 @@ from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, W
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
 _LOG2_E = math.log2(math.e)
-_NO_POINTERS = (pointer(None),) * 8
+_NO_POINTERS = (pointer(None),) * 10
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -148,4 +148,5 @@ def _side_pointers(side: SideInputs) -> tuple:
         return _NO_POINTERS
     tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed, side.bias)
     mask = None if side.mask is None else side.mask.view(torch.uint8)
-    return tuple(map(pointer, (*tensors, mask, side.alibi_slopes, side.sinks)))
+    blocks = side.block_lists, side.block_patterns
+    return tuple(map(pointer, (*tensors, mask, side.alibi_slopes, *blocks, side.sinks)))

@@ -54,6 +54,8 @@ _STRIDED = {
 _TABLE_TYPES = {**ELEMENT_TYPES, torch.bool: "u8"}
 #: Where a bias or a mask that broadcasts ends.
 _ENDLESS = 2**30
+#: What tells a kernel where its part of a block mask's lists is.
+_BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
 #: Programs of the bias's gradient that fill any GPU.
 _FILLING = 512
 
@@ -99,6 +101,7 @@ class Variant(NamedTuple):
     bias: TableVariant | None
     mask: TableVariant | None
     alibi: bool
+    block_tile: tuple[int, int]
     sinks: bool
     sums_slopes: bool
     precision: str
@@ -171,10 +174,18 @@ def _plan(
     facts = device_facts(device)
     situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long)
     tiles = choose_tiles(kernel, facts, situation)
+    block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
+    if spec.block_shape is not None:
+        # Each lies in one tile of the mask. Both are multiples of a power of two that a kernel can take.
+        tiles = tiles._replace(
+            block_m=math.gcd(tiles.block_m, block_tile[0]), block_n=math.gcd(tiles.block_n, block_tile[1])
+        )
     triples = _stride_triples(kernel, shapes, strides)
     moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
-    whole = not bounded and moving_rows % moving_block == 0
+    # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
+    moving_tile = block_tile[0 if kernel == "dkdv" else 1] or moving_block
+    whole = not bounded and moving_rows % moving_tile == 0
     variant = Variant(
         dtype,
         head_dim,
@@ -194,6 +205,7 @@ def _plan(
         _table_variant(side.bias),
         _table_variant(side.mask),
         side.alibi > 0,
+        block_tile,
         side.sinks and kernel == "forward",
         sums_slopes,
         _dot_precision(dtype, facts, allow_tf32),
@@ -217,6 +229,7 @@ def _plan(
         **_table_scalars("bias", side.bias),
         **_table_scalars("mask", side.mask),
         "stride_alibi_batch": heads if side.alibi == 2 else 0,
+        **_block_scalars(kernel, spec, rows_q, rows_k, side.block_entries),
         **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
     }
     outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
@@ -256,6 +269,22 @@ def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
         **{f"stride_{name}_batch": batch, f"stride_{name}_head": head, f"stride_{name}_row": row},
         **{f"{name}_rows": rows, f"{name}_columns": columns},
     }
+
+
+def _block_scalars(kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, length: int) -> dict[str, int | None]:
+    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
+    if spec.block_shape is None:
+        return dict.fromkeys(_BLOCK_SCALARS)
+    batch, heads, tile_q, tile_k = spec.block_shape
+    lines_q, lines_k = -(-seq_q // tile_q), -(-seq_k // tile_k)
+    rows, columns = batch * heads * lines_q, batch * heads * lines_k
+    start = rows + columns + 2
+    entries = (length - start) // 4
+    by_column = kernel == "dkdv"
+    lines = lines_k if by_column else lines_q
+    places = (rows + 1, start + 2 * entries, start + 3 * entries) if by_column else (0, start, start + entries)
+    strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
+    return dict(zip(_BLOCK_SCALARS, (*places, *strides)))
 
 
 def _longest(bias: Table, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
@@ -386,6 +415,8 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "MODIFIED": variant.softcap or variant.alibi or variant.bias is not None or variant.mask is not None,
         "STRIDE_BIAS_COLUMN": variant.bias.column_stride if variant.bias else 0,
         "STRIDE_MASK_COLUMN": variant.mask.column_stride if variant.mask else 0,
+        "TILE_Q": variant.block_tile[0],
+        "TILE_K": variant.block_tile[1],
         "SHARED_ROWS": variant.bias is not None and variant.bias.shared_rows,
         "SHARED_COLUMNS": variant.bias is not None and variant.bias.shared_columns,
     }
@@ -420,6 +451,9 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
             return ("i32", table.columns_multiple) if table else absent
     optional = {
         "alibi_slopes_ptr": ("*fp32", variant.alibi),
+        "block_lists_ptr": ("*i32", any(variant.block_tile)),
+        "block_patterns_ptr": ("*u8", any(variant.block_tile)),
+        **dict.fromkeys(_BLOCK_SCALARS, ("i32", any(variant.block_tile))),
         "stride_alibi_batch": ("i32", variant.alibi),
         "sinks_ptr": ("*fp32", variant.sinks),
         "slope_sums_ptr": ("*fp32", variant.sums_slopes),

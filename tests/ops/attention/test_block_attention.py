@@ -1,0 +1,173 @@
+"""Attention with a block mask: against dense attention with the same mask written out, on every backend."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import BlockMask, patterns
+from flashtile.testing import assert_close
+
+
+class Case(NamedTuple):
+    """A call whose mask has empty, full and partial tiles.
+
+    Attributes:
+        tile: of the mask as a user gives it.
+        outer: batch entries and heads of the mask, 1 = shared.
+        bias: with a bias that wants a gradient.
+    """
+
+    seq_q: int
+    seq_k: int
+    tile: tuple[int, int] = (64, 64)
+    outer: tuple[int, int] = (1, 1)
+    heads: int = 2
+    heads_kv: int = 2
+    head_dim: int = 16
+    bias: bool = False
+    arguments: dict[str, Any] = {}
+    dtype: torch.dtype = torch.float32
+
+
+CASES = {
+    "shared": Case(130, 130),
+    "small_tiles_of_batch": Case(100, 200, (16, 32), (2, 1)),
+    "of_heads": Case(200, 150, (128, 128), (1, 2)),
+    "of_grouped_heads": Case(130, 260, (64, 128), (2, 4), heads=4),
+    "causal": Case(130, 130, arguments={"causal": True}),
+    "window_softcap": Case(130, 130, arguments={"window": (40, 3), "softcap": 5.0}),
+    "bias": Case(130, 192, outer=(1, 2), bias=True),
+    "bias_causal_odd_tiles": Case(96, 96, (48, 48), bias=True, arguments={"causal": True}),
+    "dropout": Case(70, 70, arguments={"dropout_p": 0.2}),
+}
+LARGE = {
+    "d64": Case(1100, 900, (128, 128), (1, 2), head_dim=64, dtype=torch.bfloat16),
+    "d128_grouped": Case(1024, 1024, (128, 128), heads=4, head_dim=128, dtype=torch.bfloat16),
+    "d128_small_tiles": Case(777, 1024, (16, 256), (2, 4), heads=4, head_dim=128, dtype=torch.float16),
+    "d256_causal": Case(600, 600, head_dim=256, dtype=torch.bfloat16, arguments={"causal": True}),
+    "d64_bias": Case(520, 640, (128, 64), (1, 2), head_dim=64, bias=True, dtype=torch.bfloat16),
+}
+
+
+def mask_of(case: Case, generator: torch.Generator) -> Tensor:
+    """A third of the tiles full, a third partial, the rest empty: bool `[*outer, seq_q, seq_k]`."""
+
+    def spread(tiles: Tensor) -> Tensor:
+        rows = tiles.repeat_interleave(case.tile[0], -2)[..., : case.seq_q, :]
+        return rows.repeat_interleave(case.tile[1], -1)[..., : case.seq_k]
+
+    tiles = torch.rand(*case.outer, -(-case.seq_q // case.tile[0]), -(-case.seq_k // case.tile[1]), generator=generator)
+    elements = torch.rand(*case.outer, case.seq_q, case.seq_k, generator=generator) < 0.8
+    return spread(tiles < 0.33) | (spread(tiles < 0.67) & elements)
+
+
+def results(case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, backend: str, **masks: Any) -> dict[str, Tensor]:
+    leaves = {name: tensor.to(dtype).requires_grad_() for name, tensor in inputs.items()}
+    options = dict(case.arguments)
+    if case.arguments.get("dropout_p"):
+        options["dropout_seed"] = torch.tensor([5, 7], device=inputs["q"].device)
+    out, lse = flashtile.attention(**leaves, **options, **masks, return_lse=True, backend=backend)
+    upstream = torch.ones_like(out).cumsum(1) / case.seq_q, torch.ones_like(lse)
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip((f"d{name}" for name in leaves), grads))}
+
+
+def check(case: Case, backend: str, device: str = "cpu") -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = mask_of(case, generator).to(device)
+    shapes = {
+        "q": (2, case.seq_q, case.heads, case.head_dim),
+        "k": (2, case.seq_k, case.heads_kv, case.head_dim),
+        "v": (2, case.seq_k, case.heads_kv, case.head_dim),
+    }
+    if case.bias:
+        shapes["bias"] = (1, case.heads, case.seq_q, case.seq_k)
+    inputs = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype).to(device)
+        for name, shape in shapes.items()
+    }
+    block_mask = BlockMask.from_dense(mask, case.tile)
+    actual = results(case, inputs, case.dtype, backend, block_mask=block_mask)
+    oracle = results(case, inputs, torch.float64, "reference", mask=mask)
+    eager = results(case, inputs, case.dtype, "reference", mask=mask)
+    for name, value in actual.items():
+        assert_close(name, value, oracle[name], eager[name])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_agrees_with_the_mask_written_out(name: str, backend: str) -> None:
+    check(CASES[name], backend)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels_agree(name: str) -> None:
+    check(CASES[name], "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES | LARGE)
+def test_kernels_agree(name: str) -> None:
+    check((CASES | LARGE)[name], "triton", "cuda")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_rows_without_a_tile_see_nothing(backend: str) -> None:
+    mask = torch.zeros(200, 200, dtype=torch.bool)
+    mask[130:, :3] = True
+    q = torch.randn(1, 200, 2, 8, requires_grad=True)
+    out, lse = flashtile.attention(
+        q, q, q, block_mask=BlockMask.from_dense(mask, (64, 64)), return_lse=True, backend=backend
+    )
+    assert not out[:, :130].any()
+    assert lse[..., :130].isneginf().all() and lse[..., 130:].isfinite().all()
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert dq.isfinite().all() and not dq[:, 3:130].any()
+
+
+def test_documents_are_packed_sequences() -> None:
+    lengths = [70, 1, 129]
+    q, k, v = (torch.randn(1, sum(lengths), 2, 16) for _ in range(3))
+    masked = flashtile.attention(q, k, v, block_mask=patterns.documents(lengths=lengths, causal=True))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    packed = flashtile.attention_varlen(q[0], k[0], v[0], cu_seqlens, causal=True)
+    torch.testing.assert_close(masked[0], packed)
+
+
+@pytest.mark.parametrize(
+    "block_mask, error, words",
+    [
+        (torch.ones(8, 8, dtype=torch.bool), TypeError, "expected a flashtile.BlockMask"),
+        (patterns.causal(9, 8), ValueError, "built for seq_q 9, the call has 8"),
+        (
+            BlockMask.from_dense(torch.ones(1, 3, 8, 8, dtype=torch.bool)),
+            ValueError,
+            "built for heads 3, the call has 2",
+        ),
+        (patterns.causal(8, 8).to("meta"), ValueError, "expected the device of q, cpu, got meta"),
+    ],
+    ids=["tensor", "length", "heads", "device"],
+)
+def test_errors(block_mask: Any, error: type[Exception], words: str) -> None:
+    q = torch.randn(1, 8, 2, 8)
+    with pytest.raises(error, match=words):
+        flashtile.attention(q, q, q, block_mask=block_mask)
+
+
+def test_compiled_equals_eager() -> None:
+    block_mask = patterns.sliding_window(150, left=20, right=0, global_tokens=3)
+    q, k, v = (torch.randn(1, 150, 2, 16, requires_grad=True) for _ in range(3))
+
+    def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, block_mask=block_mask).square()
+
+    eager, compiled = step(q, k, v), torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(compiled, eager)
+    grads = [torch.autograd.grad(out.sum(), (q, k, v)) for out in (eager, compiled)]
+    torch.testing.assert_close(*grads)
