@@ -136,7 +136,7 @@ class _Feature(NamedTuple):
 
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
-_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_rows=False, shared_columns=False)
+_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False)
 
 _FEATURES = {
     "all_visible": _Feature(Call(), {"whole": True, "all_visible": True}),
@@ -159,11 +159,11 @@ _FEATURES = {
     "bias": _Feature(Call(bias=_BIAS), {"bias": _TABLE}),
     "bias_of_keys": _Feature(
         Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
-        {"bias": TableVariant(_FP32, 1, 4, 4, 16, shared_rows=True, shared_columns=False)},
+        {"bias": TableVariant(_FP32, 1, 4, 4, 16, shared_batch=False, shared_rows=True, shared_columns=False)},
     ),
     "bias_of_queries": _Feature(
         Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
-        {"bias": TableVariant(_BF16, 0, 16, 1, 16, shared_rows=False, shared_columns=True)},
+        {"bias": TableVariant(_BF16, 0, 16, 1, 16, shared_batch=True, shared_rows=False, shared_columns=True)},
     ),
     "mask": _Feature(
         Call(mask=_BIAS._replace(dtype=torch.bool)), {"mask": _TABLE._replace(dtype=torch.bool, stride_multiple=16)}

@@ -70,13 +70,13 @@ def attention_dq_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
-        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
+        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_q:
         return
@@ -237,14 +237,14 @@ def attention_dkdv_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
     heads that read it."""
     heads_kv = heads // group
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
         tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q,
-        BLOCK_N, PACKED, LAST_FIRST=False,
+        BLOCK_N, PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_k:
         return

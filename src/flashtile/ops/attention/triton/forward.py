@@ -61,7 +61,7 @@ def attention_forward_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
     `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
@@ -71,7 +71,7 @@ def attention_forward_kernel(
     those stand that this kernel reads."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
-        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT,
+        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_q:
         return

@@ -72,6 +72,7 @@ class TableVariant(NamedTuple):
     pointer_multiple: int
     stride_multiple: int
     columns_multiple: int
+    shared_batch: bool
     shared_rows: bool
     shared_columns: bool
 
@@ -252,6 +253,7 @@ def _table_variant(table: Table | None) -> TableVariant | None:
         multiples[0],
         max(1, multiples[1] // itemsize),
         16 if shared_columns else power_of_two_factor(table.shape[-1]),
+        table.shape[0] == 1,
         shared_rows,
         shared_columns,
     )
@@ -417,6 +419,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "STRIDE_MASK_COLUMN": variant.mask.column_stride if variant.mask else 0,
         "TILE_Q": variant.block_tile[0],
         "TILE_K": variant.block_tile[1],
+        "BATCH_FIRST": variant.bias is not None and variant.bias.shared_batch and not variant.bias.shared_rows,
         "SHARED_ROWS": variant.bias is not None and variant.bias.shared_rows,
         "SHARED_COLUMNS": variant.bias is not None and variant.bias.shared_columns,
     }

@@ -47,12 +47,13 @@ def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
 @triton.jit
 def locate_tile(
     program, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
-    BLOCK: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Which tile of which head of which sequence a program computes.
 
     `rows` are those that the tiles divide (queries, or keys in the dk/dv kernel), `other_rows` the opposite ones; in
-    a packed call both are totals.
+    a packed call both are totals. `BATCH_FIRST`: programs next to each other compute the same tile of all batch
+    entries, not the tiles of one, because those share something larger than keys and values (a bias).
 
     Returns:
         sequence, head, first row of the tile within its sequence (at or past its length: nothing to do), first row
@@ -69,11 +70,15 @@ def locate_tile(
         other_length = tl.where(sequence < batch, other_length, 0)
     else:
         tiles = tl.cdiv(rows, BLOCK)
+        if BATCH_FIRST:
+            sequence = program % batch
+            program = program // batch
         tile = program % tiles
         if LAST_FIRST:
             tile = tiles - 1 - tile
         head = program // tiles % heads
-        sequence = program // tiles // heads
+        if not BATCH_FIRST:
+            sequence = program // tiles // heads
         first = tile * BLOCK
         begin = 0
         length = rows
