@@ -24,7 +24,10 @@ from flashtile.ops.attention.spec import BACKENDS
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(flashtile.__file__).parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+#: Those that run as they are; what takes arguments has tests of its own.
+EXAMPLES = sorted(
+    p for p in (ROOT / "examples").glob("*.py") if not (ROOT / "tests/examples" / f"test_{p.name}").exists()
+)
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,0 +1,238 @@
+"""The model, its optimizer and schedule, in one process or spread over several."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from flashtile.models import GPT, GPTConfig
+from gpt_training.data import derived_seed
+from gpt_training.options import OptionError, Options
+from gpt_training.processes import Processes
+
+_LLAMA: dict[str, Any] = {
+    "positions": "rotary",
+    "norm": "rms",
+    "activation": "swiglu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tied": False,
+}
+MODELS = {
+    "gpt2-small": GPTConfig(context=1024, layers=12, heads=12, width=768),
+    "gpt2-medium": GPTConfig(context=1024, layers=24, heads=16, width=1024),
+    "llama-small": GPTConfig(context=2048, layers=12, heads=12, heads_kv=4, width=768, hidden=2048, **_LLAMA),
+    "tiny": GPTConfig(context=64, layers=2, heads=4, heads_kv=2, width=64, hidden=176, **_LLAMA),
+}
+_SIZES = ("context", "layers", "heads", "heads_kv", "width", "hidden")
+_DROPOUTS = ("embedding_dropout", "attention_dropout", "residual_dropout")
+
+
+def model_config(options: Options, vocabulary: int) -> GPTConfig:
+    """The named model, with the sizes that the options give instead.
+
+    Raises:
+        OptionError: no model has such sizes.
+    """
+    given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    dropout: dict[str, Any] = dict.fromkeys(
+        ("embedding_dropout", "attention_dropout", "residual_dropout"), options.dropout
+    )
+    try:
+        config = replace(
+            MODELS[options.model], vocabulary=vocabulary, fused_loss=options.fused_loss, **dropout, **given
+        )
+        GPT(config, device="meta")  # whose parts check the sizes that concern them
+    except ValueError as error:
+        raise OptionError(f"model: {error}") from None
+    return config
+
+
+def learning_rate(step: int, options: Options) -> float:
+    """Of a step, counted from 0: a straight line up, then half a cosine down to the lowest at the last step."""
+    highest, lowest, rising = options.learning_rate, options.lowest_learning_rate, options.warm_up_steps
+    if step < rising:
+        return highest * (step + 1) / rising
+    falling = options.steps - 1 - rising
+    progress = (step - rising) / falling if falling > 0 else 1.0
+    return lowest + (highest - lowest) * (1 + math.cos(math.pi * progress)) / 2
+
+
+class Learner:
+    """A model that learns.
+
+    The weights are float32. With bf16, products are computed in bfloat16 by autocast: weights in bfloat16 would not
+    take the updates of AdamW that are less than a 256th of them. They are drawn on a CPU, so that a seed has the same
+    ones on every device, over any number of processes.
+
+    Args:
+        config: of the model.
+        options: of the training.
+        processes: over which it is spread.
+    """
+
+    def __init__(self, config: GPTConfig, options: Options, processes: Processes) -> None:
+        self.config, self._options, self._processes = config, options, processes
+        self.precision = _precision(options, processes.device)
+        if options.parallel == "fsdp" and not processes.launched:
+            raise OptionError(
+                "--parallel: expected ddp in a process alone, got fsdp; start with torchrun --nproc-per-node N"
+            )
+        torch.manual_seed(derived_seed(options.seed, "weights"))
+        make = _sharded if options.parallel == "fsdp" else _copied
+        self._model, self._loss = make(config, options, processes)
+        self._optimizer = _optimizer(self._model, options)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers it learns."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    def step(self, step: int, batches: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """One step of the optimizer; nothing waits for the GPU.
+
+        Args:
+            step: its number, from 0.
+            batches: int64 `[batch, context + 1]` each, on the CPU.
+
+        Returns:
+            The mean loss of this process's batches, and the norm of all processes' mean gradient before it is clipped.
+        """
+        # Dropout is a function of seed, step and rank too: a checkpoint needs no state of a generator.
+        torch.manual_seed(derived_seed(self._options.seed, "dropout", step, self._processes.rank))
+        self._loss.train()
+        losses = []
+        for index, tokens in enumerate(batches):
+            with self._synchronised(index == len(batches) - 1):
+                loss = self._loss_of(tokens)
+                (loss / len(batches)).backward()
+            losses.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip or math.inf)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(step, self._options)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).mean(), norm
+
+    @torch.no_grad()
+    def validate(self, tokens: Tensor) -> Tensor:
+        """The loss of a batch without dropout."""
+        self._loss.eval()
+        return self._loss_of(tokens)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: this process's part of the weights and of the optimizer's moments."""
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+
+    def copy_on_first(self) -> GPT | None:
+        """On rank 0 the whole model, without what training needs; all processes must call. None on the others."""
+        state = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if not self._processes.first:
+            return None
+        model = GPT(self.config).eval()
+        model.load_state_dict(state)
+        return model.to(self._processes.device, torch.bfloat16 if self.precision == "bf16" else torch.float32)
+
+    def _loss_of(self, tokens: Tensor) -> Tensor:
+        device = self._processes.device
+        if device.type == "cuda":
+            tokens = tokens.pin_memory()
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self._loss(tokens.to(device, non_blocking=True))
+
+    def _synchronised(self, last: bool) -> AbstractContextManager[Any]:
+        """Gradients of several batches add up in each process; the last one's backward brings them together."""
+        if isinstance(self._loss, FSDPModule):
+            self._loss.set_requires_gradient_sync(last)
+        elif isinstance(self._loss, DistributedDataParallel) and not last:
+            return self._loss.no_sync()
+        return nullcontext()
+
+
+class _Loss(nn.Module):
+    """The loss as a module's forward: where DDP and FSDP do their work."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model.loss(tokens)
+
+
+def _copied(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
+    """Each process has the whole model; those of torchrun bring their gradients together."""
+    model = GPT(config).to(processes.device)
+    loss: nn.Module = _Loss(model)
+    if options.compile:
+        loss.compile()
+    if processes.launched:
+        devices = [processes.device] if processes.device.type == "cuda" else None
+        loss = DistributedDataParallel(loss, device_ids=devices, gradient_as_bucket_view=True)
+    return model, loss
+
+
+def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
+    """Each process has a part of every weight; only rank 0 ever has all, in the host's memory."""
+    # Of blocks whose output is a view: an addition in place would be lost. The next norm adds out of place.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view")
+    weights = GPT(config).state_dict() if processes.first else {}
+    model = GPT(config, device="meta")
+    loss = _Loss(model)
+    mesh = init_device_mesh(processes.device.type, (processes.size,))
+    for block in model.blocks:
+        if options.compile:
+            block.compile()
+        fully_shard(block, mesh=mesh)
+    fully_shard(loss, mesh=mesh)
+    loss.to_empty(device=processes.device)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model, loss
+
+
+def _optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
+    """AdamW in one kernel for all parameters; matrices decay."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), fused=True)
+
+
+def _precision(options: Options, device: torch.device) -> str:
+    supported = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if options.precision == "bf16" and not supported:
+        raise OptionError("--precision: expected fp32 on this GPU, which has no bfloat16 products, got bf16")
+    if options.precision is not None:
+        return options.precision
+    return "bf16" if device.type == "cuda" and supported else "fp32"
+
+
+def norm_of(norm: Tensor) -> float:
+    """As a number; waits for the GPU, and with FSDP all processes must call."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

@@ -1,0 +1,254 @@
+"""The training script as a whole: it learns, goes on bit for bit, and is the same over several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import flashtile
+import train_gpt
+from gpt_training.learner import Learner
+
+# A checkpoint is read here in a process that has joined no others.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+ROOT = Path(__file__).parents[2]
+#: Of metrics.jsonl, what a second run does not repeat.
+_TIMES = {"tokens_per_second", "mfu"}
+
+
+@pytest.fixture
+def train(text: Path, tmp_path: Path) -> Callable[..., int]:
+    """Runs the program: `train(folder, options...)`, a small model with everything written in each third step."""
+
+    def run(folder: Path | str, *options: Any, device: str = "cpu") -> int:
+        return train_gpt.main(_arguments(text, tmp_path, folder, *options, device=device))
+
+    return run
+
+
+def _arguments(text: Path, tmp_path: Path, folder: Path | str, *options: Any, device: str = "cpu") -> list[str]:
+    defaults: dict[str, Any] = {
+        "data": text, "cache": tmp_path / "cache", "output": tmp_path / folder, "device": device, "model": "tiny",
+        "steps": 6, "batch": 4, "log-every": 1, "save-every": 3, "validate-every": 3, "validation-batches": 1,
+    }  # fmt: skip
+    return [*(f"--{name}={value}" for name, value in defaults.items()), *map(str, options)]
+
+
+def _launch(processes: int, arguments: list[str]) -> None:
+    """The program under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    source = str(Path(flashtile.__file__).parents[1])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    done = subprocess.run(
+        [*command, str(ROOT / "examples/train_gpt.py"), *arguments],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tokens for training") == 1, "only rank 0 prints"
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without times."""
+    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in _TIMES} for line in lines]
+
+
+def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whoever wrote it."""
+    sizes = {
+        name: facts.size
+        for name, facts in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
+        if hasattr(facts, "size")
+    }
+    state = {name: torch.empty(size) for name, size in sizes.items()}
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def _assert_same(first: Path, second: Path) -> None:
+    """Bit for bit: all losses and norms, and the last weights and moments."""
+    assert _entries(first) == _entries(second)
+    checkpoints = [sorted(folder.glob("step-*"))[-1] for folder in (first, second)]
+    assert checkpoints[0].name == checkpoints[1].name
+    states = [_tensors(checkpoint) for checkpoint in checkpoints]
+    assert states[0].keys() == states[1].keys()
+    assert any(name.startswith("model.") for name in states[0]) and any("exp_avg_sq" in name for name in states[0])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def _assert_close(first: Path, second: Path) -> None:
+    """All losses and norms of two runs whose sums were rounded in another order."""
+    entries = _entries(first), _entries(second)
+    assert len(entries[0]) == len(entries[1]) > 6
+    for ours, theirs in zip(*entries):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            torch.testing.assert_close(torch.tensor(ours[key]), torch.tensor(theirs[key]))
+
+
+def _interrupt(monkeypatch: pytest.MonkeyPatch, when: int, how: Callable[[], None]) -> None:
+    """Does something before the step of this number."""
+    step = Learner.step
+
+    def interrupted(self: Learner, number: int, batches: list[torch.Tensor]) -> Any:
+        if number == when:
+            how()
+        return step(self, number, batches)
+
+    monkeypatch.setattr(Learner, "step", interrupted)
+
+
+def test_learns_reports_and_samples(train, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    options = ["--steps=60", "--batch=8", "--learning-rate=5e-3", "--log-every=20", "--peak-tflops=0.5"]
+    assert train("run", *options, "--prompt=the key", "--sample=20", "--temperature=0", "--plot") == 0
+    entries = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    assert {1, 20, 40, 60} <= losses.keys()
+    assert losses[1] > 5.3 and losses[60] < 2.8
+    assert entries[-1]["validation_loss"] < 2.8
+    reported = next(entry for entry in entries if entry["step"] == 20)
+    assert reported["tokens_per_second"] > 0 and 0 < reported["mfu"] < 1
+    out = capsys.readouterr().out
+    assert "125,248 parameters, fp32, 1 × CPU" in out and "\nthe key" in out
+    assert len(out.split("\nthe key")[1].rstrip("\n")) <= 20
+    assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+_RESUMED = [[], ["--dropout=0.2", "--accumulate=2", "--fused-loss", "--model=gpt2-small", "--layers=2", "--heads=2"]]
+_SMALL_GPT2 = ["--width=32", "--context=48"]
+
+
+@pytest.mark.parametrize("options", _RESUMED, ids=["plain", "dropout"])
+def test_a_signal_ends_it_and_it_resumes_bit_for_bit(options, train, tmp_path, monkeypatch, capsys):
+    options = [*options, *(_SMALL_GPT2 if options else []), "--precision=fp32"]
+    assert train("whole", *options) == 0
+    with monkeypatch.context() as patch:
+        _interrupt(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train("parts", *options) == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 5" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert train("parts", *options, "--resume") == 0
+    assert "resumed after step 5" in capsys.readouterr().out
+    _assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(train, tmp_path, monkeypatch, capsys):
+    assert train("whole") == 0
+
+    def die() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        _interrupt(patch, 4, die)
+        with pytest.raises(MemoryError):
+            train("parts")
+    assert [entry["step"] for entry in _entries(tmp_path / "parts")][-1] == 4
+    with (tmp_path / "parts/metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 5, "lo')
+    assert train("parts", "--resume") == 0
+    assert "resumed after step 3" in capsys.readouterr().out
+    _assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_checkpoint_that_was_cut_off_is_none(train, tmp_path, monkeypatch, capsys):
+    save = dcp.save
+
+    def cut_off(state: Any, checkpoint_id: Path) -> None:
+        save(state, checkpoint_id=checkpoint_id)
+        if "6" in checkpoint_id.name:
+            raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp, "save", cut_off)
+        with pytest.raises(OSError, match="no space"):
+            train("run")
+    assert (tmp_path / "run/step-00000006.partial").is_dir()
+    assert train("run", "--resume") == 0
+    assert "resumed after step 3" in capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-00000003", "step-00000006"]
+
+
+def test_keeps_the_newest_checkpoints(train, tmp_path):
+    assert train("run", "--save-every=1", "--keep=3") == 0
+    assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step-*")) == ["4", "5", "6"]
+
+
+def test_resuming_without_a_checkpoint_begins_and_after_the_end_does_nothing(train, tmp_path, capsys):
+    assert train("run", "--resume") == 0
+    assert "starting at the first step" in capsys.readouterr().out
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    assert train("run", "--resume") == 0
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_compiled_is_the_same(train, tmp_path, monkeypatch):
+    """`torch.compile` stops short of generating C++."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    assert train("eager", "--layers=1") == train("compiled", "--layers=1", "--compile") == 0
+    _assert_close(tmp_path / "eager", tmp_path / "compiled")
+
+
+def test_two_processes_are_one_with_twice_the_batch(train, text, tmp_path):
+    assert train("one", "--batch=8") == 0
+    _launch(2, _arguments(text, tmp_path, "two", "--batch=2", "--accumulate=2", "--sample=5"))
+    _assert_close(tmp_path / "one", tmp_path / "two")
+
+
+def test_sharded_over_two_processes_goes_on_in_two_and_in_one(train, text, tmp_path):
+    assert train("one", "--batch=8") == 0
+    sharded = ["--batch=2", "--accumulate=2", "--parallel=fsdp"]
+    _launch(2, _arguments(text, tmp_path, "whole", *sharded, "--sample=5"))
+    _assert_close(tmp_path / "one", tmp_path / "whole")
+    for folder in ("in-one", "in-two"):
+        shutil.copytree(tmp_path / "whole", tmp_path / folder)
+        shutil.rmtree(tmp_path / folder / "step-00000006")
+    assert train("in-one", "--batch=8", "--resume") == 0
+    _assert_close(tmp_path / "one", tmp_path / "in-one")
+    _launch(2, _arguments(text, tmp_path, "in-two", *sharded, "--resume"))
+    _assert_same(tmp_path / "whole", tmp_path / "in-two")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [["--fused-loss"], ["--dropout=0.1", "--accumulate=2"], ["--compile"]], ids=str)
+def test_resumes_bit_for_bit_on_a_gpu(options, train, tmp_path, monkeypatch):
+    train = partial(train, device="cuda")
+    options = [*options, "--model=llama-small", "--layers=2", "--context=256", "--peak-tflops=100", "--sample=10"]
+    assert train("whole", *options) == 0
+    with monkeypatch.context() as patch:
+        _interrupt(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert train("parts", *options) == 128 + signal.SIGTERM
+    assert train("parts", *options, "--resume") == 0
+    _assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.gpu
+def test_learns_on_a_gpu(train, tmp_path):
+    assert train("run", "--steps=60", "--batch=8", "--learning-rate=5e-3", "--log-every=20", device="cuda") == 0
+    assert _entries(tmp_path / "run")[-1]["validation_loss"] < 2.8
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
+def test_two_gpus_are_one_with_twice_the_batch(parallel, options, train, text, tmp_path):
+    assert train("one", "--batch=8", "--precision=fp32", *options, device="cuda") == 0
+    two = ["--batch=2", "--accumulate=2", "--precision=fp32", f"--parallel={parallel}", "--sample=5", *options]
+    _launch(2, _arguments(text, tmp_path, "two", *two, device="cuda"))
+    _assert_close(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two/step-00000006")
+    assert train("two", "--batch=8", "--precision=fp32", "--resume", *options, device="cuda") == 0
+    _assert_close(tmp_path / "one", tmp_path / "two")
