@@ -1,7 +1,8 @@
 """How the rotary kernel is cut: a pure function of the heads.
 
 A thread of the four warps of a program should have two loads of 16 bytes of either half of a head in flight: 16 pairs
-of a 16-bit tensor. Heads share the angles of their row, so heads come first, then rows.
+of a 16-bit tensor. Heads share the angles of their row, so heads come first: a program of one row keeps its angles in
+registers for all of them. Rows come together where there are too few heads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class RotaryConfig(NamedTuple):
 
 def rotary_config(heads: int, head_dim: int, half: int, device: DeviceFacts) -> RotaryConfig:
     block_half = _power_of_two(half)
-    block_h = max(1, min(_power_of_two(heads), _PAIRS // block_half, 16))
+    block_h = max(1, min(_power_of_two(heads), _PAIRS // block_half))
     block_s = max(1, _PAIRS // (block_half * block_h))
     return RotaryConfig(block_s, block_h, block_half, _power_of_two(head_dim - 2 * half), 128 // device.warp_size)
 

@@ -23,12 +23,16 @@ def find_sequences(cu_seqlens_ptr, token, batch, BLOCK_S: tl.constexpr):
 
 @triton.jit
 def load_angles(
-    cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    CONJUGATE: tl.constexpr,
+    cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr, CONJUGATE: tl.constexpr,
 ):  # fmt: skip
-    """cos and sin at positions `[S]`, float32 `[S, 1, N]`; 1 and 0 outside the table."""
+    """cos and sin at positions `[S]`, float32 `[S, 1, N]` or `[S, H, N]`; 1 and 0 outside the table."""
     pair = tl.arange(0, BLOCK_HALF)[None, None, :]
     place = position.to(tl.int64)[:, None, None]
+    if BLOCK_S > 1:
+        # Several rows have fewer angles than there are threads to share them out to: each would read two bytes, and
+        # the angles would reach their pairs through shared memory. So every head reads them, out of the L1 cache.
+        place += tl.zeros([1, BLOCK_H, 1], tl.int64)
     inside = ((position >= 0) & (position < positions))[:, None, None] & (pair < HALF)
     cos = tl.load(cos_ptr + place * stride_cos + pair, mask=inside, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + place * stride_sin + pair, mask=inside, other=0.0).to(tl.float32)
@@ -100,15 +104,18 @@ def rotary_kernel(
     x_rows = outer.to(tl.int64) * stride_x_batch + row.to(tl.int64) * stride_x_row
     out_rows = outer.to(tl.int64) * stride_out_batch + row.to(tl.int64) * stride_out_row
 
-    cos, sin = load_angles(cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF, BLOCK_HALF, CONJUGATE)
+    cos, sin = load_angles(
+        cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF, CONJUGATE
+    )
     turn_heads(
         x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, cos, sin, 0, heads_q, HEAD_DIM, HALF,
         BLOCK_S, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, COPIES,
     )  # fmt: skip
     if HAS_K:
         cos, sin = load_angles(
-            cos_k_ptr, sin_k_ptr, stride_cos_k, stride_sin_k, position, positions, HALF, BLOCK_HALF, CONJUGATE
-        )
+            cos_k_ptr, sin_k_ptr, stride_cos_k, stride_sin_k, position, positions, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF,
+            CONJUGATE,
+        )  # fmt: skip
         turn_heads(
             x_ptr, out_ptr, x_rows, out_rows, stride_x_head, stride_out_head, there, cos, sin, heads_q, heads_rotated,
             HEAD_DIM, HALF, BLOCK_S, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED, COPIES,
