@@ -174,12 +174,22 @@ def _speed(row: Row | None, unit: str) -> str:
     return f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
+#: Copies that move up to so many times as many bytes, or as few, are like one another.
+_ALIKE = 3.0
+
+
 def _share_of_copy(row: Row | None, copies: list[Row]) -> str:
-    """Of the speed of the copy that moves about as many bytes: smaller ones stay in the caches, in part."""
+    """Of the speed of the fastest copy that moves about as many bytes: smaller ones stay in the caches, in part.
+
+    The fastest, not the nearest: a single copy can be slow by an accident of its own, such as the copy engine that a
+    graph gives a size to.
+    """
     if row is None or row["ms"] is None:
         return "–"
-    nearest = min(copies, key=lambda copy: abs(math.log(_moved(copy) / _moved(row))))
-    return f"{row['gbps'] / nearest['gbps']:.0%}"
+    apart = [abs(math.log(_moved(copy) / _moved(row))) for copy in copies]
+    limit = max(math.log(_ALIKE), min(apart))
+    fastest = max(copy["gbps"] for copy, distance in zip(copies, apart, strict=True) if distance <= limit)
+    return f"{row['gbps'] / fastest:.0%}"
 
 
 def _moved(row: Row) -> float:

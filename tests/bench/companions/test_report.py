@@ -51,6 +51,13 @@ def test_speeds_are_beside_the_copy_of_about_the_same_size():
     assert plain_text(table)
 
 
+def test_a_slow_copy_is_no_yardstick_beside_a_faster_one():
+    """Neither another way to copy as many bytes, nor a copy of about as many; one of far more is no match."""
+    others = [row(Copy("bf16", 32), "compile", 800.0), row(Copy("bf16", 64), "eager", 1200.0)]
+    (table,) = speed_tables(ROWS + others)
+    assert {line[0]: line[-2] for line in table.lines}[SMALL.name] == "75%"
+
+
 def test_no_share_without_a_copy():
     assert speed_tables(ROWS[2:])[0].headings[-2:] == ["quack", "flashtile-triton / best"]
 

@@ -33,8 +33,8 @@ class Copy(Case):
         return (leaves[0].clone(),)
 
     def ways(self) -> dict[str, Build]:
-        """PyTorch's own is the yardstick."""
-        return {"eager": self.eager}
+        """PyTorch's own are the yardstick: the memory copy of the CUDA runtime, which chooses how, and a kernel."""
+        return {"eager": self.eager, "compile": self._compiled}
 
     def bytes(self, phase: str) -> int:
         """Read, and written."""

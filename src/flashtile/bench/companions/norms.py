@@ -143,12 +143,15 @@ class _DropoutAddNorm(_Norm):
         return (matrices * matrix + self.columns + parameters) * self.torch_dtype.itemsize
 
     def with_bits_of(self, results: dict[str, Tensor], inputs: Inputs) -> dict[str, Tensor]:
-        """Kept is what has a gradient; in a forward, what moved the sum by more than half of what it contributes."""
+        """Kept is what moved the sum by more than half of what it contributes, or what has a gradient.
+
+        Neither is enough alone: an element that is small beside its residual does not move the sum, and a gradient of
+        16 bits, itself a sum of two, is exactly 0 now and then. What was dropped shows neither.
+        """
+        moved = (results["sum"].float() - inputs.leaves["residual"]).abs()
+        keep = moved > inputs.leaves["x"].float().abs() / (1 - self.dropout_p) / 2
         if "dx" in results:
-            keep = results["dx"] != 0
-        else:
-            moved = (results["sum"].float() - inputs.leaves["residual"]).abs()
-            keep = moved > inputs.leaves["x"].float().abs() / (1 - self.dropout_p) / 2
+            keep |= results["dx"] != 0
         share = keep.float().mean().item()
         # Some kept elements are too small beside their residual to be seen, in the sum as in its error.
         assert abs(share - (1 - self.dropout_p)) < 0.1 * self.dropout_p + 3 / keep.numel() ** 0.5, (
