@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from flashtile.models import GPT, GPTConfig
@@ -50,7 +51,7 @@ class Training:
         """Trains, and returns the program's exit status: 0, or as of a signal that ended it."""
         self._introduce()
         try:
-            with _signals() as received:
+            with _deterministic(), _signals() as received:
                 stop = self._steps(received)
             self._finish(stop)
         finally:
@@ -152,6 +153,21 @@ def _encode_prompt(options: Options, codec: data.Codec, config: GPTConfig) -> li
             f"context is {config.context}), got {options.sample}"
         )
     return prompt
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Sums in the same order in each run. Without it, a compiled model adds up the gradient of its embedding in any."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which cuBLAS promises nothing
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # would only cost time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
         if hasattr(facts, "size")
     }
     state = {name: torch.empty(size) for name, size in sizes.items()}
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    dcp.load(state, checkpoint_id=checkpoint)
     return state
 
 
@@ -128,13 +128,15 @@ def test_learns_reports_and_samples(train, tmp_path, capsys):
     assert (tmp_path / "run/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-_RESUMED = [[], ["--dropout=0.2", "--accumulate=2", "--fused-loss", "--model=gpt2-small", "--layers=2", "--heads=2"]]
-_SMALL_GPT2 = ["--width=32", "--context=48"]
+_SMALL_GPT2 = ["--model=gpt2-small", "--layers=2", "--heads=2", "--width=32", "--context=48"]
 
 
-@pytest.mark.parametrize("options", _RESUMED, ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--precision=bf16", "--fused-loss"], ["--dropout=0.2", "--accumulate=2", *_SMALL_GPT2]],
+    ids=["plain", "bf16", "dropout"],
+)
 def test_a_signal_ends_it_and_it_resumes_bit_for_bit(options, train, tmp_path, monkeypatch, capsys):
-    options = [*options, *(_SMALL_GPT2 if options else []), "--precision=fp32"]
     assert train("whole", *options) == 0
     with monkeypatch.context() as patch:
         _interrupt(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -193,6 +195,17 @@ def test_resuming_without_a_checkpoint_begins_and_after_the_end_does_nothing(tra
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
     assert train("run", "--resume") == 0
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_a_terminal_gets_a_bar_and_the_same_lines(train, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    assert train("plain") == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation loss" in line]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert train("bar") == 0
+    shown = capsys.readouterr().out
+    assert len(lines) == 2 and all(line in shown for line in lines)
+    assert "6/6" in shown
 
 
 def test_compiled_is_the_same(train, tmp_path, monkeypatch):
