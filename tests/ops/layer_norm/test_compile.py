@@ -6,6 +6,7 @@ time, the backward reads ahead, and programs that stay on a multiprocessor fit t
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -114,6 +115,8 @@ _CALLS = {
     "mixed": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=("weight", "bias", "residual"), dropout_p=0.1),
     "rms": Call(4096, tensors=("weight",), rms=True),
     "odd": Call(1001, tensors=("weight", "bias", "residual")),
+    "dropout": Call(8192, tensors=("weight", "bias", "residual"), dropout_p=0.1),
+    "dropout_looped": Call(16384, tensors=("weight", "bias", "residual"), dropout_p=0.1),
     "parallel": Call(4096, tensors=("weight", "bias", "residual", "x1", "weight1", "bias1"), dropout_p=0.1),
     "everything": Call(4096, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
     "everything_looped": Call(20000, sum_dtype=_FP32, weight_dtype=_FP32, tensors=_EVERYTHING, dropout_p=0.1),
@@ -125,8 +128,10 @@ _ELSEWHERE = ("4096", "65536", "everything")
 #: What a thread may spill, in bytes, where it is not 0.
 _SPILLS = {
     ("sm_75", "backward", "everything"): 16,
-    ("sm_90", "backward", "everything_looped"): 16,
-    ("sm_90", "backward", "fp32_looped"): 96,  # five sums of four rows each
+    ("sm_90", "backward", "dropout"): 16,
+    ("sm_90", "backward", "everything"): 16,
+    ("sm_90", "backward", "everything_looped"): 64,
+    ("sm_90", "backward", "fp32_looped"): 16,
     ("sm_120", "backward", "everything"): 32,
 }
 
@@ -155,7 +160,10 @@ def test_fits(arch: str, kernel: str, name: str) -> None:
     assert spilled_bytes(compiled.asm, device) <= _SPILLS.get((arch, kernel, name), 0)
 
 
-@pytest.mark.parametrize("name", ["1024", "4096", "8192", "16384", "65536", "fp32", "rms"])
+_WIDE = ["1024", "4096", "8192", "16384", "65536", "fp32", "rms", "dropout", "dropout_looped"]
+
+
+@pytest.mark.parametrize("name", _WIDE)
 @pytest.mark.parametrize("kernel", _PLANS)
 def test_memory_is_read_and_written_16_bytes_at_a_time(kernel: str, name: str) -> None:
     _, compiled = _compiled("sm_90", kernel, _CALLS[name])
@@ -177,6 +185,24 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
         instructions(_compiled("sm_90", "forward", call._replace(dropout_p=p))[1].asm).count("STS") for p in (0.0, 0.1)
     ]
     assert exchanges[0] == exchanges[1]
+
+
+def test_long_rows_with_dropout_are_held_whole_where_sums_are_few() -> None:
+    def looped(width: int, *more: str) -> bool:
+        call = Call(width, tensors=("weight", "bias", "residual", *more), dropout_p=0.1)
+        variant = backward_plan(_HOPPER, call).launch
+        return variant.config.looped(width)
+
+    assert not looped(8192) and not looped(8192, "layerscale")
+    assert looped(8192, "weight1", "bias1") and looped(8193)
+
+
+def test_partial_sums_of_long_rows_are_added_within_threads() -> None:
+    """Of a step along the row, but for tiles that arrive, warps wait for one another only for the sums of the row."""
+    _, compiled = _compiled("sm_90", "backward", _CALLS["dropout_looped"])
+    code = instructions(compiled.asm)
+    assert "LDGSTS.E.BYPASS.128" in code and "LDGSTS.E.64" not in code
+    assert len(re.findall(r"\bSTS", code)) <= 6
 
 
 @pytest.mark.parametrize("name", _CALLS)

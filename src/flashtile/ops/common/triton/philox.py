@@ -7,13 +7,23 @@ import triton.language as tl
 
 
 @triton.jit
-def kept_in_rows(seed_ptr, stream, rows, first_column, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def load_seed(seed_ptr, PRESENT: tl.constexpr):
+    """Seed and offset for `kept_in_rows`, 0 where there are none; a kernel chooses in which of its loops."""
+    if PRESENT:
+        seed = tl.load(seed_ptr)
+        offset = tl.load(seed_ptr + 1).to(tl.int32)
+    else:
+        seed = tl.full([], 0, tl.int64)
+        offset = tl.full([], 0, tl.int32)
+    return seed, offset
+
+
+@triton.jit
+def kept_in_rows(seed, offset, stream, rows, first_column, threshold, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Which elements of a tile are kept: bool `[ROWS, COLUMNS]`.
 
     `rows` is int32 `[ROWS]`; `first_column` is a multiple of 4.
     """
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1).to(tl.int32)
     group = (first_column // 4 + tl.arange(0, COLUMNS // 4))[None, :]
     zeros = rows[:, None] * 0 + group * 0  # [ROWS, COLUMNS / 4]
     word_0, word_1, word_2, word_3 = tl.philox(

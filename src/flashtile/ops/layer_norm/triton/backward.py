@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.common.triton.partial_sums import reduce_partial
+from flashtile.ops.common.triton.philox import load_seed
 from flashtile.ops.layer_norm.triton.rows import branch_factor, load_parameter, source_rows, tile_mask
 
 
@@ -56,7 +57,7 @@ def load_upstream(
 
 @triton.jit
 def store_gradients(
-    dsum, dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed_ptr,
+    dsum, dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset,
     stride_dx, stride_x0, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_DX: tl.constexpr, STORES_DSUM: tl.constexpr,
     STORES_DX0: tl.constexpr, STORES_DX1: tl.constexpr, HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr,
@@ -74,8 +75,8 @@ def store_gradients(
         dx1 = dsum
         if DROPOUT:
             dx1 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed_ptr, row.to(tl.int64), columns, first_column, threshold, scale_x1, 1,
-                WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
+                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), columns, first_column, threshold,
+                scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
             )  # fmt: skip
         tl.store(dx1_ptr + offsets, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
     dlayerscale = dsum
@@ -87,7 +88,7 @@ def store_gradients(
         dx0 = dsum
         if SCALED:
             dx0 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed_ptr, source, columns, first_column, threshold, scale_x0, 0,
+                rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale_x0, 0,
                 WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, False, DROPOUT,
             )  # fmt: skip
         if SUMS_LAYERSCALE:
@@ -140,9 +141,11 @@ def norm_backward_kernel(
         dsum = dxhat - xhat * (along / WIDTH)[:, None]
         if not RMS:
             dsum -= (constant / WIDTH)[:, None]
+        # Again for each tile: the keys that Philox makes of the seed would stay in registers, which the sums need.
+        seed, offset = load_seed(seed_ptr, DROPOUT)
         of_layerscale = store_gradients(
             dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-            x0_subset_ptr, seed_ptr, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
+            x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
             WIDTH, ROWS, BLOCK_N, HAS_DX, STORES_DSUM, STORES_DX0, STORES_DX1, HAS_ROWSCALE, HAS_LAYERSCALE,
             HAS_X0_SUBSET, SCALED, DROPOUT, SUMS_LAYERSCALE,
         )  # fmt: skip
@@ -191,6 +194,7 @@ def norm_backward_looped_kernel(
     gradients. The program's partial sums are in memory, and M rows share each reading and writing of them."""
     plane = tl.num_programs(0).to(tl.int64) * WIDTH
     partial_ptr += tl.program_id(0).to(tl.int64) * WIDTH
+    seed, offset = load_seed(seed_ptr, DROPOUT)
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)  # [M]
         started = tile >= tl.num_programs(0)
@@ -222,9 +226,9 @@ def norm_backward_looped_kernel(
                 dsum -= (constant / WIDTH)[:, None]
             of_layerscale = store_gradients(
                 dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
-                x0_subset_ptr, seed_ptr, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0, scale_x1,
-                WIDTH, ROWS, BLOCK_N, HAS_DX, STORES_DSUM, STORES_DX0, STORES_DX1, HAS_ROWSCALE, HAS_LAYERSCALE,
-                HAS_X0_SUBSET, SCALED, DROPOUT, SUMS_LAYERSCALE,
+                x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
+                scale_x1, WIDTH, ROWS, BLOCK_N, HAS_DX, STORES_DSUM, STORES_DX0, STORES_DX1, HAS_ROWSCALE,
+                HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED, DROPOUT, SUMS_LAYERSCALE,
             )  # fmt: skip
             sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
             sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)
@@ -237,9 +241,11 @@ def norm_backward_looped_kernel(
 def _add_partial(partial_ptr, tile, columns, plane, started, WIDTH: tl.constexpr, PRESENT: tl.constexpr):
     """Adds the sum over rows of a tile `[M, N]` to partial sums, or starts them; returns where the next one goes."""
     if PRESENT:
-        inside = columns < WIDTH
-        before = tl.load(partial_ptr + columns, mask=inside & started, other=0.0)
-        tl.store(partial_ptr + columns, before + tl.sum(tile, axis=0), mask=inside)
+        # A matrix of one row, like those of the parameters, so that its elements lie in the threads of their columns.
+        places = partial_ptr + columns[None, :]
+        inside = (columns < WIDTH)[None, :]
+        before = tl.load(places, mask=inside & started, other=0.0)
+        tl.store(places, before + tl.sum(tile, axis=0, keep_dims=True), mask=inside)
         partial_ptr += plane
     return partial_ptr
 

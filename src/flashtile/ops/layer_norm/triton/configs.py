@@ -62,12 +62,16 @@ _BACKWARD = (
 )
 
 #: Much in registers (more than two sums, dropout, or a float32 stream with a gradient from above): half as many.
+#: In a loop a warp has 256 columns of all rows of the tile, so that their sums need no exchange between warps.
 _BACKWARD_HEAVY = (
     (1024, RowConfig(1, 1024, 4, 3, 4)),
     (2048, RowConfig(1, 2048, 8, 3, 2)),
     (4096, RowConfig(1, 4096, 16, 3, 1)),
-    (65536, RowConfig(4, 1024, 16, 3, 1)),
+    (65536, RowConfig(2, 2048, 8, 3, 2)),
 )
+
+#: With up to three sums longer rows are better held too: they spill a little, but are read and met at barriers once.
+_HEAVY_WHOLE = RowConfig(1, 8192, 16, 3, 1)
 
 #: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
 REDUCE = RowConfig(64, 32, 4)
@@ -88,13 +92,15 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
         device: facts.
     """
     table = _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
+    if table is _BACKWARD_HEAVY and sums <= 3:
+        table = (*table[:-1], (8192, _HEAVY_WHOLE), table[-1])
     config = _row(table, width, device)
-    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together. Beside them warps
-    # exchange sums: of rows, and, where partial sums are in memory, of columns.
-    tile = config.rows * config.block_n
-    exchange = 4 * tile * max(2, sums) if config.looped(width) else 4096
-    room = device.shared_memory // config.programs_per_multiprocessor - exchange
-    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // (tile * bytes_per_column))))
+    # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together, in a loop with partial
+    # sums and parameters of their columns. Beside them warps exchange sums of rows and what lies in other threads.
+    tile, looped = config.rows * config.block_n, config.looped(width)
+    in_flight = tile * bytes_per_column + (4 * config.block_n * (sums + (sums + 1) // 2) if looped else 0)
+    room = device.shared_memory // config.programs_per_multiprocessor - (4 * tile if looped else 4096)
+    return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // in_flight)))
 
 
 def _row(table: tuple[tuple[int, RowConfig], ...], width: int, device: DeviceFacts) -> RowConfig:

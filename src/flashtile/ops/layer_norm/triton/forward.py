@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.common.triton.philox import load_seed
 from flashtile.ops.layer_norm.triton.rows import load_sum, store_outputs, store_statistics, tile_mask
 
 
@@ -26,8 +27,9 @@ def norm_forward_kernel(
     """Rows that registers hold: each is read once, M rows to a program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
     columns = tl.arange(0, BLOCK_N)  # [N]
+    seed, offset = load_seed(seed_ptr, DROPOUT)
     x = load_sum(
-        x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed_ptr, x_ptr,
+        x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
         stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
         WIDTH, ROWS, BLOCK_N, HAS_X1, HAS_RESIDUAL, HAS_ROWSCALE, HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED,
         DROPOUT, MAKES_SUM,
@@ -64,12 +66,13 @@ def norm_forward_looped_kernel(
     put together once, at the end (Chan, Golub, LeVeque 1979).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [M]
+    seed, offset = load_seed(seed_ptr, DROPOUT)
     place_mean = tl.zeros([ROWS, BLOCK_N], tl.float32)
     place_squares = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for first in range(0, WIDTH, BLOCK_N):
         columns = first + tl.arange(0, BLOCK_N)
         x = load_sum(
-            x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed_ptr, x_ptr,
+            x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
             stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
             WIDTH, ROWS, BLOCK_N, HAS_X1, HAS_RESIDUAL, HAS_ROWSCALE, HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED,
             DROPOUT, MAKES_SUM,

@@ -42,7 +42,7 @@ def source_rows(subset_ptr, row, rows, HAS_SUBSET: tl.constexpr):
 
 @triton.jit
 def branch_factor(
-    rowscale_ptr, layerscale_ptr, seed_ptr, source, columns, first_column, threshold, scale, stream,
+    rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale, stream,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ROWSCALE: tl.constexpr,
     HAS_LAYERSCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
@@ -53,14 +53,14 @@ def branch_factor(
     if HAS_LAYERSCALE:
         factor = factor * load_parameter(layerscale_ptr, columns, WIDTH, True, 1.0, 0.0)
     if DROPOUT:
-        kept = kept_in_rows(seed_ptr, stream, source.to(tl.int32), first_column, threshold, ROWS, BLOCK_N)
+        kept = kept_in_rows(seed, offset, stream, source.to(tl.int32), first_column, threshold, ROWS, BLOCK_N)
         factor = tl.where(kept, factor, 0.0)
     return factor
 
 
 @triton.jit
 def load_sum(
-    x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed_ptr, x_ptr,
+    x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
     stride_x0, stride_x1, stride_residual, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_X1: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr, HAS_X0_SUBSET: tl.constexpr, SCALED: tl.constexpr,
@@ -75,7 +75,7 @@ def load_sum(
     x = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0).to(tl.float32)
     if SCALED:
         x *= branch_factor(
-            rowscale_ptr, layerscale_ptr, seed_ptr, source, columns, first_column, threshold, scale_x0, 0,
+            rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale_x0, 0,
             WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, HAS_LAYERSCALE, DROPOUT,
         )  # fmt: skip
     if HAS_X1:
@@ -83,8 +83,8 @@ def load_sum(
         x1 = tl.load(x1_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
             x1 *= branch_factor(
-                rowscale_ptr, layerscale_ptr, seed_ptr, row.to(tl.int64), columns, first_column, threshold, scale_x1, 1,
-                WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
+                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), columns, first_column, threshold,
+                scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
             )  # fmt: skip
         x += x1
     if HAS_RESIDUAL:
