@@ -147,6 +147,10 @@ def _encode_prompt(options: Options, codec: data.Codec, config: GPTConfig) -> li
     if not options.sample:
         return []
     prompt = codec.encode(options.prompt)
+    if not prompt:
+        raise OptionError(
+            f"--prompt: expected text that the tokenizer knows, got {options.prompt!r}, which has no tokens"
+        )
     if len(prompt) + options.sample > config.context:
         raise OptionError(
             f"--sample: expected at most {config.context - len(prompt)} tokens after the prompt's {len(prompt)} (the "

@@ -110,6 +110,9 @@ class Options:
             _check_limits(flag(field.name), getattr(self, field.name), field.metadata)
         if not self.data.exists():
             raise OptionError(f"--data: expected a text file or a folder of them, got {self.data}, which is not there")
+        for name, folder in (("--output", self.output), ("--cache", self.cache_folder)):
+            if folder.resolve().is_relative_to(self.data.resolve()):
+                raise OptionError(f"{name}: expected a folder outside of --data, {self.data}, got {folder}")
         if self.tokenizer is not None and not self.tokenizer.is_file():
             raise OptionError(f"--tokenizer: expected a tokenizer.json, got {self.tokenizer}, which is no file")
         if self.end_of_text is not None and self.tokenizer is None:

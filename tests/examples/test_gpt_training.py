@@ -250,13 +250,19 @@ def test_help_explains_every_option(capsys):
         ({"steps": 0}, "--steps: expected at least 1, got 0"),
         ({"dropout": 1.0}, "--dropout: expected less than 1, got 1"),
         ({"clip": float("nan")}, "--clip: expected at least 0, got nan"),
+        (
+            {"data": Path("docs"), "output": Path("docs/run")},
+            "--output: expected a folder outside of --data, docs, got",
+        ),
+        ({"data": Path("docs"), "cache": Path("docs")}, "--cache: expected a folder outside of --data, docs, got docs"),
         ({"steps": 5, "warm_up": 6}, "--warm-up: expected at most --steps, 5, got 6"),
         ({"minimum_learning_rate": 1.0}, "--minimum-learning-rate: expected at most --learning-rate"),
         ({"parallel": "tp"}, "--parallel: expected one of ddp, fsdp, got 'tp'"),
         ({"sample": 1, "prompt": ""}, "--prompt: expected at least one character"),
     ],
 )
-def test_values_that_do_not_do(given, message, make):
+def test_values_that_do_not_do(given, message, make, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
     with pytest.raises(OptionError, match=message):
         make(**given)
 

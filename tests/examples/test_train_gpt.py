@@ -99,6 +99,11 @@ def _assert_close(first: Path, second: Path) -> None:
             torch.testing.assert_close(torch.tensor(ours[key]), torch.tensor(theirs[key]))
 
 
+def _without_the_last_checkpoint(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+    shutil.rmtree(target / "step-00000006")
+
+
 def _interrupt(monkeypatch: pytest.MonkeyPatch, when: int, how: Callable[[], None]) -> None:
     """Does something before the step of this number."""
     step = Learner.step
@@ -215,24 +220,17 @@ def test_compiled_is_the_same(train, tmp_path, monkeypatch):
     _assert_close(tmp_path / "eager", tmp_path / "compiled")
 
 
-def test_two_processes_are_one_with_twice_the_batch(train, text, tmp_path):
+def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpoints(train, text, tmp_path):
     assert train("one", "--batch=8") == 0
-    _launch(2, _arguments(text, tmp_path, "two", "--batch=2", "--accumulate=2", "--sample=5"))
-    _assert_close(tmp_path / "one", tmp_path / "two")
-
-
-def test_sharded_over_two_processes_goes_on_in_two_and_in_one(train, text, tmp_path):
-    assert train("one", "--batch=8") == 0
-    sharded = ["--batch=2", "--accumulate=2", "--parallel=fsdp"]
-    _launch(2, _arguments(text, tmp_path, "whole", *sharded, "--sample=5"))
-    _assert_close(tmp_path / "one", tmp_path / "whole")
+    two = partial(_arguments, text, tmp_path)
+    _launch(2, two("sharded", "--batch=2", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
+    _assert_close(tmp_path / "one", tmp_path / "sharded")
     for folder in ("in-one", "in-two"):
-        shutil.copytree(tmp_path / "whole", tmp_path / folder)
-        shutil.rmtree(tmp_path / folder / "step-00000006")
+        _without_the_last_checkpoint(tmp_path / "sharded", tmp_path / folder)
     assert train("in-one", "--batch=8", "--resume") == 0
     _assert_close(tmp_path / "one", tmp_path / "in-one")
-    _launch(2, _arguments(text, tmp_path, "in-two", *sharded, "--resume"))
-    _assert_same(tmp_path / "whole", tmp_path / "in-two")
+    _launch(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))
+    _assert_close(tmp_path / "one", tmp_path / "in-two")
 
 
 @pytest.mark.gpu
@@ -258,10 +256,12 @@ def test_learns_on_a_gpu(train, tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
 def test_two_gpus_are_one_with_twice_the_batch(parallel, options, train, text, tmp_path):
-    assert train("one", "--batch=8", "--precision=fp32", *options, device="cuda") == 0
-    two = ["--batch=2", "--accumulate=2", "--precision=fp32", f"--parallel={parallel}", "--sample=5", *options]
-    _launch(2, _arguments(text, tmp_path, "two", *two, device="cuda"))
-    _assert_close(tmp_path / "one", tmp_path / "two")
-    shutil.rmtree(tmp_path / "two/step-00000006")
-    assert train("two", "--batch=8", "--precision=fp32", "--resume", *options, device="cuda") == 0
-    _assert_close(tmp_path / "one", tmp_path / "two")
+    options = ["--precision=fp32", *options]
+    assert train("one", "--batch=8", *options, device="cuda") == 0
+    two = partial(_arguments, text, tmp_path, device="cuda")
+    options += ["--batch=2", "--accumulate=2", f"--parallel={parallel}", "--sample=5"]
+    _launch(2, two("whole", *options))
+    _assert_close(tmp_path / "one", tmp_path / "whole")
+    _without_the_last_checkpoint(tmp_path / "whole", tmp_path / "parts")
+    _launch(2, two("parts", *options, "--resume"))
+    _assert_same(tmp_path / "whole", tmp_path / "parts")
