@@ -252,7 +252,7 @@ def test_help_explains_every_option(capsys):
         ({"clip": float("nan")}, "--clip: expected at least 0, got nan"),
         (
             {"data": Path("docs"), "output": Path("docs/run")},
-            "--output: expected a folder outside of --data, docs, got",
+            "--output: expected a folder outside of --data, docs",
         ),
         ({"data": Path("docs"), "cache": Path("docs")}, "--cache: expected a folder outside of --data, docs, got docs"),
         ({"steps": 5, "warm_up": 6}, "--warm-up: expected at most --steps, 5, got 6"),
@@ -302,6 +302,7 @@ def test_mistakes_in_files(make, text, tmp_path, capsys):
         (make(data=tmp_path / "empty"), "--data: expected at least one file in the folder, got none"),
         (make(tokenizer=tmp_path / "bad.json"), "--tokenizer: expected a tokenizer.json, got"),
         (make(tokenizer=tokenizer, end_of_text="<stop>"), "--end-of-text: expected a token of"),
+        (make(tokenizer=tokenizer, sample=1, prompt="é"), "--prompt: expected text that the tokenizer knows, got 'é'"),
         (make(tokenizer=tokenizer, data=tmp_path / "latin"), "--data: expected UTF-8 with --tokenizer, got"),
     ):
         assert train_gpt.main(_arguments(options)) == 2
