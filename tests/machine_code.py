@@ -64,6 +64,7 @@ class Call(NamedTuple):
     sinks: bool = False
     sums_slopes: bool = False
     block_tile: tuple[int, int] | None = None
+    patterns: bool = True
 
 
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
@@ -81,6 +82,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
         call.alibi,
         call.sinks,
         -1 if call.block_tile is None else 4000,
+        call.block_tile is not None and call.patterns,
     )
     window = (call.window_left, call.window_right)
     block_shape = None if call.block_tile is None else (1, 1, *call.block_tile)

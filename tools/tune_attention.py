@@ -71,6 +71,8 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         mask=None,
         alibi=False,
         block_tile=(0, 0),
+        patterns=False,
+        pattern_multiple=16,
         sinks=False,
         sums_slopes=False,
         precision=precision,

@@ -68,10 +68,10 @@ def _matrix() -> list[Any]:
 _SPILLS: dict[str, dict[tuple[str, int], int]] = {
     # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
     # fastest in spite of these bytes.
-    "cuda 16-bit": {("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64},
+    "cuda 16-bit": {**{("dbias", width): 64 for width in (64, 128, 256)}, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64},
     # Ordinary units take whole rows of both operands through registers.
     "cuda float32": {
-        ("forward", 64): 64, ("forward", 128): 320,
+        ("dbias", 128): 64, ("forward", 64): 64, ("forward", 128): 320,
         ("dq", 64): 64, ("dq", 128): 256, ("dq", 256): 2240, ("dq", 512): 64,
         ("dkdv", 128): 320, ("dkdv", 256): 2304,
     },
@@ -170,7 +170,8 @@ _FEATURES = {
     ),
     "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
     "sinks": _Feature(Call(sinks=True), {}),
-    "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "whole": True}),
+    "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "patterns": True, "whole": True}),
+    "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"patterns": False}),
     "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"block_tile": (192, 64)}),
     "everything": _Feature(
         Call(

@@ -210,7 +210,8 @@ def _kernels(
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
     heads = q.shape[-1], v.shape[-1]
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
-    situation = Situation(q.dtype, *heads, spec.banded, long)
+    tables = side.bias is not None or side.mask is not None
+    situation = Situation(q.dtype, *heads, spec.banded, long, tables, spec.block_shape is not None)
 
     def portable(kernel: Kernel) -> KernelChoice:
         tiles = choose_tiles(kernel, facts, situation)

@@ -27,6 +27,8 @@ class SideShape(NamedTuple):
 
     Attributes:
         alibi: dimensions of the slopes; 0 without.
+        patterns: the block mask has tiles that are partly visible.
+        pattern_misalignment: address of its patterns modulo 16.
         block_entries: length of the lists of the block mask; -1 without.
     """
 
@@ -39,6 +41,8 @@ class SideShape(NamedTuple):
     alibi: int = 0
     sinks: bool = False
     block_entries: int = -1
+    patterns: bool = False
+    pattern_misalignment: int = 0
 
     @property
     def modified(self) -> bool:
@@ -63,6 +67,8 @@ def side_shape(side: SideInputs) -> SideShape:
         0 if side.alibi_slopes is None else side.alibi_slopes.dim(),
         side.sinks is not None,
         -1 if side.block_lists is None else side.block_lists.shape[0],
+        side.block_patterns is not None and side.block_patterns.shape[0] > 0,
+        0 if side.block_patterns is None else side.block_patterns.data_ptr() & 15,
     )
 
 

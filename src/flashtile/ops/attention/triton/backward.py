@@ -70,7 +70,7 @@ def attention_dq_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse."""
@@ -137,7 +137,7 @@ def attention_dq_kernel(
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
         SUMS_SLOPES=slope_sums_ptr is not None,
     )  # fmt: skip
     if slope_sums_ptr is not None:
@@ -159,7 +159,8 @@ def _sum_dq(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, SUMS_SLOPES: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
+    SUMS_SLOPES: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`; for ALiBi, that of
     ds by the distance, `[M]`."""
@@ -194,8 +195,11 @@ def _sum_dq(
             )
         else:
             scores *= scale * LOG2_E
-        if TILE_K:
-            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
+        if PATTERNS:
+            if kind >= 0:
+                scores = apply_pattern(
+                    scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+                )
         probs = tl.exp2(scores - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
@@ -237,7 +241,7 @@ def attention_dkdv_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
     heads that read it."""
@@ -299,7 +303,7 @@ def attention_dkdv_kernel(
             dropout_seed_ptr, sequence * heads + head, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
+            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -327,7 +331,7 @@ def _sum_dkdv(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
@@ -363,8 +367,11 @@ def _sum_dkdv(
             )
         else:
             scores *= scale * LOG2_E
-        if TILE_Q:
-            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=True)
+        if PATTERNS:
+            if kind >= 0:
+                scores = apply_pattern(
+                    scores, blocks, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=True
+                )
         probs = tl.exp2(scores - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(

@@ -48,7 +48,7 @@ def attention_dbias_kernel(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `sums`: float32 `[parts, sums_batch, sums_heads, sums_rows, sums_columns]`,
@@ -91,7 +91,7 @@ def attention_dbias_kernel(
             STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_E, BLOCK_M, BLOCK_N, CHUNK,
             PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, HAS_KEY_LENGTHS, DROPOUT, PRECISION,
-            STRIDE_BIAS_COLUMN, STRIDE_MASK_COLUMN, TILE_Q, TILE_K,
+            STRIDE_BIAS_COLUMN, STRIDE_MASK_COLUMN, TILE_Q, TILE_K, PATTERNS,
         )  # fmt: skip
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -125,7 +125,7 @@ def _score_gradients(
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
     """ds of queries `first..first + M` and keys `start..start + N` of one head of one sequence: `[M, N]`."""
     begin_q, begin_k = 0, 0
@@ -139,15 +139,18 @@ def _score_gradients(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     dscores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    listed = True
+    if PACKED or HAS_LEFT or HAS_RIGHT or HAS_KEY_LENGTHS or TILE_Q:
+        needed = (first < seq_q) & (start >= begin) & (start < end)
+    else:
+        needed = True  # known to the compiler: without a branch it fetches tiles ahead
     if TILE_Q:
         entry, last_entry = line_entries(
             block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
         )
         blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
         kind = kind_of_tile(blocks, last_entry - entry, start // TILE_K)
-        listed = kind != EMPTY
-    if (first < seq_q) & (start >= begin) & (start < end) & listed:
+        needed = needed & (kind != EMPTY)
+    if needed:
         head_kv = head // group
         q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
         k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED)
@@ -189,8 +192,10 @@ def _score_gradients(
         scores = modified_scores(
             scores, scale, row, column, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False
         )[0]
-        if TILE_Q:
-            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
+        if PATTERNS:
+            scores = apply_pattern(
+                scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+            )
         visible = (row < seq_q)[:, None] & visible_pairs(
             row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
         )

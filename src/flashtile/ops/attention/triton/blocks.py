@@ -33,15 +33,22 @@ def listed_tile(blocks, step, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def apply_pattern(
-    scores, blocks, kind, row, column, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TRANSPOSED: tl.constexpr
+    scores, blocks, kind, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Hides what a partly visible tile does not show; `row` `[M]` and `column` `[N]` count within the sequence."""
-    if kind >= 0:
-        rows = (kind * TILE_Q + row % TILE_Q).to(tl.int64) * TILE_K
-        pattern = tl.load(blocks[2] + rows[:, None] + (column % TILE_K)[None, :])
-        pattern = tl.trans(pattern) if TRANSPOSED else pattern
-        scores = tl.where(pattern != 0, scores, float("-inf"))
-    return scores
+    """Hides what a partly visible tile does not show; of a full one nothing is read, and nothing changes.
+
+    The backward branches around it and is faster so (dk/dv 0.31 ms against 0.44). In the forward ptxas takes a branch
+    for a reason to serialise the matrix products of Hopper (its message C7515; 2.4 ms against 0.3).
+    """
+    row = first_row % TILE_Q + tl.arange(0, BLOCK_M)
+    column = tl.multiple_of(first_column % TILE_K, BLOCK_N) + tl.arange(0, BLOCK_N)
+    pattern = blocks[2] + kind.to(tl.int64) * (TILE_Q * TILE_K)
+    pointers = pattern + row[:, None] * TILE_K + column[None, :]
+    shown = tl.load(pointers, mask=kind + tl.zeros((BLOCK_M, BLOCK_N), tl.int32) >= 0, other=0)
+    shown = tl.trans(shown) if TRANSPOSED else shown
+    # kind >> 31: all bits of a full tile, none of another.
+    return tl.where((shown.to(tl.int32) | (kind >> 31)) != 0, scores, float("-inf"))
 
 
 @triton.jit

@@ -47,6 +47,8 @@ class Situation(NamedTuple):
         head_dim_v: of v.
         banded: a causal mask or a window: small tiles waste less at its edges.
         long: at least `LONG` queries and keys.
+        tables: a bias or a mask, whose tiles come from memory as well.
+        blocks: a block mask.
     """
 
     dtype: torch.dtype
@@ -54,6 +56,8 @@ class Situation(NamedTuple):
     head_dim_v: int
     banded: bool
     long: bool
+    tables: bool = False
+    blocks: bool = False
 
 
 def is_long(max_seqlen_q: int, max_seqlen_k: int) -> bool:
@@ -75,6 +79,10 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
         table = _FLOAT32
     elif kernel == "dbias":
         table = _BIAS_GRADIENT
+    elif device.arch == "sm_90" and situation.blocks and width <= 128:
+        table = _HOPPER_BLOCKS
+    elif device.arch == "sm_90" and situation.tables and width <= 128:
+        table = _HOPPER_TABLES
     elif device.arch == "sm_90":
         table = {
             (False, False): _HOPPER_FULL,
@@ -260,10 +268,38 @@ _RDNA: _Table = {
     ),
 }
 
+#: sm_90, scores with a bias or a mask, heads up to 128 columns (4 sequences of 4,096 tokens, a bias shared by them).
+_HOPPER_TABLES: _Table = {
+    "forward": (
+        (64, TileConfig(128, 64, 4, 3)),  # (0.95; 32 keys 1.01, 8 warps 1.18)
+        (128, TileConfig(128, 64, 8, 3)),  # (1.53; 64 × 64 on 4 warps in 2 stages 1.69, in 3 2.03)
+    ),
+    "dq": (
+        (64, TileConfig(64, 32, 4, 3)),  # (1.09; 64 keys 1.24)
+        (128, TileConfig(128, 64, 8, 3)),  # (1.64; 64 × 64 on 4 warps in 2 stages 1.91)
+    ),
+    "dkdv": (
+        (128, TileConfig(32, 64, 4, 2)),  # (2.16 and 3.10; 3 stages 2.27 and 3.87)
+    ),
+}
+
+#: sm_90, a block mask, heads up to 128 columns (4 sequences of 4,096 tokens, a quarter of the tiles, all partial).
+_HOPPER_BLOCKS: _Table = {
+    "forward": (
+        (128, TileConfig(64, 64, 4, 3)),  # (0.30 and 0.48; 128 queries on 8 warps 0.32 and 0.55)
+    ),
+    "dq": (
+        (64, TileConfig(64, 64, 4, 3)),  # (0.26; 128 queries on 8 warps 0.36)
+        (128, TileConfig(64, 32, 4, 3)),  # (0.51; 128 × 64 on 8 warps 0.57)
+    ),
+    "dkdv": _HOPPER_FULL["dkdv"],  # (0.31 and 0.55; 32 queries 0.37 and 0.58)
+}
+
 #: The gradient of the bias, 16-bit, everywhere: as many accumulators as dk/dv, and nothing resident.
 _BIAS_GRADIENT: _Table = {
     "dbias": (
-        (128, TileConfig(64, 64, 4, 1)),
+        (64, TileConfig(64, 64, 4, 2)),  # (2.62; 128 queries on 8 warps 2.94)
+        (128, TileConfig(128, 64, 8, 2)),  # (3.56; 64 queries on 4 warps 4.69)
         (256, TileConfig(64, 32, 4, 1)),
         (512, TileConfig(32, 32, 4, 1, 64)),
     ),

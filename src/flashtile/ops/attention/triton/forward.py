@@ -61,14 +61,14 @@ def attention_forward_kernel(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
     `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
     tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask. `MODIFIED`: something changes the
     scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, endless where it broadcasts. `TILE_Q`,
-    `TILE_K`: tiles of the block mask, 0 without; `block_offsets`, `block_tiles`, `block_kinds`: where in its lists
-    those stand that this kernel reads."""
+    `TILE_K`: tiles of the block mask, 0 without; `PATTERNS`: some are partly visible; `block_offsets`, `block_tiles`,
+    `block_kinds`: where in its lists those stand that this kernel reads."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
@@ -114,7 +114,7 @@ def attention_forward_kernel(
         dropout_seed_ptr, sequence * heads + head, keep_threshold,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -140,7 +140,7 @@ def _visit_key_tiles(
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
 
@@ -178,8 +178,10 @@ def _visit_key_tiles(
             scores = modified_scores(
                 scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )[0]
-        if TILE_K:
-            scores = apply_pattern(scores, blocks, kind, row, column, TILE_Q, TILE_K, TRANSPOSED=False)
+        if PATTERNS:
+            scores = apply_pattern(
+                scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+            )
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

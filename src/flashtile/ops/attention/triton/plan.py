@@ -103,6 +103,8 @@ class Variant(NamedTuple):
     mask: TableVariant | None
     alibi: bool
     block_tile: tuple[int, int]
+    patterns: bool
+    pattern_multiple: int
     sinks: bool
     sums_slopes: bool
     precision: str
@@ -173,7 +175,8 @@ def _plan(
     packed = side.sequences is not None
     batch = side.sequences if packed else q_shape[0]
     facts = device_facts(device)
-    situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long)
+    tables, blocks = side.bias is not None or side.mask is not None, spec.block_shape is not None
+    situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long, tables, blocks)
     tiles = choose_tiles(kernel, facts, situation)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     if spec.block_shape is not None:
@@ -207,6 +210,8 @@ def _plan(
         _table_variant(side.mask),
         side.alibi > 0,
         block_tile,
+        side.patterns,
+        power_of_two_factor(side.pattern_misalignment),
         side.sinks and kernel == "forward",
         sums_slopes,
         _dot_precision(dtype, facts, allow_tf32),
@@ -419,6 +424,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "STRIDE_MASK_COLUMN": variant.mask.column_stride if variant.mask else 0,
         "TILE_Q": variant.block_tile[0],
         "TILE_K": variant.block_tile[1],
+        "PATTERNS": variant.patterns,
         "BATCH_FIRST": variant.bias is not None and variant.bias.shared_batch and not variant.bias.shared_rows,
         "SHARED_ROWS": variant.bias is not None and variant.bias.shared_rows,
         "SHARED_COLUMNS": variant.bias is not None and variant.bias.shared_columns,
@@ -452,10 +458,11 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
             return ("i32", 1) if table else absent
         if name == f"{of}_columns":
             return ("i32", table.columns_multiple) if table else absent
+    if name == "block_patterns_ptr":
+        return ("*u8", variant.pattern_multiple) if variant.patterns else absent
     optional = {
         "alibi_slopes_ptr": ("*fp32", variant.alibi),
         "block_lists_ptr": ("*i32", any(variant.block_tile)),
-        "block_patterns_ptr": ("*u8", any(variant.block_tile)),
         **dict.fromkeys(_BLOCK_SCALARS, ("i32", any(variant.block_tile))),
         "stride_alibi_batch": ("i32", variant.alibi),
         "sinks_ptr": ("*fp32", variant.sinks),
