@@ -40,6 +40,25 @@ def test_bytes_count_each_tensor_once():
     assert case.bytes("bwd") == 2 * case.bytes("fwd")
 
 
+def test_masked_work_counts_visible_pairs():
+    tiles = Case(3, 64, 2, 1, 8, 4, mask="tiles16:0.5")
+    assert tiles.visible_pairs() == 3 * 8 * 16 * 16  # half of 4 · 4 tiles
+    assert tiles.flops("fwd") == 2 * 2 * 3 * 8 * 256 * (8 + 4) and tiles.flops("bwd") == 2.5 * tiles.flops("fwd")
+    assert tiles.bytes("fwd") == Case(3, 64, 2, 1, 8, 4).bytes("fwd")
+    documents = Case(2, 96, 2, 2, 8, 8, causal=True, mask="documents20")
+    packed = packed_case(documents.segments, heads=2, head_dim=8, causal=True)
+    assert documents.segments == packed.lengths and len(packed.lengths) > 2
+    assert documents.flops("bwd") == 2 * packed.flops("bwd") and documents.bytes("bwd") == 2 * packed.bytes("bwd")
+
+
+@pytest.mark.parametrize(("bias", "entries"), [("1HSS", 1), ("BHSS", 3)])
+def test_bias_is_read_and_its_gradient_written(bias, entries):
+    plain, biased = Case(3, 16, 2, 1, 8, 8), Case(3, 16, 2, 1, 8, 8, bias=bias, softcap=5.0)
+    assert biased.bytes("fwd") - plain.bytes("fwd") == entries * 2 * 16 * 16 * 2
+    assert biased.bytes("bwd") - plain.bytes("bwd") == 2 * entries * 2 * 16 * 16 * 2
+    assert biased.flops("fwd") == plain.flops("fwd") and biased.flops("bwd") == plain.flops("bwd")
+
+
 def test_packed_work_is_that_of_each_sequence():
     one_by_one = [Case(1, seq, 2, 2, 8, 8, causal=True) for seq in PACKED.lengths]
     for phase in ("fwd", "bwd"):
@@ -53,9 +72,20 @@ def test_name_tells_kinds_apart():
     assert Case(2, 512, 8, 2, 64, 64).name == "d64-full-g4-s512-bf16"
     assert Case(1, 512, 8, 8, 192, 128, causal=True).name == "d192:128-causal-s512-bf16"
     assert PACKED.name == "d8-causal-packed22-fp32"
+    assert Case(1, 512, 8, 8, 64, 64, mask="tiles128:0.25").name == "d64-full-tiles128:0.25-s512-bf16"
+    assert Case(1, 512, 8, 8, 64, 64, softcap=30.0, bias="1HSS").name == "d64-full-cap30-bias1HSS-s512-bf16"
 
 
-@pytest.mark.parametrize("case", [PACKED, Case(1, 8, 2, 1, 8, 4, window=(3, None))], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        PACKED,
+        Case(1, 8, 2, 1, 8, 4, window=(3, None)),
+        Case(1, 64, 2, 1, 8, 4, mask="tiles16:0.5"),
+        Case(1, 8, 2, 1, 8, 4, softcap=3.0, bias="BHSS"),
+    ],
+    ids=lambda case: case.name,
+)
 def test_case_comes_back_from_its_record(case):
     assert Case.from_record(json.loads(json.dumps(case.record()))) == case
 
@@ -64,9 +94,12 @@ def test_records_have_the_same_keys_for_every_kind():
     assert set(PACKED.record()) == set(Case(1, 8, 2, 2, 8, 8).record())
 
 
-def test_record_from_before_packed_batches_is_read():
+@pytest.mark.parametrize("keys", [("lengths", "mask", "softcap", "bias"), ("mask", "softcap", "bias")], ids=len)
+def test_records_from_before_a_field_are_read(keys):
+    """Of packed batches, and of all that changes scores."""
     record = Case(1, 8, 2, 2, 8, 8).record()
-    del record["lengths"]
+    for key in keys:
+        del record[key]
     assert Case.from_record(record) == Case(1, 8, 2, 2, 8, 8)
 
 
@@ -82,4 +115,13 @@ def test_packed_inputs_lie_one_after_another():
     inputs = make_inputs(PACKED, CPU)
     assert all(t.shape == (22, 2, 8) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
     assert inputs.cu_seqlens.tolist() == [0, 5, 21, 22] and inputs.cu_seqlens.dtype is torch.int32
-    assert make_inputs(Case(1, 8, 2, 2, 8, 8), CPU).cu_seqlens is None
+    plain = make_inputs(Case(1, 8, 2, 2, 8, 8), CPU)
+    assert plain.cu_seqlens is plain.bias is plain.block_mask is None
+
+
+def test_bias_and_mask_come_with_the_inputs():
+    biased = make_inputs(Case(3, 8, 2, 1, 8, 8, bias="1HSS"), CPU)
+    assert biased.bias.shape == (1, 2, 8, 8) and biased.bias.dtype is torch.bfloat16
+    assert torch.equal(biased.dout, make_inputs(Case(3, 8, 2, 1, 8, 8), CPU).dout)
+    assert make_inputs(Case(3, 8, 2, 1, 8, 8, bias="BHSS"), CPU).bias.shape == (3, 2, 8, 8)
+    assert make_inputs(Case(3, 64, 2, 1, 8, 8, mask="tiles16:0.5"), CPU).block_mask.fits(3, 2, 64, 64) is None

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from flashtile.bench import implementations as attention
 from flashtile.bench import runner
+from flashtile.bench.cases import Case
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS
 from flashtile.bench.companions.losses import CrossEntropy, LinearCrossEntropy
@@ -14,6 +16,7 @@ from flashtile.bench.companions.oracle import evaluate
 from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.companions.rotary import Rotary
 from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
+from flashtile.bench.problem import AttentionProblem
 from flashtile.bench.training.cases import TrainCase
 from flashtile.bench.training.implementations import IMPLEMENTATIONS as TRAININGS
 from flashtile.bench.training.problem import TrainProblem
@@ -35,6 +38,14 @@ CASES = [
     FusedDense("bf16", 512, 256, 1024),
     FusedMLP("bf16", 512, 256, 1024, "gelu_tanh"),
     FusedMLP("bf16", 512, 256, 1024, "silu", gated=True),
+]
+
+MASKED = [
+    Case(2, 1024, 4, 2, 64, 64, mask="tiles128:0.3"),
+    Case(1, 1024, 2, 2, 128, 128, causal=True, mask="documents200"),
+    Case(1, 2048, 2, 2, 64, 64, causal=True, window=(127, 0)),
+    Case(2, 512, 2, 2, 64, 64, causal=True, softcap=30.0),
+    Case(2, 512, 4, 4, 64, 64, bias="1HSS"),
 ]
 
 
@@ -81,6 +92,36 @@ def test_formula_is_that_of_a_cpu():
     inputs.upstream = [d.cpu() for d in inputs.upstream]
     for name, expected in evaluate(case, inputs, inputs.others, torch.float64).items():
         torch.testing.assert_close(found[name].cpu(), expected, rtol=1e-9, atol=1e-9)
+
+
+def attention_rows(case, *names):
+    return run(case, [each for each in attention.IMPLEMENTATIONS if each.name in names], AttentionProblem)
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
+def test_masks_and_biases_are_right(case):
+    rows = attention_rows(case, "flashtile-triton")
+    assert len(rows) == 2 and all(row["ms"] is not None for row in rows), rows
+
+
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
+def test_flex_is_compiled_for_masks_and_biases(case):
+    """A gradient of a bias that it sums in bfloat16 may be found wrong; nothing may fail."""
+    forward, backward = attention_rows(case, "flex")
+    assert forward["ms"] is not None, forward
+    assert backward["ms"] is not None or "dbias: " in backward["why"], backward
+
+
+def test_efficient_kernel_has_a_gradient_of_a_bias():
+    rows = attention_rows(MASKED[-1], "sdpa-efficient")
+    assert len(rows) == 2 and all(row["ms"] is not None or "dbias: " in row["why"] for row in rows), rows
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
+def test_hopper_serves_the_window_and_says_why_not_the_others(case):
+    for row in attention_rows(case, "flashtile-hopper"):
+        assert (row["ms"] is None) == case.changes_scores, row
 
 
 @pytest.mark.parametrize("name", ["flashtile", "flashtile-fused-loss", "transformers-sdpa", "plain"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.bench import host_time, runner, verify
+from flashtile.bench import host_time, implementations, runner, verify
 from flashtile.bench.cases import Case, make_inputs, packed_case
 from flashtile.bench.commands import bench_attention, bench_host_time, command_line
 from flashtile.bench.host_time import run_host_time
@@ -39,7 +39,14 @@ VARIANTS = [
     Case(1, 48, 2, 2, 16, 16, window=(5, 3), dtype="fp32"),
     Case(2, 48, 4, 2, 16, 16, causal=True, dropout_p=0.3, dtype="fp32"),
     PACKED,
+    Case(2, 96, 4, 2, 16, 8, dtype="fp32", mask="tiles16:0.3"),
+    Case(2, 96, 2, 2, 16, 16, causal=True, dtype="fp32", mask="documents20"),
+    Case(1, 96, 2, 2, 16, 16, dtype="bf16", mask="documents20"),
+    Case(2, 48, 2, 2, 16, 16, causal=True, dtype="fp32", softcap=2.0),
+    Case(3, 48, 4, 2, 16, 16, dtype="fp32", bias="1HSS"),
+    Case(2, 48, 2, 2, 16, 16, causal=True, dtype="fp32", softcap=2.0, bias="BHSS"),
 ]
+SCORED = [case for case in VARIANTS if case.changes_scores]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +61,7 @@ def reference(name="flashtile-reference", change=lambda out: out, **options):
 
     def build(case, inputs):
         attend = build_flashtile("reference")(case, inputs)
-        return lambda q, k, v: change(attend(q, k, v))
+        return lambda *tensors: change(attend(*tensors))
 
     return Implementation(name, ("cpu",), build, **options)
 
@@ -95,6 +102,26 @@ def test_wrong_gradient_costs_the_backward_only():
     assert backward["ms"] is None and backward["why"].startswith("wrong result: dq: largest error")
 
 
+def test_wrong_gradient_of_a_bias_is_found():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, bias):
+            return bias.clone()
+
+        @staticmethod
+        def backward(ctx, dbias):
+            return 2 * dbias
+
+    def build(case, inputs):
+        attend = build_flashtile("reference")(case, inputs)
+        return lambda q, k, v, bias: attend(q, k, v, Doubled.apply(bias))
+
+    case = Case(3, 32, 4, 2, 8, 8, dtype="fp32", bias="1HSS")
+    forward, backward = run_case(case, [Implementation("doubled", ("cpu",), build)], CPU)
+    assert forward["ms"] > 0 and backward["ms"] is None
+    assert backward["why"].startswith("wrong result: dbias: largest error")
+
+
 def test_nan_gets_no_speed_and_a_valid_record(tmp_path):
     rows = run_case(SMALL, [reference(change=lambda out: out * math.nan)], CPU)
     assert all(row["ms"] is None and row["error"] is None for row in rows)
@@ -127,7 +154,7 @@ def test_peers_on_a_cpu_agree_with_the_oracle_or_say_why(case):
 
 
 def test_flashtile_on_a_cpu_is_right():
-    for row in run_cases([SMALL, VARIANTS[-2], PACKED], select_implementations(["flashtile-cpu"], CPU), CPU):
+    for row in run_cases([SMALL, VARIANTS[4], PACKED, *SCORED], select_implementations(["flashtile-cpu"], CPU), CPU):
         assert row["ms"] is not None, row
 
 
@@ -139,9 +166,10 @@ def test_case_is_the_same_for_every_implementation():
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: case.name)
 def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     inputs = make_inputs(case, CPU)
-    tensors = [t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "bias": inputs.bias}
+    tensors = {name: tensor.double() for name, tensor in named.items() if tensor is not None}
     if case.lengths is not None:
-        tensors = [t.unsqueeze(0) for t in tensors]
+        tensors = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
     whole = verify._reference(case, tensors, inputs.dropout_seed)
     monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.S * 20)
     blocks = verify._reference(case, tensors, inputs.dropout_seed)
@@ -166,6 +194,23 @@ def test_oracle_finds_one_wrong_sequence_of_a_packed_batch():
     assert oracle.judge("fwd", {"out": out}).why is None
     out[48] *= 1.1  # the only row of the second sequence
     assert oracle.judge("fwd", {"out": out}).why is not None
+
+
+def test_oracle_checks_heads_with_a_bias_in_every_batch_entry(monkeypatch):
+    monkeypatch.setitem(verify._SCORES, "cpu", 1)
+    case = Case(3, 32, 8, 4, 8, 8, dtype="fp32", bias="1HSS")
+    assert verify._choose_heads(case, CPU).tolist() == [0, 3]
+    oracle = Oracle(case, inputs := make_inputs(case, CPU))
+    out = build_flashtile("reference")(case, inputs)(inputs.q, inputs.k, inputs.v, inputs.bias)
+    assert oracle.judge("fwd", {"out": out}).why is None
+    out[1, -1, -1, -1] += 1
+    assert oracle.judge("fwd", {"out": out}).why is not None
+
+
+def test_oracle_counts_the_work_of_documents_one_by_one(monkeypatch):
+    case = Case(2, 96, 4, 2, 8, 8, mask="documents20")
+    monkeypatch.setitem(verify._SCORES, "cpu", 6 * sum(seq**2 for seq in case.segments))
+    assert verify._choose_heads(case, CPU).tolist() == [0, 2, 3]
 
 
 def test_oracle_counts_the_work_of_a_packed_batch_by_sequence(monkeypatch):
@@ -194,6 +239,33 @@ def test_peers_without_packed_batches_say_so(name):
 @pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn"])
 def test_a_window_cannot_be_reached_through_sdpa(name):
     assert "has no argument for a window" in peer(name).unsupported(VARIANTS[2], torch.device("cuda"))
+
+
+@pytest.mark.parametrize("name", ["sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "fa4"])
+def test_peers_say_why_they_have_no_speed(name, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(implementations, "device_memory", lambda device: None)
+    tiles, documents, _, capped, biased, _ = SCORED
+    reasons = [peer(name).unsupported(case, torch.device("cuda")) for case in (tiles, documents, capped, biased)]
+    mask = "sdpa has no argument for a mask, so a mask of this kernel cannot be reached through it"
+    cap = "sdpa has no argument for a soft cap"
+    language = "measured without masks and biases, which it takes as functions in a language of its own"
+    assert (
+        reasons
+        == {
+            "sdpa-flash": [mask, mask, cap, "has no gradient of a bias"],
+            "sdpa-cudnn": [mask, mask, cap, "has no gradient of a bias"],
+            "sdpa-efficient": ["measured with a bias only"] * 3 + [None],
+            "sdpa-math": [None, None, cap, None],
+            "fa4": [language, language, None, language],
+        }[name]
+    )
+
+
+def test_flex_is_measured_at_few_lengths_of_what_others_have_too():
+    unsupported = peer("flex").unsupported
+    assert unsupported(SMALL, CPU) == "compiles for each shape, so measured at S = 2048, 8192, 16384 only"
+    assert [unsupported(case, CPU) for case in (*SCORED, replace(SMALL, S=8192))] == [None] * (len(SCORED) + 1)
 
 
 def test_torch_varlen_is_for_packed_batches():
@@ -229,6 +301,20 @@ def test_hopper_asks_flashtile(case, monkeypatch):
     inputs = make_inputs(case, CPU)
     shapes = (inputs.q.shape, inputs.k.shape, inputs.v.shape)
     assert asked == [(*shapes, "hopper", True, case.S if case is PACKED else None)]
+
+
+@pytest.mark.parametrize("case", SCORED, ids=lambda case: case.name)
+def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    explain, backends = flashtile.explain, []
+
+    def on_sm_90(*tensors, device, **options):
+        backends.append(explain(*tensors, device="sm_90", **{**options, "backend": "auto"}).backend)
+        return explain(*tensors, device="sm_90", **options)
+
+    monkeypatch.setattr(flashtile, "explain", on_sm_90)
+    half = replace(case, dtype="bf16")
+    assert hopper_limits(half, CPU) is not None and backends == ["triton"]
 
 
 def test_hopper_is_not_asked_elsewhere(monkeypatch):

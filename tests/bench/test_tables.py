@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flashtile.bench.cases import Case
+from flashtile.bench.report import case_name
 from flashtile.bench.tables import cases_of, cpu_cases, cuda_cases, select_cases, table_of, tables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -32,7 +33,9 @@ def test_quick_is_a_part_of_the_table(device):
 
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 def test_names_tell_cases_apart(device):
-    names = [case.name for case in cases_of(device, ["all"])]
+    for cases in tables(device).values():
+        assert len({case.name for case in cases}) == len(cases)
+    names = [case_name({"op": "attention", "case": case.record()}) for case in cases_of(device, ["all"])]
     assert len(set(names)) == len(names)
 
 
@@ -62,8 +65,42 @@ def test_varlen_table_is_one_long_tailed_batch():
     assert cases == tables(CUDA)["varlen"]
 
 
+def test_masks_table_has_every_kind():
+    cases = tables(CUDA)["masks"]
+    assert all(case.H == case.Hkv == 16 and case.D == case.Dv and case.dtype == "bf16" for case in cases)
+    tiles = {(case.D, case.mask) for case in cases if case.S == 16384 and not case.causal}
+    names = (None, "tiles128:0.05", "tiles128:0.1", "tiles128:0.25", "tiles128:0.5")
+    assert tiles == {(head_dim, name) for head_dim in (64, 128) for name in names}
+    windows = {(case.S, case.window) for case in cases if case.window}
+    assert windows == {(1024 * k, (n - 1, 0)) for k in (8, 16, 32, 64) for n in (128, 1024, 4096)}
+    biases = [(case.B, case.S, case.D) for case in cases if case.bias == "1HSS"]
+    assert biases == [(4, seq, head_dim) for head_dim in (64, 128) for seq in (2048, 4096)]
+    assert [case for case in cases if case.softcap] == [Case(4, 4096, 16, 16, 128, 128, causal=True, softcap=30.0)]
+    assert len(cases) == 10 + 12 + 4 + 4 + 1
+
+
+def test_documents_lie_beside_the_same_packed():
+    cases = [case for case in tables(CUDA)["masks"] if case.segments is not None]
+    for dense, packed in zip(cases[::2], cases[1::2], strict=True):
+        assert (dense.B, dense.S, dense.mask, dense.lengths) == (1, 65536, "documents768", None)
+        assert dense.segments == packed.lengths == tables(CUDA)["varlen"][0].lengths
+        assert all(dense.flops(phase) == packed.flops(phase) for phase in ("fwd", "bwd")) and dense.D == packed.D
+
+
+def test_quick_shows_every_kind_of_mask():
+    few = cases_of(CUDA, ["masks"], quick=True)
+    assert {"window", "lengths", "mask", "softcap", "bias"} == {
+        name for case in few for name in ("window", "lengths", "mask", "softcap", "bias") if getattr(case, name)
+    }
+    assert any(not case.changes_scores and case.window is case.lengths is None for case in few) and len(few) < 10
+
+
 def test_table_of_a_case():
-    assert all(table_of(case) == name for name, cases in tables(CUDA).items() for case in cases)
+    """The first that has it: two cases of masks are others' too."""
+    known = tables(CUDA)
+    owners = {case: [name for name in known if case in known[name]] for cases in known.values() for case in cases}
+    assert all(table_of(case) == names[0] for case, names in owners.items())
+    assert [names for names in owners.values() if len(names) > 1] == [["default", "masks"], ["varlen", "masks"]]
     assert table_of(cpu_cases()[-1]) == "default"
 
 
@@ -71,7 +108,7 @@ def test_tables_are_chosen_by_name():
     known = tables(CUDA)
     assert cases_of(CUDA) == known["default"] and cases_of(CPU, ["all"]) == cpu_cases()
     assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
-    assert len(cases_of(CUDA, ["all"])) == sum(map(len, known.values()))
+    assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
     with pytest.raises(ValueError, match="--table: no grouped on cpu; there are: default, all"):
         cases_of(CPU, ["grouped"])
 

@@ -22,6 +22,8 @@ class Bound:
         self._heads_first = implementation.heads_first
         self._function = implementation.build(case, inputs)
         own = [self.change_layout(t) for t in (inputs.q, inputs.k, inputs.v)]
+        if inputs.bias is not None:
+            own.append(inputs.bias)  # heads come first in every layout
         self._leaves = [t.clone(memory_format=torch.contiguous_format).requires_grad_() for t in own]
         self._out = self.forward()
         # In the strides of the output, so that no implementation has to rearrange it first.
@@ -52,8 +54,9 @@ class Bound:
         """Runs phase "fwd" or "bwd"; the tensors that the oracle judges, in flashtile's layout."""
         if phase == "fwd":
             return {"out": self.change_layout(self.forward())}
-        tensors = map(self.change_layout, (self._out, *self.backward()))
-        return dict(zip(("out", "dq", "dk", "dv"), tensors, strict=True))
+        dq, dk, dv, *dbias = self.backward()
+        tensors = (*map(self.change_layout, (self._out, dq, dk, dv)), *dbias)
+        return dict(zip(("out", "dq", "dk", "dv", "dbias"), tensors))
 
     def facts(self, phase: str) -> dict[str, Any]:
         """No keys of a row beside those that every row has."""

@@ -5,6 +5,7 @@ Shape letters: B batch, S sequence, H query heads, Hkv key/value heads, D head_d
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,6 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from flashtile import BlockMask
+from flashtile.bench import masks
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -43,7 +47,9 @@ def select_named(option: str, names: Sequence[str], known: Mapping[str, _Named],
 class Case:
     """One attention call with as many queries as keys. Field names are the keys of `case` in a record.
 
-    With `lengths` the batch is packed: B sequences of these lengths, the longest of them S.
+    With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
+    `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
+    `1HSS` or `BHSS`.
     """
 
     B: int
@@ -57,11 +63,21 @@ class Case:
     dropout_p: float = 0.0
     dtype: str = "bf16"
     lengths: tuple[int, ...] | None = None
+    mask: str | None = None
+    softcap: float | None = None
+    bias: str | None = None
 
     def __post_init__(self) -> None:
         if self.lengths is not None:
             assert (self.B, self.S) == (len(self.lengths), max(self.lengths))
-            assert not self.dropout_p, "the check of a packed batch has no dropout"
+            assert not (self.dropout_p or self.changes_scores), "the check of a packed batch has none of these"
+        if self.mask is not None:
+            assert self.window is None and not self.dropout_p, "a mask stands alone"
+            if self.segments is None:
+                assert not self.causal and self.S % masks.parse_tiles(self.mask)[0] == 0, "tiles are whole"
+        if self.bias is not None:
+            assert self.bias in ("1HSS", "BHSS") and not self.dropout_p
+            assert self.segments is None, "the check of a bias has one sequence in each batch entry"
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Case:
@@ -80,8 +96,11 @@ class Case:
         window = "" if self.window is None else "-w" + ":".join("inf" if n is None else str(n) for n in self.window)
         group = "" if self.H == self.Hkv else f"-g{self.H // self.Hkv}"
         dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
+        scores = "" if self.mask is None else f"-{self.mask}"
+        scores += "" if self.softcap is None else f"-cap{self.softcap:g}"
+        scores += "" if self.bias is None else f"-bias{self.bias}"
         seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
-        return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}-{seq}-{self.dtype}"
+        return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}{scores}-{seq}-{self.dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -92,6 +111,20 @@ class Case:
         """Queries of the whole batch."""
         return self.B * self.S if self.lengths is None else sum(self.lengths)
 
+    @property
+    def changes_scores(self) -> bool:
+        """Whether there is more to the scores than product, band and dropout."""
+        return self.mask is not None or self.softcap is not None or self.bias is not None
+
+    @property
+    def segments(self) -> tuple[int, ...] | None:
+        """Lengths of the parts that do not see each other: of a packed batch, or of each batch entry's documents."""
+        return masks.document_lengths(self.mask, self.S) if self.lengths is None else self.lengths
+
+    @property
+    def bias_shape(self) -> tuple[int, ...] | None:
+        return None if self.bias is None else (self.B if self.bias[0] == "B" else 1, self.H, self.S, self.S)
+
     def record(self) -> dict[str, Any]:
         """The `case` object of a record: the same for every implementation."""
         lists = {
@@ -101,13 +134,21 @@ class Case:
         return {**asdict(self), **lists}
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `flashtile.attention`, without the dropout seed."""
-        return {"causal": self.causal, "window": self.window, "dropout_p": self.dropout_p}
+        """Keyword arguments of `flashtile.attention`, without tensors and masks."""
+        return {
+            "causal": self.causal,
+            "window": self.window,
+            "dropout_p": self.dropout_p,
+            "softcap": self.softcap,
+        }
 
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
-        lengths = (self.S,) * self.B if self.lengths is None else self.lengths
-        return sum(count * self._pairs(seq) for seq, count in Counter(lengths).items())
+        entries, sequences = (self.B if self.lengths is None else 1), self.segments
+        if self.mask is not None and sequences is None:
+            tile, density = masks.parse_tiles(self.mask)
+            return entries * masks.visible_tiles(self.S // tile, density) * tile**2
+        return entries * sum(count * self._pairs(seq) for seq, count in Counter(sequences or (self.S,)).items())
 
     def _pairs(self, seq: int) -> float:
         """Of one sequence: seq², half of it for causal by convention, exact for a window."""
@@ -128,7 +169,8 @@ class Case:
         q, out = self.H * self.D, self.H * self.Dv
         key_value = self.Hkv * (self.D + self.Dv)
         elements = q + key_value + out if phase == "fwd" else 2 * (q + key_value + out)
-        return self.tokens * elements * self.torch_dtype.itemsize
+        bias = math.prod(self.bias_shape or (0,)) * (1 if phase == "fwd" else 2)
+        return (self.tokens * elements + bias) * self.torch_dtype.itemsize
 
 
 def packed_case(lengths: Sequence[int], heads: int, head_dim: int, causal: bool, dtype: str = "bf16") -> Case:
@@ -145,6 +187,8 @@ class Inputs:
         q: `[B, S, H, D]`, or `[tokens, H, D]` of a packed batch, and k, v and dout accordingly.
         dropout_seed: `[2]` int64; None without dropout.
         cu_seqlens: `[B + 1]` int32, where each sequence of a packed batch starts; None unless packed.
+        bias: `[1 or B, H, S, S]`; None without.
+        block_mask: the case's mask, causal where the case is; None without.
     """
 
     q: Tensor
@@ -153,6 +197,8 @@ class Inputs:
     dout: Tensor
     dropout_seed: Tensor | None
     cu_seqlens: Tensor | None
+    bias: Tensor | None
+    block_mask: BlockMask | None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -160,17 +206,19 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
 
-    def normal(heads: int, head_dim: int) -> Tensor:
-        return torch.randn((*rows, heads, head_dim), generator=generator, device=device).to(case.torch_dtype)
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
     return Inputs(
-        q=normal(case.H, case.D),
-        k=normal(case.Hkv, case.D),
-        v=normal(case.Hkv, case.Dv),
-        dout=normal(case.H, case.Dv),
+        q=normal(*rows, case.H, case.D),
+        k=normal(*rows, case.Hkv, case.D),
+        v=normal(*rows, case.Hkv, case.Dv),
+        dout=normal(*rows, case.H, case.Dv),
         dropout_seed=dropout_seed,
         cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
+        bias=None if case.bias_shape is None else normal(*case.bias_shape),
+        block_mask=None if case.mask is None else masks.block_mask(case.mask, case.S, case.causal, device),
     )
 
 

@@ -19,12 +19,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile.bench import masks
 from flashtile.bench.cases import Case, Inputs, select_named
+from flashtile.bench.flex import build_flex, visible_in_band
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: `(q, k, v) -> out`, or in a case with a bias `(q, k, v, bias) -> out`.
+Attention = Callable[..., Tensor]
 
-#: torch.compile makes new FlexAttention kernels for every shape; these lengths are enough to compare with.
-_FLEX_LENGTHS = (2048, 8192)
+#: torch.compile makes new FlexAttention kernels for every shape; of what others have too, these lengths are enough.
+_FLEX_LENGTHS = (2048, 8192, 16384)
 #: Share of a device's memory that the N×N matrices of the plain computation may take.
 _PLAIN_MEMORY_SHARE = 0.4
 
@@ -36,7 +39,7 @@ class Implementation:
     Attributes:
         name: as it stands in records.
         devices: device types it is measured on.
-        build: makes the function `(q, k, v) -> out` for a case.
+        build: makes the function for a case.
         unsupported: why it cannot run a case on a device, or None.
         heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
         context: what must be entered around its calls.
@@ -61,42 +64,42 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
         cu_seqlens = inputs.cu_seqlens
         if cu_seqlens is None:
-            return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
+            arguments |= _mask_arguments(inputs.block_mask)
+            return lambda q, k, v, bias=None: flashtile.attention(q, k, v, bias=bias, **arguments)
         arguments |= {"max_seqlen_q": case.S, "max_seqlen_k": case.S}
         return lambda q, k, v: flashtile.attention_varlen(q, k, v, cu_seqlens, **arguments)
 
     return build
 
 
+def _mask_arguments(block_mask: flashtile.BlockMask | None) -> dict[str, Any]:
+    """A block mask holds all that is visible, so that causal need not be said beside it."""
+    return {} if block_mask is None else {"block_mask": block_mask, "causal": False}
+
+
 def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
     grouped = case.H != case.Hkv
-    if case.window is None:
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
-    row = torch.arange(case.S, device=inputs.q.device)
-    mask = _visibility(case)(row[:, None], row[None, :])
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    mask = None
+    if inputs.block_mask is not None:
+        mask = inputs.block_mask.to_dense()
+    elif case.window is not None:
+        row = torch.arange(case.S, device=inputs.q.device)
+        mask = visible_in_band(case)(row[:, None], row[None, :])
+    causal = case.causal and mask is None
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        added = mask if bias is None else bias
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=causal, enable_gqa=grouped)
 
-def _build_flex(case: Case, inputs: Inputs) -> Attention:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.compiler.reset()  # each case compiles its own kernels; the limit on recompilations counts them together
-    compiled = torch.compile(flex_attention, dynamic=False)
-    block_mask = None
-    if case.causal or case.window is not None:
-        visible = _visibility(case)
-
-        def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            return visible(row, column)
-
-        block_mask = create_block_mask(mask_mod, None, None, case.S, case.S, inputs.q.device)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=case.H != case.Hkv)
+    return attend
 
 
 def _build_fa4(case: Case, inputs: Inputs) -> Attention:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    mask = {"causal": case.causal, "window_size": case.window or (None, None)}
+    mask: dict[str, Any] = {"causal": case.causal, "window_size": case.window or (None, None)}
+    if case.softcap is not None:
+        mask["softcap"] = case.softcap
     if inputs.cu_seqlens is None:
         return lambda q, k, v: flash_attn_func(q, k, v, **mask)[0]
     lengths = {
@@ -131,19 +134,6 @@ def torch_varlen_options(case: Case, offered: Collection[str]) -> dict[str, Any]
     return options
 
 
-def _visibility(case: Case) -> Callable[[Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, for a case with a mask; made of no more comparisons than the case needs."""
-    left, right = case.window or (None, None)
-    keys_left = case.S if left is None else left
-    keys_right = 0 if case.causal else case.S if right is None else right
-
-    def visible(row: Tensor, column: Tensor) -> Tensor:
-        seen = column <= row + keys_right
-        return seen if left is None else seen & (column >= row - keys_left)
-
-    return visible
-
-
 def _no_dropout(case: Case, device: torch.device) -> str | None:
     return "its dropout bits are its own, so its result cannot be checked" if case.dropout_p else None
 
@@ -152,15 +142,31 @@ def _dense_only(case: Case, device: torch.device) -> str | None:
     return "takes no packed batch" if case.lengths is not None else _no_dropout(case, device)
 
 
-def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
-    if case.window is not None and device.type == "cuda":
-        return "sdpa has no argument for a window, so a window of this kernel cannot be reached through it"
+def _sdpa_limits(case: Case, device: torch.device) -> str | None:
+    """Of every kernel behind sdpa."""
+    if case.softcap is not None:
+        return "sdpa has no argument for a soft cap"
+    if case.bias is not None and (case.causal or case.window is not None or case.mask is not None):
+        return "sdpa takes a bias or a mask, not both"
     return _dense_only(case, device)
 
 
+def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
+    if case.bias is not None:
+        return "has no gradient of a bias"
+    for what in ("window", "mask"):
+        if getattr(case, what) is not None and device.type == "cuda":
+            return f"sdpa has no argument for a {what}, so a {what} of this kernel cannot be reached through it"
+    return _sdpa_limits(case, device)
+
+
+def _efficient_limits(case: Case, device: torch.device) -> str | None:
+    return "measured with a bias only" if case.bias is None else _sdpa_limits(case, device)
+
+
 def _flex_limits(case: Case, device: torch.device) -> str | None:
-    if case.lengths is None and case.S not in _FLEX_LENGTHS:
-        return f"compiles for each shape, so measured at S = {' and '.join(map(str, _FLEX_LENGTHS))} only"
+    if case.lengths is None and not case.changes_scores and case.S not in _FLEX_LENGTHS:
+        return f"compiles for each shape, so measured at S = {', '.join(map(str, _FLEX_LENGTHS))} only"
     return _dense_only(case, device)
 
 
@@ -175,7 +181,12 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
     if case.lengths is not None:
         cu_seqlens = torch.empty(case.B + 1, dtype=torch.int32, device="meta")
         packed = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
-    answer = flashtile.explain(q, k, v, **packed, **case.arguments(), backend="hopper", device=device)
+    arguments = {**case.arguments(), **packed}
+    if case.mask is not None:
+        arguments |= _mask_arguments(masks.block_mask(case.mask, case.S, case.causal, device).to("meta"))
+    if case.bias_shape is not None:
+        arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
+    answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
     return answer.reason if answer.backend is None else None
 
 
@@ -190,6 +201,8 @@ def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
 def _fa4_missing(case: Case, device: torch.device) -> str | None:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "flash_attn.cute is not installed"
+    if case.mask is not None or case.bias is not None:
+        return "measured without masks and biases, which it takes as functions in a language of its own"
     return _no_dropout(case, device)
 
 
@@ -199,7 +212,7 @@ def _plain_limits(case: Case, device: torch.device) -> str | None:
     memory = device_memory(device)
     if case.lengths is None and memory is not None and needed > _PLAIN_MEMORY_SHARE * memory:
         return f"its S×S matrices would take about {needed / 2**30:.0f} GiB"
-    return _dense_only(case, device)
+    return _sdpa_limits(case, device)
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -232,6 +245,14 @@ IMPLEMENTATIONS = (
         context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
     ),
     Implementation(
+        "sdpa-efficient",
+        ("cuda",),
+        _build_sdpa,
+        _efficient_limits,
+        heads_first=True,
+        context=lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+    ),
+    Implementation(
         "sdpa-math",
         ("cuda", "cpu"),
         _build_sdpa,
@@ -240,7 +261,7 @@ IMPLEMENTATIONS = (
         context=lambda: sdpa_kernel(SDPBackend.MATH),
         default=False,
     ),
-    Implementation("flex", ("cuda",), _build_flex, _flex_limits, heads_first=True),
+    Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),
     Implementation("fa4", ("cuda",), _build_fa4, _fa4_missing),
     Implementation("torch-varlen", ("cuda",), _build_torch_varlen, _torch_varlen_limits),
 )

@@ -1,21 +1,21 @@
 """The tables of cases that are measured, by name, and choosing from them.
 
 Every device has the table "default". On a GPU there are also the kinds of attention beside the plain one: "grouped"
-heads, "mla" (head sizes 192 and 128), "window" and "varlen" (packed batches).
+heads, "mla" (head sizes 192 and 128), "window", "varlen" (packed batches) and "masks" (block masks and all else that
+changes scores).
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
-import math
-import random
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from flashtile.bench.cases import Case, ChoiceError, packed_case
+from flashtile.bench.masks import documents, long_tailed_lengths, random_tiles
 from flashtile.bench.problem import AnyCase
 
 _AnyCase = TypeVar("_AnyCase", bound=AnyCase)
@@ -75,14 +75,30 @@ def varlen_cases() -> list[Case]:
     ]
 
 
-def long_tailed_lengths(total: int = 65536) -> list[int]:
-    """Lengths from 16 to 16,384 of log-normal distribution (median 768, sigma 1.4), always the same, `total` tokens."""
-    generator = random.Random(0)
-    lengths: list[int] = []
-    while (left := total - sum(lengths)) > 0:
-        drawn = round(generator.lognormvariate(math.log(768), 1.4))
-        lengths.append(min(max(drawn, 16), 16384, left))
-    return lengths
+def mask_cases() -> list[Case]:
+    """Block-sparse beside dense, narrow windows, biases, documents beside the same packed, and a soft cap."""
+    head_dims = (64, 128)
+    names = [None, *(random_tiles(density) for density in (0.05, 0.1, 0.25, 0.5))]
+    tiles = [_sixteen_heads(1, 16384, head_dim, mask=name) for head_dim in head_dims for name in names]
+    windows = [
+        _sixteen_heads(1, seq, 64, causal=True, window=(visible - 1, 0))
+        for visible in (128, 1024, 4096)
+        for seq in (8192, 16384, 32768, 65536)
+    ]
+    biases = [_sixteen_heads(4, seq, head_dim, bias="1HSS") for head_dim in head_dims for seq in (2048, 4096)]
+    packed = [
+        case
+        for head_dim in head_dims
+        for case in (
+            _sixteen_heads(1, 65536, head_dim, causal=True, mask=documents()),
+            packed_case(long_tailed_lengths(), 16, head_dim, causal=True),
+        )
+    ]
+    return [*tiles, *windows, *biases, *packed, _sixteen_heads(4, 4096, 128, causal=True, softcap=30.0)]
+
+
+def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
+    return Case(batch, seq, 16, 16, head_dim, head_dim, **more)
 
 
 def tables(device: torch.device) -> dict[str, list[Case]]:
@@ -95,21 +111,23 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "mla": mla_cases(),
         "window": window_cases(),
         "varlen": varlen_cases(),
+        "masks": mask_cases(),
     }
 
 
 def table_of(case: Case) -> str:
-    """The table that has a case; "default" for a case of none."""
+    """The first table that has a case; "default" for a case of none."""
     return _tables_by_case().get(case, DEFAULT)
 
 
 @functools.cache
 def _tables_by_case() -> dict[Case, str]:
-    return {case: name for name, cases in tables(torch.device("cuda")).items() for case in cases}
+    known = tables(torch.device("cuda"))
+    return {case: name for name in reversed(known) for case in known[name]}
 
 
 def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = False) -> list[Case]:
-    """The cases of the named tables, the default one when none is named, every one for "all".
+    """The cases of the named tables, the default one when none is named, every one for "all". Each once.
 
     Args:
         device: whose tables.
@@ -125,13 +143,24 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
         there_are = ", ".join((*known, ALL))
         raise ChoiceError(f"--table: no {', '.join(unknown)} on {device.type}; there are: {there_are}")
     chosen = list(known) if ALL in names else list(dict.fromkeys(names)) or [DEFAULT]
-    return [case for name in chosen for case in (_few(known[name], device) if quick else known[name])]
+    cases = (case for name in chosen for case in (_few(known[name], device) if quick else known[name]))
+    return list(dict.fromkeys(cases))
 
 
 def _few(cases: list[Case], device: torch.device) -> list[Case]:
     """Those of a long table that show every kind; a short one as it is."""
     head_dim, lengths = (128, (2048, 8192)) if device.type == "cuda" else (64, (1024,))
-    return [case for case in cases if case.D == head_dim and case.S in lengths] or cases
+    few = [case for case in cases if case.D == head_dim and case.S in lengths] or cases
+    for case in cases:
+        if _kind(case) not in map(_kind, few):
+            few.append(case)
+    return few
+
+
+def _kind(case: Case) -> tuple[bool, ...]:
+    """What a case has of all that not every case has."""
+    parts = case.window, case.lengths, case.mask, case.softcap, case.bias
+    return tuple(part is not None for part in parts)
 
 
 def select_cases(cases: list[_AnyCase], patterns: list[str]) -> list[_AnyCase]:

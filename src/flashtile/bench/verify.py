@@ -4,13 +4,16 @@ The oracle is `flashtile.attention(backend="reference")` in float64, and the tol
 (`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
 sums over all queries. Where all heads would be too much work, evenly spaced ones are, the first and the last of the
 batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on a
-head's index. Of a packed batch, the chosen heads of every sequence are checked. Queries go through in blocks, so that
-no fp64 matrix grows past `_SCORES`.
+head's index. Of a packed batch, the chosen heads of every sequence are checked, and so are those of every document,
+one by one. With a bias the chosen heads are checked in every batch entry, because its gradient may sum over them.
+Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +21,12 @@ from torch import Tensor
 import flashtile
 from flashtile import testing
 from flashtile.bench.cases import Case, Inputs
+from flashtile.bench.masks import tile_rows
 
 #: Elements of one fp64 score matrix that the check may hold at once.
 _SCORES = {"cuda": 2**27, "cpu": 2**23}
 
-TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv")}
+TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias")}
 
 
 @dataclass(frozen=True)
@@ -44,15 +48,19 @@ class Oracle:
     def __init__(self, case: Case, inputs: Inputs) -> None:
         self._case = case
         self._heads = _choose_heads(case, inputs.q.device)
-        picked = [self._pick(t) for t in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        self._exact = _reference(case, [t.double() for t in picked], inputs.dropout_seed)
+        tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "bias": inputs.bias}
+        picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
+        exact = {name: tensor.double() for name, tensor in picked.items()}
+        self._exact = _reference(case, exact, inputs.dropout_seed)
         self._eager = _reference(case, picked, inputs.dropout_seed)
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
         """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
         worst, wrong = 0.0, []
         for name in TENSORS[phase]:
-            found, exact = self._pick(results[name]), self._exact[name]
+            if name not in self._exact:
+                continue
+            found, exact = self._pick(name, results[name]), self._exact[name]
             try:
                 testing.assert_close(name, found, exact, self._eager[name])
             except AssertionError as error:
@@ -60,20 +68,31 @@ class Oracle:
             worst = max(worst, testing.error(found, exact) if bool(found.isfinite().all()) else float("inf"))
         return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
 
-    def _pick(self, tensor: Tensor) -> Tensor:
-        """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`."""
-        grouped = tensor.detach().unflatten(-2, (self._case.Hkv, -1))  # [..., Hkv, group or 1, D]
+    def _pick(self, name: str, tensor: Tensor) -> Tensor:
+        """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`.
+
+        With a bias `[B, S, n · heads, D]`, and of the bias `[1 or B, n · heads, S, S]`.
+        """
+        tensor, key_heads = tensor.detach(), self._case.Hkv
+        if name in ("bias", "dbias"):
+            return tensor.unflatten(1, (key_heads, -1))[:, self._heads].flatten(1, 2)
+        grouped = tensor.unflatten(-2, (key_heads, -1))  # [..., Hkv, group or 1, D]
         if self._case.lengths is not None:
             return grouped.transpose(0, 1)[self._heads]
         if self._case.dropout_p:
             return grouped[:1, :, : self._heads.numel()].flatten(2, 3)
-        batch, head = self._heads // self._case.Hkv, self._heads % self._case.Hkv
+        if self._case.bias is not None:
+            return grouped[:, :, self._heads].flatten(2, 3)
+        batch, head = self._heads // key_heads, self._heads % key_heads
         return grouped.transpose(1, 2)[batch, head]
 
 
 def _choose_heads(case: Case, device: torch.device) -> Tensor:
-    """Indices of the key/value heads to check: `batch * Hkv + head`, or `head` of a packed batch."""
-    batch, pairs = (case.B, case.S**2) if case.lengths is None else (1, sum(seq**2 for seq in case.lengths))
+    """Indices of the key/value heads to check: `batch * Hkv + head`, or `head` of a packed batch and with a bias."""
+    batch = case.B if case.lengths is None else 1
+    pairs = sum(seq**2 for seq in case.segments or (case.S,))
+    if case.bias is not None:
+        batch, pairs = 1, pairs * case.B
     affordable = max(2, _SCORES[device.type] // (pairs * (case.H // case.Hkv)))
     if case.dropout_p:
         return torch.arange(min(affordable, case.Hkv), device=device)
@@ -81,33 +100,59 @@ def _choose_heads(case: Case, device: torch.device) -> Tensor:
     return torch.linspace(0, total - 1, min(affordable, total), device=device).round().long()
 
 
-def _reference(case: Case, tensors: list[Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
-    """Output and gradients of the eager reference in the tensors' dtype, sequence by sequence of a packed batch."""
-    if case.lengths is None:
+def _reference(case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
+    """Output and gradients of the eager reference in the tensors' dtype, by sequences or documents where there are."""
+    if case.segments is None:
         return _reference_in_blocks(case, tensors, dropout_seed)
-    sequences = zip(*(tensor.split(case.lengths, 1) for tensor in tensors), strict=True)
-    results = [_reference_in_blocks(case, list(parts), dropout_seed) for parts in sequences]
+    parts = {name: tensor.split(case.segments, 1) for name, tensor in tensors.items()}
+    results = [
+        _reference_in_blocks(case, dict(zip(parts, part, strict=True)), dropout_seed)
+        for part in zip(*parts.values(), strict=True)
+    ]
     return {name: torch.cat([result[name] for result in results], 1) for name in results[0]}
 
 
-def _reference_in_blocks(case: Case, tensors: list[Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
+def _reference_in_blocks(case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
     """The same for `[n, S, heads, D]`, by blocks of queries."""
-    q, k, v, dout = tensors
-    seq = q.shape[1]
-    # A block's last query must be its last key's diagonal, which holds for causal, and matters not without a band;
-    # dropout bits count rows from the start.
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
+    sums = {name: torch.zeros(t.shape, dtype=torch.float64, device=t.device) for name, t in (("dk", k), ("dv", v))}
+    outs = []
+    for rows, keys in _blocks(case, q):
+        block_inputs = {"q": q[:, rows], "k": k[:, keys], "v": v[:, keys]}
+        if "bias" in tensors:
+            block_inputs["bias"] = tensors["bias"][..., rows, keys]
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in block_inputs.items()}
+        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": _shown(case, rows, q.device)}
+        out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
+        dq, dk, dv, *dbias = torch.autograd.grad(out, list(leaves.values()), tensors["dout"][:, rows])
+        outs.append(out.detach())
+        found["dq"][:, rows] = dq
+        sums["dk"][:, keys] += dk
+        sums["dv"][:, keys] += dv
+        if dbias:
+            found["dbias"][..., rows, keys] = dbias[0]
+    return {"out": torch.cat(outs, 1), **found, "dk": sums["dk"].to(k.dtype), "dv": sums["dv"].to(v.dtype)}
+
+
+def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Queries that are computed at once, and the keys that they may see.
+
+    A block's last query must be its last key's diagonal, which holds for causal, and matters not without a band;
+    dropout bits count rows from the start.
+    """
+    batch, seq, heads, _ = q.shape
     whole = case.dropout_p or (case.window is not None and not case.causal)
-    block = seq if whole else max(1, _SCORES[q.device.type] // (q.shape[0] * q.shape[2] * seq))
-    dk, dv = (torch.zeros(t.shape, dtype=torch.float64, device=t.device) for t in (k, v))
-    outs, dqs = [], []
+    block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * seq))
+    left = None if case.window is None or whole else case.window[0]
     for start in range(0, seq, block):
         stop = min(start + block, seq)
-        keys = stop if case.causal else seq
-        block_inputs = [t.clone().requires_grad_() for t in (q[:, start:stop], k[:, :keys], v[:, :keys])]
-        out = flashtile.attention(*block_inputs, **case.arguments(), dropout_seed=dropout_seed, backend="reference")
-        block_dq, block_dk, block_dv = torch.autograd.grad(out, block_inputs, dout[:, start:stop])
-        outs.append(out.detach())
-        dqs.append(block_dq)
-        dk[:, :keys] += block_dk
-        dv[:, :keys] += block_dv
-    return {"out": torch.cat(outs, 1), "dq": torch.cat(dqs, 1), "dk": dk.to(k.dtype), "dv": dv.to(v.dtype)}
+        first = 0 if left is None else max(0, start - left)
+        yield slice(start, stop), slice(first, stop if case.causal else seq)
+
+
+def _shown(case: Case, rows: slice, device: torch.device) -> Tensor | None:
+    """What a mask of tiles shows some queries, made from its layout; documents are computed one by one instead."""
+    if case.mask is None or case.segments is not None:
+        return None
+    return tile_rows(case.S, case.mask, range(rows.start, rows.stop), device)[None, None]

@@ -1,0 +1,89 @@
+"""The masks that cases name: which pairs they show, and how many, as layout, as lengths and as a `BlockMask`.
+
+`tiles128:0.1` shows random tiles of 128 queries and 128 keys, about a tenth of them. `documents768` shows each token
+the tokens of its own document; their lengths have the median 768 and a long tail.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+
+import torch
+from torch import Tensor
+
+from flashtile import BlockMask, patterns
+
+_DOCUMENTS = "documents"
+_TILES = "tiles"
+
+
+def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
+    """Lengths from 16 to 16,384 of log-normal distribution (sigma 1.4), always the same, `total` tokens."""
+    generator = random.Random(0)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        drawn = round(generator.lognormvariate(math.log(median), 1.4))
+        lengths.append(min(max(drawn, 16), 16384, left))
+    return lengths
+
+
+def documents(median: int = 768) -> str:
+    """The name of a mask of documents."""
+    return f"{_DOCUMENTS}{median}"
+
+
+def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
+    """Of the documents that a mask shows apart; None for another mask, or none."""
+    if mask is None or not mask.startswith(_DOCUMENTS):
+        return None
+    return tuple(long_tailed_lengths(seq, int(mask.removeprefix(_DOCUMENTS))))
+
+
+def random_tiles(density: float, tile: int = 128) -> str:
+    """The name of a mask of random tiles."""
+    return f"{_TILES}{tile}:{density:g}"
+
+
+def parse_tiles(mask: str) -> tuple[int, float]:
+    """Tile and density of a mask of random tiles."""
+    tile, _, density = mask.removeprefix(_TILES).partition(":")
+    return int(tile), float(density)
+
+
+def visible_tiles(tiles: int, density: float) -> int:
+    """How many of `tiles · tiles` are visible: those on the diagonal at least."""
+    return max(tiles, round(density * tiles**2))
+
+
+@functools.cache
+def tile_layout(seq: int, mask: str) -> Tensor:
+    """Which tiles a mask shows: bool `[tiles, tiles]` on the CPU, always the same for a name.
+
+    All on the diagonal, so that every query sees a key and every key is seen, and others at random.
+    """
+    tile, density = parse_tiles(mask)
+    tiles = seq // tile
+    aside = [cell for cell in range(tiles**2) if cell % (tiles + 1)]
+    drawn = random.Random(0).sample(aside, visible_tiles(tiles, density) - tiles)
+    layout = torch.eye(tiles, dtype=torch.bool)
+    layout.view(-1)[torch.tensor(drawn, dtype=torch.long)] = True
+    return layout
+
+
+def tile_rows(seq: int, mask: str, rows: range, device: torch.device) -> Tensor:
+    """What some queries see of random tiles: bool `[rows, seq]`."""
+    tile, _ = parse_tiles(mask)
+    by_row = torch.arange(rows.start, rows.stop) // tile
+    return tile_layout(seq, mask)[by_row].to(device).repeat_interleave(tile, dim=1)
+
+
+@functools.lru_cache(maxsize=2)
+def block_mask(mask: str, seq: int, causal: bool, device: torch.device) -> BlockMask:
+    """The mask as flashtile takes it, `causal` included."""
+    lengths = document_lengths(mask, seq)
+    if lengths is not None:
+        return patterns.documents(lengths=lengths, causal=causal, device=device)
+    tile, _ = parse_tiles(mask)
+    return BlockMask.from_layout(tile_layout(seq, mask).to(device), (tile, tile), seq, seq)
