@@ -101,7 +101,7 @@ def _loss_of(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda tokens: token_losses(logits(tokens[:, :-1]), tokens).mean()
 
 
-def _build_flashtile(fused_loss: bool) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
+def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
     def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
         from flashtile.models import GPT, GPTConfig, from_hugging_face
 
@@ -117,9 +117,15 @@ def _build_flashtile(fused_loss: bool) -> Callable[[TrainCase, dict[str, Tensor]
         )
         model = GPT(config, device=next(iter(weights.values())).device)
         model.load_state_dict(from_hugging_face(weights, config))
-        return Model(list(model.parameters()), model, model.loss)
+        return Model(list(model.parameters()), model, _compiled(model.loss) if compiled else model.loss)
 
     return build
+
+
+def _compiled(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """By torch.compile, for one shape, with nothing left of what was compiled before."""
+    torch.compiler.reset()
+    return torch.compile(loss, dynamic=False)
 
 
 def _build_transformers(attention: str, compiled: bool = False) -> Callable[[TrainCase, dict[str, Tensor]], Model]:
@@ -152,10 +158,7 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
             return model(input_ids=tokens).logits
 
         loss = _loss_of(logits)
-        if compiled:
-            torch.compiler.reset()
-            loss = torch.compile(loss, dynamic=False)
-        return Model(list(model.parameters()), logits, loss)
+        return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss)
 
     return build
 
@@ -163,6 +166,7 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
 IMPLEMENTATIONS = (
     Implementation("flashtile", _build_flashtile(fused_loss=False)),
     Implementation("flashtile-fused-loss", _build_flashtile(fused_loss=True)),
+    Implementation("flashtile-compile", _build_flashtile(fused_loss=False, compiled=True)),
     Implementation("transformers-eager", _build_transformers("eager"), "transformers"),
     Implementation("transformers-sdpa", _build_transformers("sdpa"), "transformers"),
     Implementation("transformers-compile", _build_transformers("sdpa", compiled=True), "transformers"),
