@@ -71,7 +71,7 @@ def test_compiled_formulas_are_right(case):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_peers_are_right_or_say_why_not(case):
-    """A peer may be missing, or fail by itself with the versions of this machine; a wrong result is ours to look into."""
+    """A peer may be missing, or fail with the versions of this machine; a wrong result is ours to look into."""
     for row in run(case, [each for each in IMPLEMENTATIONS if each.package is not None], CompanionProblem):
         assert row["ms"] is not None or (row["why"] and not row["why"].startswith("wrong result")), row
 

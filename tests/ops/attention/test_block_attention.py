@@ -10,6 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import BlockMask, patterns
+from flashtile.ops.attention.cpu import tiles
 from flashtile.testing import assert_close
 
 
@@ -57,13 +58,15 @@ LARGE = {
 def mask_of(case: Case, generator: torch.Generator) -> Tensor:
     """A third of the tiles full, a third partial, the rest empty: bool `[*outer, seq_q, seq_k]`."""
 
-    def spread(tiles: Tensor) -> Tensor:
-        rows = tiles.repeat_interleave(case.tile[0], -2)[..., : case.seq_q, :]
+    def spread(layout: Tensor) -> Tensor:
+        rows = layout.repeat_interleave(case.tile[0], -2)[..., : case.seq_q, :]
         return rows.repeat_interleave(case.tile[1], -1)[..., : case.seq_k]
 
-    tiles = torch.rand(*case.outer, -(-case.seq_q // case.tile[0]), -(-case.seq_k // case.tile[1]), generator=generator)
+    layout = torch.rand(
+        *case.outer, -(-case.seq_q // case.tile[0]), -(-case.seq_k // case.tile[1]), generator=generator
+    )
     elements = torch.rand(*case.outer, case.seq_q, case.seq_k, generator=generator) < 0.8
-    return spread(tiles < 0.33) | (spread(tiles < 0.67) & elements)
+    return spread(layout < 0.33) | (spread(layout < 0.67) & elements)
 
 
 def results(case: Case, inputs: dict[str, Tensor], dtype: torch.dtype, backend: str, **masks: Any) -> dict[str, Tensor]:
@@ -129,6 +132,17 @@ def test_rows_without_a_tile_see_nothing(backend: str) -> None:
     assert lse[..., :130].isneginf().all() and lse[..., 130:].isfinite().all()
     (dq,) = torch.autograd.grad(out.sum(), q)
     assert dq.isfinite().all() and not dq[:, 3:130].any()
+
+
+def test_empty_tiles_are_not_computed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    score_tile = tiles.score_tile
+    monkeypatch.setattr(tiles, "score_tile", lambda *given: made.append(0) or score_tile(*given))
+    mask = torch.zeros(1024, 1024, dtype=torch.bool)
+    mask[:256, 512:768] = mask[700, 3] = True
+    q = torch.randn(1, 1024, 1, 8, requires_grad=True)
+    flashtile.attention(q, q, q, block_mask=BlockMask.from_dense(mask)).sum().backward()
+    assert len(made) == 2 * 2  # forward and backward, 256 × 256 at a time
 
 
 def test_documents_are_packed_sequences() -> None:

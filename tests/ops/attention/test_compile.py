@@ -68,7 +68,10 @@ def _matrix() -> list[Any]:
 _SPILLS: dict[str, dict[tuple[str, int], int]] = {
     # dk/dv keeps two accumulators, two resident tiles and two score tiles; on sm_90 its rows were measured to be the
     # fastest in spite of these bytes.
-    "cuda 16-bit": {**{("dbias", width): 64 for width in (64, 128, 256)}, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64},
+    "cuda 16-bit": {
+        ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
+        ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
+    },
     # Ordinary units take whole rows of both operands through registers.
     "cuda float32": {
         ("dbias", 128): 64, ("forward", 64): 64, ("forward", 128): 320,

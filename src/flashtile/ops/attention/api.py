@@ -117,6 +117,8 @@ def attention(
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 beside float64 q): the scores
             lose `slope · |i + seq_k - seq_q - j|`, whatever `align` is.
         mask: bool, True = visible; broadcasts likewise.
+        block_mask: a `BlockMask` built for these sizes, on q's device; its empty tiles are not computed. A key is
+            visible where this, mask, window and causal all show it.
         sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax, whose
             weight goes nowhere; -inf is no sink.
         return_lse: also return the log-sum-exp of each row's scores.

@@ -126,14 +126,27 @@ def _tile_mask(block: Block, side: SideInputs, spec: AttentionSpec) -> _TileMask
     return _TileMask(scores_view(block, table), mask.masks_with_ends().bool())
 
 
+def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: KeyTile) -> bool:
+    """Whether the block mask shows nothing of a tile, so that it need not be computed."""
+    if modifiers is None or modifiers.tiles is None:
+        return False
+    nothing = len(modifiers.tiles.patterns) - 2
+    return bool((_kinds_of(modifiers.tiles, rows, keys) == nothing).all())
+
+
+def _kinds_of(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
+    """Kinds of the stored tiles that a tile lies in."""
+    _, tile_q, tile_k = tiles.patterns.shape
+    last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
+    return tiles.kinds[..., rows.start // tile_q : last_q + 1, keys.start // tile_k : last_k + 1]
+
+
 def _visible(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
     """What a block mask shows of a tile: `[b | 1, h | 1, G | 1, R, C]`."""
     _, tile_q, tile_k = tiles.patterns.shape
-    first_q, first_k = rows.start // tile_q, keys.start // tile_k
-    last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
-    kinds = tiles.kinds[..., first_q : last_q + 1, first_k : last_k + 1]
+    kinds = _kinds_of(tiles, rows, keys)
     whole = tiles.patterns[kinds].transpose(-3, -2).flatten(-2).flatten(-3, -2)
-    top, left = rows.start - first_q * tile_q, keys.start - first_k * tile_k
+    top, left = rows.start % tile_q, keys.start % tile_k
     return whole[..., top : top + len(rows), left : left + keys.stop - keys.start]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.scores import SideGradients, modifiers_of, modify
+from flashtile.ops.attention.cpu.scores import SideGradients, modifiers_of, modify, wholly_hidden
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
@@ -66,6 +66,8 @@ def _forward_block(
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+            if wholly_hidden(modifiers, rows, keys):
+                continue
             scores = tiles.score_tile(keys, q_tile, k_matrices, scratch.scores)
             if modifiers is not None:
                 modify(scores, block, rows, keys, modifiers)
@@ -222,6 +224,8 @@ def _backward_block(
             weights = (sinks - by_head).exp2_().view_as(row.lse)
             of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+            if wholly_hidden(modifiers, rows, keys):
+                continue
             scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
             slope = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
             tiles.mask_band(scores, block, rows, keys)

@@ -71,7 +71,7 @@ class HopperCall(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
-        modified: there is a soft cap, a bias, a mask, ALiBi or sinks.
+        modified: there is a soft cap, a bias, a mask, a block mask, ALiBi or sinks.
     """
 
     phase: Phase
@@ -98,7 +98,7 @@ def obstacle(call: HopperCall) -> str | None:
     if call.key_lengths:
         return "it has no key_lengths; packed sequences (attention_varlen) do the same"
     if call.modified:
-        return "it has no softcap, bias, alibi_slopes, masks or sinks"
+        return "it has no softcap, bias, alibi_slopes, mask, block_mask or sinks"
     if call.head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
     if call.phase == "backward" and call.head_dim % 8:
