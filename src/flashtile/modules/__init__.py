@@ -2,6 +2,11 @@
 
 from flashtile.modules.attention import FlashCrossAttention, FlashSelfAttention, alibi_slopes
 from flashtile.modules.block import Block, ParallelBlock, add_norm, add_parallel_norm, add_prenorm
+from flashtile.modules.blocksparse import (
+    FlashBlocksparseAttention,
+    FlashBlocksparseMHA,
+    flash_blocksparse_attn_func,
+)
 from flashtile.modules.cross_entropy import CrossEntropyLoss, LinearCrossEntropyLoss
 from flashtile.modules.mha import MHA, FlashMHA, KVCache
 from flashtile.modules.mlp import FusedDense, FusedMlp, GatedMlp, Mlp
@@ -15,6 +20,8 @@ __all__ = [
     "CrossEntropyLoss",
     "DropoutAddLayerNorm",
     "DropoutAddRMSNorm",
+    "FlashBlocksparseAttention",
+    "FlashBlocksparseMHA",
     "FlashCrossAttention",
     "FlashMHA",
     "FlashSelfAttention",
@@ -33,6 +40,7 @@ __all__ = [
     "add_parallel_norm",
     "add_prenorm",
     "alibi_slopes",
+    "flash_blocksparse_attn_func",
     "pad_input",
     "unpad_input",
 ]
