@@ -52,10 +52,15 @@ _FEATURES = {
 }
 
 
+#: Shapes of a bias that differ in how it is read and summed alone: they are not paired, "bias shared" is.
+_UNPAIRED = ("bias full", "bias keys", "bias queries")
+
+
 def _pairs() -> dict[str, AttentionCase]:
     cases = {"plain": BASE}
     cases.update({name: change(BASE) for name, change in _FEATURES.items()})
-    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
+    paired = {name: change for name, change in _FEATURES.items() if name not in _UNPAIRED}
+    for (first, change), (second, other) in combinations(paired.items(), 2):
         if first.split()[0] != second.split()[0]:
             cases[f"{first}+{second}"] = other(change(BASE))
     cases["everything"] = BASE
