@@ -47,9 +47,10 @@ def test_failures_are_left_to_the_measuring_process(calls, monkeypatch):
     assert len(calls) == 2
 
 
-def test_processes_do_not_start_compilers_of_their_own(monkeypatch):
-    import torch._inductor.config
+def test_processes_do_not_start_compilers_of_their_own():
+    from torch._inductor import config
 
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 7)
-    ahead._share_cores()
-    assert torch._inductor.config.compile_threads == 1
+    # By its own means: pytest's monkeypatch would leave the setting deleted.
+    with config.patch(compile_threads=7):
+        ahead._share_cores()
+        assert config.compile_threads == 1
