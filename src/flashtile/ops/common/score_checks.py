@@ -1,0 +1,80 @@
+"""Checks of what shapes and changes the scores of attention, for the operations that compute it: scale, window, soft
+cap, ALiBi slopes, sinks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.checks import as_float, check_device, check_tensors
+
+
+def resolve_window(causal: bool, window: tuple[int | None, int | None] | None) -> tuple[int | None, int | None]:
+    """The canonical (left, right) of `causal` and `window` together."""
+    if window is None:
+        left = right = None
+    else:
+        if not isinstance(window, (tuple, list)) or len(window) != 2:
+            raise TypeError(f"window: expected a pair (left, right), got {window!r}; use None for an unlimited side")
+        left, right = window
+        for side, keys in (("left", left), ("right", right)):
+            if keys is None:
+                continue
+            if isinstance(keys, bool) or not isinstance(keys, int):
+                raise TypeError(f"window: expected int or None on the {side}, got {keys!r}")
+            if not 0 <= keys < 2**31:
+                raise ValueError(
+                    f"window: expected {side} from 0 to 2**31 - 1, got {keys}; use None for an unlimited side"
+                )
+    return left, 0 if causal else right
+
+
+def resolve_scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    scale = as_float("scale", scale, "reading it would synchronise, multiply q by it instead")
+    if not abs(scale) < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1/sqrt(head_dim)")
+    return scale
+
+
+def resolve_softcap(softcap: float | None) -> float:
+    """The soft cap as a float, 0.0 for none."""
+    if softcap is None:
+        return 0.0
+    softcap = as_float("softcap", softcap)
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number of at least 0, got {softcap}; leave it out for no cap")
+    return softcap
+
+
+def resolve_alibi_slopes(alibi_slopes: Tensor, batch: int, heads: int, q: Tensor) -> Tensor:
+    """Slopes `[heads]` or `[batch, heads]` in the dtype of lse."""
+    check_tensors(alibi_slopes=alibi_slopes)
+    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"alibi_slopes: expected shape [heads_q] = [{heads}] or [batch, heads_q] = [{batch}, {heads}], got "
+            f"{list(alibi_slopes.shape)}; slopes belong to query heads"
+        )
+    return _as_statistics("alibi_slopes", alibi_slopes, q)
+
+
+def resolve_sinks(sinks: Tensor, heads: int, q: Tensor) -> Tensor:
+    """Sinks `[heads]` in the dtype of lse."""
+    check_tensors(sinks=sinks)
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(
+            f"sinks: expected shape [heads_q] = [{heads}], one logit for each query head, got {list(sinks.shape)}"
+        )
+    return _as_statistics("sinks", sinks, q)
+
+
+def _as_statistics(name: str, tensor: Tensor, q: Tensor) -> Tensor:
+    """A small tensor in float32, or float64 beside float64 q."""
+    check_device(name, tensor, q.device)
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if tensor.dtype not in (q.dtype, wide):
+        raise TypeError(f"{name}: expected dtype {wide}, or that of q, {q.dtype}, got {tensor.dtype}; cast it")
+    return tensor.to(wide)
