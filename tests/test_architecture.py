@@ -50,7 +50,7 @@ WITHIN_OPERATION = {
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
 #: Packages that stand on the public names, as a user does.
-ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "models", "modules", "testing"}
+ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "learn", "models", "modules", "testing"}
 #: Third-party packages that only these parts may need.
 OPTIONAL = {
     "typer": {"cli"},
@@ -168,7 +168,9 @@ def test_file_is_short_and_says_what_it_is(path):
         assert ast.get_docstring(ast.parse(text)), "the first line of a module says what it holds"
 
 
-@pytest.mark.parametrize("module", ["flashtile", "flashtile.models", "flashtile.modules", "flashtile.testing"])
+@pytest.mark.parametrize(
+    "module", ["flashtile", "flashtile.learn", "flashtile.models", "flashtile.modules", "flashtile.testing"]
+)
 def test_public_names_have_docstrings(module):
     namespace = importlib.import_module(module)
     public = {name: getattr(namespace, name) for name in namespace.__all__ if name != "__version__"}
