@@ -103,12 +103,39 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
     return _SPILLS.get(f"{arch} {precision}", _SPILLS.get(family, {})).get((kernel, width), 0)
 
 
+#: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
+_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
+_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False)
+
+
 @pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
 def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
     bias = _BIAS._replace(dtype=dtype) if kernel == "dbias" else None
     binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0, bias=bias))
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
     assert binary.spilled <= _spills_allowed(arch, dtype, kernel, tile_width(max(heads)))
+
+
+def _wide_tables() -> list[Any]:
+    """Heads and tables that fill shared memory, where it is largest and where it is smallest."""
+    calls = {
+        "tables": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool)),
+        "all": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool), block_tile=(128, 128)),
+    }
+    return [
+        pytest.param(
+            arch, kernel, call._replace(head_dim=width, head_dim_v=width), id=f"{arch}-{kernel}-{name}-{width}"
+        )
+        for arch, widths in (("sm_90", (128, 256)), ("sm_86", (64, 128, 256)))
+        for width in widths
+        for name, call in calls.items()
+        for kernel in (*_KERNELS, "dbias")
+    ]
+
+
+@pytest.mark.parametrize("arch, kernel, call", _wide_tables())
+def test_tables_fit(arch: str, kernel: str, call: Call) -> None:
+    assert compile_call(kernel, arch, call).shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
 
 
 _SITUATIONS = {
@@ -136,10 +163,6 @@ class _Feature(NamedTuple):
     call: Call
     shows: dict[str, Any]
 
-
-#: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
-_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
-_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False)
 
 _FEATURES = {
     "all_visible": _Feature(Call(), {"whole": True, "all_visible": True}),

@@ -28,7 +28,13 @@ _DEVICES = {**KNOWN_DEVICES, "interpreter": INTERPRETER, "unknown_cuda": DeviceF
 
 def _situations() -> list[Situation]:
     flags = (False, True)
-    return [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, flags)]
+    plain = [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, flags)]
+    changes = product(_DTYPES, _WIDTHS, (0, 2, 5), (None, (128, 128)))
+    return plain + [
+        Situation(dtype, width, width, True, True, table_bytes, block_tile)
+        for dtype, width, table_bytes, block_tile in changes
+        if table_bytes or block_tile
+    ]
 
 
 def _is_tile_size(size: int) -> bool:
@@ -130,3 +136,17 @@ def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bou
     situation = Situation(torch.float16, *head_dims, banded=False, long=True)
     assert drops_bounds(kernel, situation) is bounds
     assert drops_masks(situation) is masks
+
+
+def test_tiles_divide_those_of_the_block_mask() -> None:
+    situation = Situation(torch.bfloat16, 64, 64, banded=False, long=True, block_tile=(48, 96))
+    tiles = choose_tiles("forward", KNOWN_DEVICES["sm_90"], situation)
+    assert (tiles.block_m, tiles.block_n) == (16, 32)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq"])
+def test_a_bias_in_flight_takes_a_stage(kernel: str) -> None:
+    """Two tiles of 128 × 64 float32 and of a mask need 80 KiB beside those of k and v."""
+    situation = Situation(torch.bfloat16, 128, 128, banded=False, long=True, table_bytes=2)
+    assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], situation).num_stages == 3
+    assert choose_tiles("dq", KNOWN_DEVICES["sm_90"], situation._replace(table_bytes=5)).num_stages == 2

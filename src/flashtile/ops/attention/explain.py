@@ -22,7 +22,14 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.triton.configs import Kernel, Situation, TileConfig, choose_tiles, is_long, shared_memory
+from flashtile.ops.attention.triton.configs import (
+    Kernel,
+    TileConfig,
+    choose_tiles,
+    is_long,
+    shared_memory,
+    situation_of,
+)
 from flashtile.ops.common.backends import BackendChoice
 
 
@@ -210,8 +217,8 @@ def _kernels(
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
     heads = q.shape[-1], v.shape[-1]
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
-    tables = side.bias is not None or side.mask is not None
-    situation = Situation(q.dtype, *heads, spec.banded, long, tables, spec.block_shape is not None)
+    tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
+    situation = situation_of(q.dtype, heads, spec, long, tables)
 
     def portable(kernel: Kernel) -> KernelChoice:
         tiles = choose_tiles(kernel, facts, situation)

@@ -8,11 +8,14 @@ it does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile.ops.attention.spec import AttentionSpec
 
 Kernel = Literal["forward", "dq", "dkdv", "dbias"]
 
@@ -47,8 +50,8 @@ class Situation(NamedTuple):
         head_dim_v: of v.
         banded: a causal mask or a window: small tiles waste less at its edges.
         long: at least `LONG` queries and keys.
-        tables: a bias or a mask, whose tiles come from memory as well.
-        blocks: a block mask.
+        table_bytes: bytes of bias and mask for each score, whose tiles come from memory as well; 0 without.
+        block_tile: (queries, keys) of a block mask's tiles; None without one.
     """
 
     dtype: torch.dtype
@@ -56,8 +59,20 @@ class Situation(NamedTuple):
     head_dim_v: int
     banded: bool
     long: bool
-    tables: bool = False
-    blocks: bool = False
+    table_bytes: int = 0
+    block_tile: tuple[int, int] | None = None
+
+
+def situation_of(
+    dtype: torch.dtype,
+    head_dims: tuple[int, int],
+    spec: AttentionSpec,
+    long: bool,
+    tables: Iterable[torch.dtype],
+) -> Situation:
+    """The situation of a call. `tables`: the dtypes of its bias and its mask."""
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    return Situation(dtype, *head_dims, spec.banded, long, sum(table.itemsize for table in tables), block_tile)
 
 
 def is_long(max_seqlen_q: int, max_seqlen_k: int) -> bool:
@@ -70,7 +85,10 @@ def tile_width(head_dim: int) -> int:
 
 
 def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:
-    """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit."""
+    """The tiles of a kernel on a device: the first row of its table that holds the head, shrunk to fit.
+
+    With a block mask, each lies in one tile of the mask: both are multiples of a power of two that a kernel can take.
+    """
     if device.is_cuda and device.capability < 80:
         # Triton has no tensor-core products there: it widens 16-bit operands and multiplies as it does float32.
         situation = situation._replace(dtype=torch.float32)
@@ -79,9 +97,9 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
         table = _FLOAT32
     elif kernel == "dbias":
         table = _BIAS_GRADIENT
-    elif device.arch == "sm_90" and situation.blocks and width <= 128:
+    elif device.arch == "sm_90" and situation.block_tile and width <= 128:
         table = _HOPPER_BLOCKS
-    elif device.arch == "sm_90" and situation.tables and width <= 128:
+    elif device.arch == "sm_90" and situation.table_bytes and width <= 128:
         table = _HOPPER_TABLES
     elif device.arch == "sm_90":
         table = {
@@ -97,7 +115,11 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
     else:
         table = _AMD
     preferred = next(tiles for widest, tiles in table[kernel] if width <= widest)
-    return _fit(kernel, preferred, situation, device.shared_memory)
+    tiles = _fit(kernel, preferred, situation, device.shared_memory)
+    if situation.block_tile:
+        queries, keys = situation.block_tile
+        tiles = tiles._replace(block_m=math.gcd(tiles.block_m, queries), block_n=math.gcd(tiles.block_n, keys))
+    return tiles
 
 
 def drops_bounds(kernel: Kernel, situation: Situation) -> bool:
@@ -119,15 +141,22 @@ def _width(situation: Situation) -> int:
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
     width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
+    scores = tiles.block_m * tiles.block_n
     moving, resident = (tiles.block_m, tiles.block_n) if kernel == "dkdv" else (tiles.block_n, tiles.block_m)
     if tiles.chunk:
         elements = tiles.chunk * (moving + resident) + moving * max(width, width_v)
+    elif kernel == "dbias":
+        elements = (moving + resident) * (width + width_v) * tiles.num_stages
     else:
         resident_width = width if kernel == "forward" else width + width_v
         elements = resident * resident_width + moving * (width + width_v) * tiles.num_stages
     # Beside the tiles: scores that change their layout on the way to the next product, and reductions.
-    exchange = max(moving * resident * situation.dtype.itemsize, 2048)
-    return situation.dtype.itemsize * elements + exchange
+    exchange = max(scores * situation.dtype.itemsize, 2048)
+    # Tiles of bias and mask go through registers, so one stage fewer of them lies in shared memory; where they are
+    # transposed, they change their layout too.
+    tables = scores * (situation.table_bytes + (situation.block_tile is not None))
+    transposed = tables if kernel in ("dkdv", "dbias") else 0
+    return situation.dtype.itemsize * elements + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
 def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) -> TileConfig:

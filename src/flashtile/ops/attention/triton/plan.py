@@ -25,12 +25,12 @@ from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, atten
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.configs import (
     Kernel,
-    Situation,
     TileConfig,
     choose_tiles,
     drops_bounds,
     drops_masks,
     is_long,
+    situation_of,
     tile_width,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
@@ -175,15 +175,10 @@ def _plan(
     packed = side.sequences is not None
     batch = side.sequences if packed else q_shape[0]
     facts = device_facts(device)
-    tables, blocks = side.bias is not None or side.mask is not None, spec.block_shape is not None
-    situation = Situation(dtype, head_dim, head_dim_v, spec.banded, long, tables, blocks)
+    tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
+    situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables)
     tiles = choose_tiles(kernel, facts, situation)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
-    if spec.block_shape is not None:
-        # Each lies in one tile of the mask. Both are multiples of a power of two that a kernel can take.
-        tiles = tiles._replace(
-            block_m=math.gcd(tiles.block_m, block_tile[0]), block_n=math.gcd(tiles.block_n, block_tile[1])
-        )
     triples = _stride_triples(kernel, shapes, strides)
     moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
