@@ -28,6 +28,8 @@ WITHIN_OPERATION = {
     "operator": {"checks", "cpu", "hopper", "parallel", "philox", "products", "reference", "select", "spec", "triton"},
     # What the Hopper kernels serve is told by their tables (`hopper.configs`), which need no Triton.
     "select": {"hopper", "spec"},
+    "row_weights": {"block_mask", "philox", "spec"},
+    "inspection": {"api", "block_mask", "checks", "row_weights", "spec"},
     "plans": {"spec"},
     "philox": set(),
     "merge": {"spec"},

@@ -4,6 +4,7 @@ from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
+from flashtile.ops.attention.inspection import attention_probs
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
@@ -24,6 +25,7 @@ __all__ = [
     "apply_rotary_kv",
     "apply_rotary_qkv",
     "attention",
+    "attention_probs",
     "attention_varlen",
     "cross_entropy",
     "draw_dropout_seed",

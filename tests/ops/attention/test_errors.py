@@ -372,16 +372,17 @@ def test_values_are_read_on_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatc
         device = torch.device("cuda")
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", False)
+    monkeypatch.setattr(checks, "CHECK_VALUES", False)
     assert not checks.readable(OnGpu())
-    monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", True)
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     assert checks.readable(OnGpu())
+    assert checks.read_on_request(torch.zeros(1))
 
 
 def test_values_are_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnGpu:
         device = torch.device("cuda")
 
-    monkeypatch.setattr(checks, "CHECK_VALUES_ON_GPU", True)
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert not checks.readable(OnGpu())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.ops.cross_entropy import checks
+from flashtile.ops.common import checks
 
 _LOGITS, _LABELS = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
 
@@ -58,7 +58,7 @@ def test_inplace_backward_needs_rows_of_its_own(logits: torch.Tensor) -> None:
 def test_labels_are_checked_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.tensor([[0, 5, -100], [-1, 1, 2]])
     assert flashtile.cross_entropy(_LOGITS, labels, reduction="none").isnan().sum() == 2
-    monkeypatch.setattr(checks, "DEBUG", True)
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
     message = "labels: expected numbers from 0 to 4, or ignore_index=-100, got 5 at (0, 1) and 1 more that are neither"
     with pytest.raises(ValueError, match=re.escape(message)):
         flashtile.cross_entropy(_LOGITS, labels)

@@ -140,7 +140,7 @@ def attention(
         al., "Train Short, Test Long" (2021), section 3. Sinks: Xiao et al., "Efficient Streaming Language Models with
         Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2.
     """
-    q, k, v = _checked_qkv(q, k, v, DENSE_LAYOUT)
+    q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
@@ -234,7 +234,7 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
             the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
     """
-    q, k, v = _checked_qkv(q, k, v, PACKED_LAYOUT)
+    q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
@@ -262,7 +262,8 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
-def _checked_qkv(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def checked_qkv(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v after the checks of their shapes, dtypes and devices, under autocast in its dtype."""
     try:
         q, k, v = _autocast(q, k, v)
         checks.check_qkv(q, k, v, layout)

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashtile.ops.common.checks import check_dropout_seed, resolve_dropout
 from flashtile.ops.common.philox import draw_dropout_seed, keep_threshold, philox_words
 
-__all__ = ["draw_dropout_seed", "dropout_mask", "keep_threshold", "keep_tile", "philox_words"]
+__all__ = ["draw_dropout_seed", "dropout_mask", "keep_rows", "keep_threshold", "keep_tile", "philox_words"]
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
@@ -52,6 +52,27 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     kept = kept.permute(2, 3, 0, 4, 5, 1, 6).flatten(4, 6).flatten(1, 3)
     first_row, first_column = rows.start % 16, columns.start % 16
     return kept[:, first_row : first_row + len(rows), first_column : first_column + len(columns)]
+
+
+def keep_rows(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tensor, columns: range) -> Tensor:
+    """As `keep_tile`, of rows in any order.
+
+    Args:
+        rows: int64 `[rows]`, their numbers.
+
+    Returns:
+        bool `[n, rows, len(columns)]`, True = kept.
+    """
+    groups = torch.arange(columns.start // 16 * 8, (columns.stop + 15) // 16 * 8, device=seed.device)
+    row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
+    counters = groups[None, None, :], row_groups[None, :, None], sequence_head[:, None, None], seed[1]
+    words = philox_words(seed[0], counters)
+    lower = (rows % 16 >= 8)[:, None]
+    halves = torch.where(lower, words[2], words[0]), torch.where(lower, words[3], words[1])  # columns c and c + 8
+    kept = torch.stack([word.to(torch.int32) >= keep_threshold(dropout_p) for word in halves])
+    kept = kept.unflatten(3, (-1, 8)).permute(1, 2, 3, 0, 4).flatten(2)  # [n, rows, 16 · groups of columns]
+    first_column = columns.start % 16
+    return kept[:, :, first_column : first_column + len(columns)]
 
 
 def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:

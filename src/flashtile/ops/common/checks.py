@@ -12,15 +12,18 @@ from torch import Tensor
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-#: Opt-in check of the values in index tensors on a GPU, which costs a synchronisation.
-CHECK_VALUES_ON_GPU = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
+#: Opt-in check of the values in index tensors, which costs a synchronisation on a GPU.
+CHECK_VALUES = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
 
 
 def readable(tensor: Tensor) -> bool:
     """Whether the values of an index tensor may be read for a check: on a CPU always, on a GPU only on request."""
-    if tensor.device.type == "cpu":
-        return True
-    return CHECK_VALUES_ON_GPU and not torch.cuda.is_current_stream_capturing()
+    return tensor.device.type == "cpu" or read_on_request(tensor)
+
+
+def read_on_request(tensor: Tensor) -> bool:
+    """Whether `FLASHTILE_CHECK_VALUES=1` asks for checks of values, and those of a tensor can be read now."""
+    return CHECK_VALUES and not (tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def check_tensors(**tensors: Tensor) -> None:

@@ -44,7 +44,7 @@ def cross_entropy(
         logits: `[..., vocabulary]`; float16, bfloat16, float32, or float64 (CPU and reference only). Read in place
             where the last dimension is contiguous and the rows lie at one distance, else copied.
         labels: `[...]`, int64 or int32, from 0 to vocabulary - 1, or `ignore_index`. Another number makes the loss of
-            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_DEBUG=1`, read at
+            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_CHECK_VALUES=1`, read at
             import, it is an error, at the price of a synchronisation on a GPU; not in a compiled graph.
         label_smoothing: share of the target, from 0 to 1, that is spread evenly over the vocabulary.
         logit_scale: factor on the logits.

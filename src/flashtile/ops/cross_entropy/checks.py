@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +16,9 @@ from flashtile.ops.common.checks import (
     check_float_dtype,
     check_tensors,
     raise_not_bool,
+    read_on_request,
 )
 from flashtile.ops.cross_entropy.spec import MAX_COLUMNS, REDUCTIONS, CrossEntropySpec
-
-#: Opt-in check of the values of labels, which costs a synchronisation on a GPU.
-DEBUG = os.environ.get("FLASHTILE_DEBUG", "0") not in ("", "0")
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -96,10 +93,8 @@ def check_labels(labels: Tensor, shape: tuple[int, ...], device: torch.device, o
 
 
 def check_label_values(labels: Tensor, spec: CrossEntropySpec) -> None:
-    """Where `FLASHTILE_DEBUG=1` asks for it, checks that each label is one. A compiled graph cannot."""
-    if not DEBUG or torch.compiler.is_compiling():
-        return
-    if labels.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Where `FLASHTILE_CHECK_VALUES=1` asks for it, checks that each label is one. A compiled graph cannot."""
+    if torch.compiler.is_compiling() or not read_on_request(labels):
         return
     wrong = (labels != spec.ignore_index) & ((labels < 0) | (labels >= spec.vocabulary))
     if wrong.any():

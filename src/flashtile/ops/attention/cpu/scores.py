@@ -24,25 +24,25 @@ class Modifiers(NamedTuple):
         bias: view of the bias.
         slopes: of ALiBi, `[b | 1, h, G, 1, 1]`.
         mask: view of the mask.
-        tiles: of the block mask, see `_TileMask`.
+        tiles: of the block mask, see `TileMask`.
     """
 
     softcap: float
     bias: Tensor | None
     slopes: Tensor | None
     mask: Tensor | None
-    tiles: _TileMask | None
+    tiles: TileMask | None
 
 
-class _TileMask(NamedTuple):
+class TileMask(NamedTuple):
     """A block mask by tiles: `kinds` `[b | 1, h | 1, G | 1, tiles_q, tiles_k]`, numbers of `patterns` `[P, tq, tk]`."""
 
     kinds: Tensor
     patterns: Tensor
 
 
-def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec) -> Modifiers | None:
-    """What changes the scores of a block, or None where nothing does."""
+def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None) -> Modifiers | None:
+    """What changes the scores of a block, or None where nothing does. `tile_mask`: that of the call."""
     changes = side.bias, side.alibi_slopes, side.mask, side.block_lists
     if not spec.softcap and all(change is None for change in changes):
         return None
@@ -54,7 +54,7 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec) -> Modifie
         None if side.bias is None else scores_view(block, side.bias),
         slopes,
         None if side.mask is None else scores_view(block, side.mask),
-        _tile_mask(block, side, spec),
+        None if tile_mask is None else tile_mask._replace(kinds=scores_view(block, tile_mask.kinds)),
     )
 
 
@@ -116,14 +116,18 @@ def distance(block: Block, rows: range, keys: range | KeyTile, dtype: torch.dtyp
     return (row[:, None] - torch.arange(keys.start, keys.stop, dtype=dtype)).abs_()
 
 
-def _tile_mask(block: Block, side: SideInputs, spec: AttentionSpec) -> _TileMask | None:
+def tile_mask_of(side: SideInputs, spec: AttentionSpec) -> TileMask | None:
+    """The block mask of a call; its kinds are `[batch | 1, heads | 1, tiles_q, tiles_k]`, of which blocks take views.
+
+    The table and the patterns are made here, so once for each call and not for each block.
+    """
     if side.block_lists is None or side.block_patterns is None or spec.block_shape is None:
         return None
     batch, heads, *tile = spec.block_shape
     shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
     mask = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns)
     table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
-    return _TileMask(scores_view(block, table), mask.masks_with_ends().bool())
+    return TileMask(table, mask.masks_with_ends().bool())
 
 
 def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: KeyTile) -> bool:
@@ -134,14 +138,14 @@ def wholly_hidden(modifiers: Modifiers | None, rows: range, keys: KeyTile) -> bo
     return bool((_kinds_of(modifiers.tiles, rows, keys) == nothing).all())
 
 
-def _kinds_of(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
+def _kinds_of(tiles: TileMask, rows: range, keys: KeyTile) -> Tensor:
     """Kinds of the stored tiles that a tile lies in."""
     _, tile_q, tile_k = tiles.patterns.shape
     last_q, last_k = (rows.stop - 1) // tile_q, (keys.stop - 1) // tile_k
     return tiles.kinds[..., rows.start // tile_q : last_q + 1, keys.start // tile_k : last_k + 1]
 
 
-def _visible(tiles: _TileMask, rows: range, keys: KeyTile) -> Tensor:
+def _visible(tiles: TileMask, rows: range, keys: KeyTile) -> Tensor:
     """What a block mask shows of a tile: `[b | 1, h | 1, G | 1, R, C]`."""
     _, tile_q, tile_k = tiles.patterns.shape
     kinds = _kinds_of(tiles, rows, keys)

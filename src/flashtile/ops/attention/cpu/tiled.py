@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
-from flashtile.ops.attention.cpu.scores import SideGradients, modifiers_of, modify, wholly_hidden
+from flashtile.ops.attention.cpu.scores import (
+    SideGradients,
+    TileMask,
+    modifiers_of,
+    modify,
+    tile_mask_of,
+    wholly_hidden,
+)
 from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
@@ -24,8 +31,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     # Rows that no segment owns, or whose segment has no key, keep these values.
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype))
+    tile_mask = tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec):
-        _forward_block(block, q, k, v, out, lse, side, spec)
+        _forward_block(block, q, k, v, out, lse, side, spec, tile_mask)
     return (out[0], lse[0]) if side.packed else (out, lse)
 
 
@@ -46,14 +54,22 @@ def backward(
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
         dlse = None if dlse is None else dlse[None]
     grads = tuple(t.new_zeros(t.shape) for t in (q, k, v))
-    of_side = SideGradients(side, wanted, tiles.compute_dtype(q.dtype))
+    of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec):
-        _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec)
+        _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec, tile_mask)
     return Gradients(*(grad[0] if side.packed else grad for grad in grads), *of_side.finish(side))
 
 
 def _forward_block(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec
+    block: Block,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    tile_mask: TileMask | None,
 ) -> None:
     computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
     k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
@@ -61,7 +77,7 @@ def _forward_block(
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
     lse_view = tiles.statistics_view(block, lse)
     scratch = tiles.scratch_of(block, q, v)
-    modifiers, sinks = modifiers_of(block, side, spec), tiles.sinks_of(block, side)
+    modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
         softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks)
@@ -209,13 +225,14 @@ def _backward_block(
     of_side: SideGradients,
     side: SideInputs,
     spec: AttentionSpec,
+    tile_mask: TileMask | None,
 ) -> None:
     """Writes the gradients of a block into `grads`, (dq, dk, dv), and adds its part to those of the side inputs."""
     matrices = _load_keys_and_gradients(block, k, v)
     scratch = tiles.scratch_of(block, q, v)
     dq_view = tiles.row_view(block, grads[0])
     keep_probability = 1 - spec.dropout_p
-    modifiers, sinks = modifiers_of(block, side, spec), tiles.sinks_of(block, side)
+    modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         row = _load_backward_rows(block, rows, q, dout, out, lse, dlse, spec)
         dq_tile = torch.zeros_like(row.q_scaled)

@@ -1,0 +1,143 @@
+"""The public functions that tell what attention looks at: the weights of chosen rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention import checks, row_weights
+from flashtile.ops.attention.api import (
+    DENSE_LAYOUT,
+    Align,
+    Window,
+    add_block_mask,
+    add_score_inputs,
+    build_spec,
+    checked_qkv,
+)
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.row_weights import Part
+from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.common.checks import INDEX_DTYPES, readable
+
+#: What chooses rows or heads: all, a slice, or their numbers.
+Chosen = slice | Sequence[int] | Tensor | None
+
+
+def attention_probs(
+    q: Tensor,
+    k: Tensor,
+    *,
+    rows: Chosen = None,
+    heads: Chosen = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The softmax weights that `flashtile.attention` gives the keys, for chosen rows and heads, as a tensor.
+
+    `attention` never makes them all; here only what is asked for is made, in PyTorch's own operations on any device:
+    time and memory grow with the chosen rows times the keys. Differentiable to any order in q, k, bias, alibi_slopes
+    and sinks. Arguments not listed are those of `attention`, and mean the same.
+
+    Args:
+        q: `[batch, seq_q, heads_q, head_dim]`.
+        k: `[batch, seq_k, heads_kv, head_dim]`.
+        rows: numbers of queries, from 0 to seq_q - 1: a slice, a list, or a tensor `[rows]` of int32 or int64 on q's
+            device, in any order; None = all.
+        heads: numbers of query heads, likewise.
+        dropout_p: with `dropout_seed`, the weights are those that multiplied v: some of them 0, the others scaled by
+            1 / (1 - p).
+        dropout_seed: that of the call to be looked into; needed where dropout_p is not 0.
+
+    Returns:
+        `[batch, heads, rows, seq_k]` float32 (float64 for float64 inputs). A row adds up to 1; less where a sink takes
+        a share; to 0 where no key is visible.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, q and k are packed, or rows or heads are out of range. Values
+            of a tensor are checked on a CPU always, on a GPU with the environment variable `FLASHTILE_CHECK_VALUES=1`.
+
+    Reference:
+        Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
+    """
+    checks.check_tensors(q=q, k=k)
+    if q.dim() == 3:
+        raise ValueError(
+            f"q: expected 4 dimensions [batch, seq, heads, head_dim], got a packed shape {tuple(q.shape)}; cut out one "
+            "sequence: q[None, start:end]"
+        )
+    q, k, _ = checked_qkv(q, k, k, DENSE_LAYOUT)
+    batch, seq_q, heads_q, _ = q.shape
+    seq_k = k.shape[1]
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
+    dropout_p = checks.resolve_dropout(dropout_p, dropout_seed, q.device)
+    if dropout_p and dropout_seed is None:
+        raise ValueError(
+            f"dropout_seed: expected the seed of the call beside dropout_p={dropout_p}, got None; give both calls one "
+            "that flashtile.draw_dropout_seed(device) makes, or leave dropout_p out for the weights before dropout"
+        )
+    spec = build_spec(q, causal, align, window, scale, dropout_p, False, "auto", softcap)
+    side = SideInputs(None, None, seq_q, seq_k, key_lengths, dropout_seed if dropout_p else None)
+    side = add_score_inputs(side, q, (batch, heads_q, seq_q, seq_k), bias, mask, alibi_slopes, sinks)
+    if block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, block_mask)
+    checks.check_values(side, seq_q, seq_k)
+    row_numbers = _chosen("rows", rows, seq_q, "seq_q", q.device)
+    if row_numbers is None:
+        row_numbers = torch.arange(seq_q, device=q.device)
+    head_numbers = _chosen("heads", heads, heads_q, "heads_q", q.device)
+    group = heads_q // k.shape[2] if head_numbers is None else 1
+    part = Part(row_numbers, head_numbers, group, range(seq_k), seq_q, seq_k)
+    with row_weights.no_autocast(q.device):
+        weights = row_weights.weights(q, k, part, side, spec).keys
+        kept = row_weights.kept(part, batch, heads_q, side, spec)
+    return weights if kept is None else (weights * kept) / (1 - dropout_p)
+
+
+def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device) -> Tensor | None:
+    """Numbers from 0 to `size - 1` as an int64 tensor `[n]`; None for all."""
+    if chosen is None:
+        return None
+    if isinstance(chosen, slice):
+        chosen = range(*chosen.indices(size))
+        return torch.arange(chosen.start, chosen.stop, chosen.step, device=device)
+    if isinstance(chosen, Tensor):
+        if chosen.dtype not in INDEX_DTYPES:
+            remedy = "use mask.nonzero().squeeze(1)" if chosen.dtype is torch.bool else "cast it"
+            raise TypeError(f"{name}: expected dtype int32 or int64, got {chosen.dtype}; {remedy}")
+        if chosen.dim() != 1:
+            raise ValueError(f"{name}: expected one dimension, got shape {tuple(chosen.shape)}; flatten it")
+        checks.check_device(name, chosen, device)
+        if readable(chosen) and not torch.compiler.is_compiling() and chosen.numel():
+            _check_range(name, int(chosen.min()), int(chosen.max()), size, of)
+        return chosen.long()
+    if isinstance(chosen, str) or not isinstance(chosen, Sequence):
+        raise TypeError(
+            f"{name}: expected a slice, a sequence of ints or an int tensor, got {chosen!r}; of one number make a list"
+        )
+    for number in chosen:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected a sequence of ints, got {number!r} in it; use int(...)")
+        _check_range(name, number, number, size, of)
+    return torch.tensor(list(chosen), dtype=torch.int64, device=device)
+
+
+def _check_range(name: str, lowest: int, highest: int, size: int, of: str) -> None:
+    if lowest < 0 or highest >= size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"{name}: expected numbers from 0 to {of} - 1 = {size - 1}, got {wrong}; count from the start")

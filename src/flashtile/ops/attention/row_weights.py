@@ -1,0 +1,224 @@
+"""The attention weights of some rows, in PyTorch's own operations, for what needs the weights themselves.
+
+Nothing is changed in place, so autograd and `torch.func` go through, on any device. Memory and time are those of the
+rows that are asked for, times the keys. `flashtile.attention_probs` returns such weights; forward-mode differentiation
+makes them a few rows at a time.
+
+Shapes::
+
+    B batch   H query heads, of those that are asked for   Hkv key/value heads that they read   G = H // Hkv
+    R rows    C keys    D head dimension
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.philox import keep_rows
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+
+class Part(NamedTuple):
+    """Which scores of a dense call, or of one sequence of a packed one.
+
+    Attributes:
+        rows: int64 `[R]`, numbers of queries in any order.
+        heads: int64 `[H]`, numbers of query heads in any order; None = all.
+        group: G, query heads that read one of the key/value heads in turn; 1 where heads are chosen.
+        keys: keys that lie side by side.
+        seq_q, seq_k: lengths of the call.
+        sequence: number of the first batch entry or sequence, for the dropout bits.
+    """
+
+    rows: Tensor
+    heads: Tensor | None
+    group: int
+    keys: range
+    seq_q: int
+    seq_k: int
+    sequence: int = 0
+
+
+class Weights(NamedTuple):
+    """The softmax of some rows, 0 where nothing is visible.
+
+    Attributes:
+        keys: `[B, H, R, C]`.
+        sink: `[B, H, R, 1]`, or None without sinks.
+        lse: `[B, H, R, 1]`, -inf where there is neither key nor sink.
+    """
+
+    keys: Tensor
+    sink: Tensor | None
+    lse: Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of scores and weights."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def no_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Keeps autocast from narrowing the products here: it has decided about q, k and v already."""
+    if not torch._C._is_any_autocast_enabled() or device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def load_rows(tensor: Tensor, part: Part) -> Tensor:
+    """The part's rows of `[B, S, H, D]`: `[B, Hkv, G·R, D]`."""
+    rows = tensor.index_select(1, part.rows)
+    if part.heads is not None:
+        rows = rows.index_select(2, part.heads)
+    by_head = rows.to(statistics_dtype(tensor.dtype)).transpose(1, 2)  # [B, H, R, D]
+    return by_head.unflatten(1, (-1, part.group)).flatten(2, 3)
+
+
+def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs) -> Tensor:
+    """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
+    `heads`: query heads of the call. What lies past a key length may be NaN, and is 0 here."""
+    keys = tensor[:, part.keys.start : part.keys.stop]
+    if part.heads is not None:
+        keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
+    keys = keys.to(statistics_dtype(tensor.dtype)).transpose(1, 2)
+    if side.key_lengths is not None:
+        keys = keys.masked_fill(~_valid(part, side.key_lengths)[:, :, 0, :, None], 0)
+    return keys
+
+
+def products(rows: Tensor, keys: Tensor, part: Part) -> Tensor:
+    """`rows keysᵀ` of `[B, Hkv, G·R, D]` and `[B, Hkv, C, D]`: `[B, H, R, C]`."""
+    return split_heads(rows @ keys.transpose(-1, -2), part)
+
+
+def weighted(weights: Tensor, values: Tensor, part: Part) -> Tensor:
+    """`weights values` of `[B, H, R, C]` and `[B, Hkv, C, D]`: `[B, H, R, D]`."""
+    stacked = weights.unflatten(1, (-1, part.group)).flatten(2, 3)
+    return split_heads(stacked @ values, part)
+
+
+def split_heads(stacked: Tensor, part: Part) -> Tensor:
+    """`[B, Hkv, G·R, X]` as `[B, H, R, X]`."""
+    batch, heads_kv, _, last = stacked.shape
+    return stacked.reshape(batch, heads_kv * part.group, part.rows.shape[0], last)
+
+
+def part_of(tensor: Tensor, part: Part) -> Tensor:
+    """The part's share of what broadcasts to the scores, `[B | 1, H | 1, S | 1, S | 1]`."""
+    if part.heads is not None and tensor.shape[1] > 1:
+        tensor = tensor.index_select(1, part.heads)
+    if tensor.shape[2] > 1:
+        tensor = tensor.index_select(2, part.rows)
+    if tensor.shape[3] > 1:
+        tensor = tensor[..., part.keys.start : part.keys.stop]
+    return tensor
+
+
+def by_head(tensor: Tensor, part: Part) -> Tensor:
+    """What each head has one of, `[H]` or `[B, H]`, beside the scores: `[B | 1, H, 1, 1]`."""
+    if part.heads is not None:
+        tensor = tensor.index_select(-1, part.heads)
+    return tensor.reshape(-1, tensor.shape[-1], 1, 1)
+
+
+def distance(part: Part, dtype: torch.dtype) -> Tensor:
+    """ALiBi's `|i + seq_k - seq_q - j|`, `[R, C]`."""
+    return (part.rows[:, None] + (part.seq_k - part.seq_q) - _key_numbers(part)).abs().to(dtype)
+
+
+def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet, and the derivative of the soft cap, None
+    without one."""
+    scores, slope = product * spec.scale, None
+    if spec.softcap:
+        tanh = torch.tanh(scores / spec.softcap)
+        scores, slope = spec.softcap * tanh, 1 - tanh * tanh
+    if side.bias is not None:
+        scores = scores + part_of(side.bias, part).to(scores.dtype)
+    if side.alibi_slopes is not None:
+        scores = scores - by_head(side.alibi_slopes, part) * distance(part, scores.dtype)
+    return scores, slope
+
+
+def visible(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Which pairs are visible: bool, broadcasts to `[B, H, R, C]`."""
+    key = _key_numbers(part)
+    diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
+    shown = torch.ones_like(diagonal == key)[None, None]
+    if spec.window_left is not None:
+        shown = shown & (key >= diagonal - spec.window_left)
+    if spec.window_right is not None:
+        shown = shown & (key <= diagonal + spec.window_right)
+    if side.key_lengths is not None:
+        shown = shown & _valid(part, side.key_lengths)
+    if side.mask is not None:
+        shown = shown & part_of(side.mask, part)
+    if side.bias is not None:
+        shown = shown & ~part_of(side.bias, part).isneginf()
+    if side.block_lists is not None:
+        shown = shown & _shown_by_tiles(part, side, spec)
+    return shown
+
+
+def softmax(scores: Tensor, shown: Tensor, part: Part, side: SideInputs) -> Weights:
+    """The softmax of scores `[B, H, R, C]` over what is visible, and over the sink."""
+    batch, _, rows, _ = scores.shape
+    blind = ~shown.any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~shown, float("-inf"))
+    nothing = blind
+    if side.sinks is not None:
+        sink = by_head(side.sinks, part).expand(batch, -1, rows, 1).to(scores.dtype)
+        nothing = blind & sink.isneginf()
+        scores = torch.cat((scores, sink), dim=-1)
+    # The softmax of nothing would be NaN, and so would its gradient.
+    scores = scores.masked_fill(nothing, 0)
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(nothing, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    if side.sinks is None:
+        return Weights(weights.masked_fill(blind, 0), None, lse)
+    return Weights(weights[..., :-1].masked_fill(blind, 0), weights[..., -1:].masked_fill(nothing, 0), lse)
+
+
+def weights(q: Tensor, k: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> Weights:
+    """The weights of a part before dropout. q `[B, S, H, D]` and k `[B, S, Hkv, D]` are those of the call."""
+    keys = load_keys(k, part, q.shape[2], side)
+    product = products(load_rows(q, part), keys, part)
+    return softmax(scores(product, part, side, spec)[0], visible(part, side, spec), part, side)
+
+
+def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:
+    """Which weights dropout keeps, bool `[B, H, R, C]`; None without dropout. `heads`: those of the call."""
+    if side.dropout_seed is None:
+        return None
+    device = part.rows.device
+    chosen = torch.arange(heads, device=device) if part.heads is None else part.heads
+    sequence_head = (part.sequence + torch.arange(batch, device=device))[:, None] * heads + chosen
+    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows, part.keys)
+    return bits.unflatten(0, (batch, chosen.shape[0]))
+
+
+def _key_numbers(part: Part) -> Tensor:
+    return torch.arange(part.keys.start, part.keys.stop, device=part.rows.device)
+
+
+def _valid(part: Part, key_lengths: Tensor) -> Tensor:
+    """Which keys lie within the length of their batch entry: `[B, 1, 1, C]`."""
+    return _key_numbers(part) < key_lengths.view(-1, 1, 1, 1)
+
+
+def _shown_by_tiles(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """What the block mask shows: bool `[B | 1, H | 1, R, C]`."""
+    assert side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None
+    batch, heads, tile_q, tile_k = spec.block_shape
+    mask = BlockMask((batch, heads, part.seq_q, part.seq_k), (tile_q, tile_k), side.block_lists, side.block_patterns)
+    table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
+    if part.heads is not None and heads > 1:
+        table = table.index_select(1, part.heads)
+    kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]
+    rows = mask.masks_with_ends().bool()[kinds, (part.rows % tile_q)[:, None]]  # [..., tile_k]
+    return rows.flatten(-2)[..., part.keys.start : part.keys.stop]

@@ -1,0 +1,206 @@
+"""What attention looks at: the weights of chosen rows and heads are those of the call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile import BlockMask, patterns
+from flashtile.ops.common import checks
+from flashtile.testing import AttentionCase, assert_close, make_inputs
+
+DENSE = {name: case for name, case in (PAIRS | EDGES).items() if not case.packed}
+
+
+def weights_of_call(case: AttentionCase, dtype: torch.dtype | None = None, **more: Any) -> Tensor:
+    """The weights `[batch, heads, rows, keys]` of a call of the reference, read off by values that are unit vectors."""
+    inputs = make_inputs(case)
+    q, k = (t.to(dtype or case.dtype) for t in (inputs.q, inputs.k))
+    v = torch.eye(case.seq_k, dtype=q.dtype)[:, None].expand(case.batch, case.seq_k, case.heads_kv, case.seq_k)
+    tensors = {
+        name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in (inputs.tensors | more).items()
+    }
+    return flashtile.attention(q, k, v, **tensors, **case.arguments, backend="reference").transpose(1, 2)
+
+
+@pytest.mark.parametrize("case", parameters(DENSE))
+def test_weights_are_those_that_multiply_the_values(case: AttentionCase) -> None:
+    case = replace(case, seq_k=max(1, min(case.seq_k, 40)), key_lengths=case.key_lengths and (40, 17))
+    inputs = make_inputs(case)
+    actual = flashtile.attention_probs(inputs.q, inputs.k, **inputs.tensors, **case.arguments)
+    # Statistics are float32: of narrower inputs only the products are rounded, which the weights are not.
+    eager = weights_of_call(case).to(actual.dtype)
+    assert_close(f"{case}: weights", actual, weights_of_call(case, torch.float64), eager)
+
+
+CHOICES: dict[str, tuple[Any, list[int]]] = {
+    "slice": (slice(3, 30, 4), list(range(3, 30, 4))),
+    "backwards": (slice(None, 4, -7), list(range(36, 4, -7))),
+    "list": ([36, 0, 5, 5], [36, 0, 5, 5]),
+    "tensor": (torch.tensor([7, 2], dtype=torch.int32), [7, 2]),
+    "range": (range(2, 4), [2, 3]),
+    "none": ([], []),
+}
+
+
+@pytest.mark.parametrize("heads", [None, [3, 0], slice(1, 2), torch.tensor([2, 2])], ids=str)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["bias full", "mask", "alibi", "sinks", "dropout", "band window", "key_lengths"])
+def test_chosen_rows_and_heads(name: str, choice: str, heads: Any) -> None:
+    case = replace(PAIRS[name], heads=4)
+    inputs = make_inputs(case)
+    rows, numbers = CHOICES[choice]
+    everything = flashtile.attention_probs(inputs.q, inputs.k, **inputs.tensors, **case.arguments)
+    some = flashtile.attention_probs(inputs.q, inputs.k, rows=rows, heads=heads, **inputs.tensors, **case.arguments)
+    of_heads = everything if heads is None else everything[:, heads]
+    torch.testing.assert_close(some, of_heads[:, :, torch.tensor(numbers, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("outer", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+def test_block_mask(outer: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.rand(*outer, 130, 200, generator=generator) < 0.5
+    dense[:, :, 64:128, :64] = dense[:, :, 3] = False
+    q, k = torch.randn(2, 130, 4, 8), torch.randn(2, 200, 2, 8)
+    by_tiles = flashtile.attention_probs(
+        q, k, rows=[129, 3, 70], heads=[2, 1], block_mask=BlockMask.from_dense(dense, (64, 64))
+    )
+    full = dense.expand(2, 4, -1, -1)
+    assert torch.equal(by_tiles, flashtile.attention_probs(q, k, rows=[129, 3, 70], heads=[2, 1], mask=full))
+    assert not by_tiles[:, :, 1].any()
+    assert (by_tiles[:, :, 0] != 0).equal(full[:, [2, 1], 129])
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_sizes_of_zero(sizes: tuple[int, int, int]) -> None:
+    batch, seq_q, seq_k = sizes
+    q, k = torch.randn(batch, seq_q, 4, 8), torch.randn(batch, seq_k, 2, 8)
+    weights = flashtile.attention_probs(q, k, dropout_p=0.1, dropout_seed=torch.tensor([1, 2]), sinks=torch.zeros(4))
+    assert weights.shape == (batch, 4, seq_q, seq_k)
+
+
+def test_padded_keys_may_be_nan() -> None:
+    q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 2, 8)
+    k[1, 2:] = float("nan")
+    q.requires_grad_()
+    weights = flashtile.attention_probs(q, k, key_lengths=torch.tensor([5, 2]))
+    assert weights.isfinite().all() and not weights[1, ..., 2:].any()
+    (dq,) = torch.autograd.grad(weights.square().sum(), q)
+    assert dq.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "softcap+sinks", "bias shared+alibi", "band causal+mask", "key_lengths+sinks"]
+)
+def test_derivatives(name: str) -> None:
+    case = replace(PAIRS[name], seq_q=4, seq_k=3, heads=4, head_dim=3, dtype=torch.float64, key_lengths=None)
+    case = replace(case, key_lengths=(3, 0)) if "key_lengths" in name else case
+    inputs = make_inputs(case)
+    learned = {key: t for key, t in inputs.tensors.items() if t.is_floating_point()}
+    learned = {key: t.masked_fill(t.isinf(), -1) for key, t in learned.items()}
+    names, rest = ["q", "k", *learned], {key: t for key, t in inputs.tensors.items() if key not in learned}
+
+    def function(*leaves: Tensor) -> Tensor:
+        return flashtile.attention_probs(**dict(zip(names, leaves)), rows=[3, 1], **rest, **case.arguments)
+
+    leaves = [t.clone().requires_grad_() for t in (inputs.q, inputs.k, *learned.values())]
+    assert gradcheck(function, leaves, check_forward_ad=True)
+    assert gradgradcheck(function, leaves, fast_mode=True)
+
+
+def test_compiled_equals_eager() -> None:
+    q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8)
+    rows = torch.tensor([3, 8])
+
+    def function(q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
+        return flashtile.attention_probs(q, k, rows=rows, heads=slice(1, 3), causal=True).square()
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, rows), function(q, k, rows))
+
+
+def test_autocast_rounds_q_and_k_and_nothing_else() -> None:
+    q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 9, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weights = flashtile.attention_probs(q, k)
+    assert torch.equal(weights, flashtile.attention_probs(q.bfloat16(), k.bfloat16()))
+    assert weights.dtype is torch.float32
+
+
+def test_memory_is_that_of_the_rows() -> None:
+    made: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            made.extend(
+                t.numel() for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)
+            )
+            return result
+
+    q = torch.randn(1, 2000, 2, 8)
+    with Watch():
+        flashtile.attention_probs(q, q, rows=[5, 1999], causal=True, alibi_slopes=torch.ones(2), sinks=torch.zeros(2))
+    assert max(made) <= 2 * 2000 * 8
+
+
+_Q, _K = torch.randn(2, 6, 4, 8), torch.randn(2, 5, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": _Q[0], "k": _K[0]}, ValueError, "got a packed shape .*cut out one sequence: q\\[None, start:end\\]"),
+        ({"k": _K[:1]}, ValueError, "k: expected the batch size of q, 2, got 1"),
+        ({"q": None}, TypeError, "q: expected a torch.Tensor"),
+        ({"rows": 3}, TypeError, "rows: expected a slice, a sequence of ints or an int tensor, got 3"),
+        ({"rows": "3"}, TypeError, "rows: expected a slice"),
+        ({"rows": [0, 6]}, ValueError, "rows: expected numbers from 0 to seq_q - 1 = 5, got 6"),
+        ({"rows": [0, 2.0]}, TypeError, "rows: expected a sequence of ints, got 2.0"),
+        ({"rows": torch.tensor([-1])}, ValueError, "rows: expected numbers from 0 to seq_q - 1 = 5, got -1"),
+        ({"rows": torch.tensor([[1]])}, ValueError, "rows: expected one dimension"),
+        ({"rows": torch.ones(6, dtype=torch.bool)}, TypeError, "rows: .*use mask.nonzero"),
+        ({"rows": torch.ones(1)}, TypeError, "rows: expected dtype int32 or int64, got torch.float32"),
+        ({"rows": torch.ones(1, dtype=torch.int64, device="meta")}, ValueError, "rows: expected the device of q"),
+        ({"heads": torch.tensor([4])}, ValueError, "heads: expected numbers from 0 to heads_q - 1 = 3, got 4"),
+        ({"dropout_p": 0.1}, ValueError, "dropout_seed: expected the seed of the call"),
+        ({"bias": torch.zeros(3, 3)}, ValueError, "bias: expected a shape that broadcasts"),
+        ({"block_mask": patterns.causal(6, 6)}, ValueError, "block_mask: .*built for seq_k 6, the call has 5"),
+        ({"key_lengths": torch.tensor([-1, 2])}, ValueError, "key_lengths: expected lengths of at least 0"),
+    ],
+    ids=lambda value: None if isinstance(value, type) else str(value)[:40],
+)
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flashtile.attention_probs(**{"q": _Q, "k": _K, **arguments})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(BASE, heads=4, bias="1hqk", mask="b1qk", alibi_slopes="bh", sinks=True, dtype=dtype)
+    inputs = make_inputs(replace(case, arguments={"dropout_p": 0.2}), "cuda")
+    q, k, options = inputs.q, inputs.k, {"dropout_p": 0.2, "causal": True, **inputs.tensors}
+    rows = torch.tensor([30, 2], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weights = flashtile.attention_probs(q, k, rows=rows, heads=slice(1, 3), **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    v = torch.eye(case.seq_k, device="cuda", dtype=torch.float64)[:, None].expand(2, -1, 2, -1)
+    exact = {name: t.double() if t is not None and t.is_floating_point() else t for name, t in inputs.tensors.items()}
+    oracle = flashtile.attention(
+        q.double(), k.double(), v, dropout_p=0.2, causal=True, **exact, backend="reference"
+    ).transpose(1, 2)[:, 1:3, rows]
+    torch.testing.assert_close(weights.double(), oracle, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(checks, "CHECK_VALUES", True)
+    with pytest.raises(ValueError, match="rows: expected numbers"):
+        flashtile.attention_probs(q, k, rows=rows + 100)
