@@ -8,6 +8,7 @@ from flashtile.ops.attention.inspection import attention_probs
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
+from flashtile.ops.kv_cache.api import attention_with_kv_cache
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
 from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
 from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "attention_probs",
     "attention_varlen",
+    "attention_with_kv_cache",
     "cross_entropy",
     "draw_dropout_seed",
     "dropout_add_layer_norm",

@@ -1,0 +1,178 @@
+"""The public function: what a user calls. It checks, builds the spec, and hands on to the operator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
+
+from torch import Tensor
+
+from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.kv_cache import checks
+from flashtile.ops.kv_cache.operator import run_with_cache
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+
+Window = tuple[int | None, int | None]
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class Options(TypedDict, total=False):
+        """The optional arguments, for type checkers: with `return_lse` a call returns a pair."""
+
+        cache_lengths: int | Tensor | None
+        cache_batch_indices: Tensor | None
+        cache_left_padding: Tensor | None
+        block_table: Tensor | None
+        rotary_cos: Tensor | None
+        rotary_sin: Tensor | None
+        rotary_interleaved: bool
+        scale: float | None
+        causal: bool
+        window: Window | None
+        softcap: float | None
+        alibi_slopes: Tensor | None
+        sinks: Tensor | None
+        num_splits: int | None
+        backend: str
+
+
+@overload
+def attention_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def attention_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention_with_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    cache_lengths: int | Tensor | None = None,
+    cache_batch_indices: Tensor | None = None,
+    cache_left_padding: Tensor | None = None,
+    block_table: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    scale: float | None = None,
+    causal: bool = True,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """One step of decoding: appends new keys and values to a cache in place, and attends to all that is in it.
+
+    For inference: nothing is recorded for a backward. Lengths and tables may stay on the GPU, where nothing waits for
+    them, so a call can be captured in a CUDA graph and replayed with other lengths. A sequence has the rows from
+    `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last row.
+
+    Args:
+        q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        k_cache: `[batch, capacity, heads_kv, head_dim]` of q's dtype, its last dimension contiguous; or pages of any
+            multiple of 16 rows, `[pages, page_size, heads_kv, head_dim]`, with block_table. `heads_q % heads_kv == 0`.
+        v_cache: the same with head_dim_v; head_dim and head_dim_v each from 1 to 512.
+        k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on; seq_new need
+            not be seq_q. None appends nothing.
+        v: `[batch, seq_new, heads_kv, head_dim_v]`, likewise.
+        cache_lengths: how many rows are in the cache already: an int for all sequences, or `[batch]` int32 or int64
+            on q's device. None (without k and v): the whole cache.
+        cache_batch_indices: `[batch]` int32 or int64: sequence `b` has entry `cache_batch_indices[b]` of the cache, in
+            the place of entry `b`. Where an entry is named twice and rows are appended, either's may remain.
+        cache_left_padding: `[batch]` int32 or int64: rows before this one are not visible, and what they hold has no
+            effect. Lengths and positions count them.
+        block_table: `[batch, max_pages]` int32 or int64: the pages of each sequence, in order. Entries past its length
+            are not read.
+        rotary_cos: `[positions, rotary_dim / 2]`, from `flashtile.rotary_tables`: k is rotated before it is stored, row
+            `i` by position `cache_lengths + i`, and so is q; without causal and window all of q by position
+            cache_lengths. Elements from rotary_dim on stay as they are.
+        rotary_sin: the same.
+        rotary_interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + rotary_dim / 2])`.
+        scale: factor on the scores; default `1/sqrt(head_dim)`.
+        causal: query `i` sees no row past `i + total - seq_q`, where total is the length after appending.
+        window: `(left, right)` number of rows visible on each side of that diagonal, None = unlimited.
+        softcap: bound of the scores, as in `flashtile.attention`; None or 0 for no cap.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 beside float64 q): the scores
+            lose `slope · |i + total - seq_q - j|`.
+        sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax.
+        num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them side by side;
+            None chooses it from the sizes. It changes no result but in its rounding; the CPU has no use for it.
+        return_lse: also return the log-sum-exp of each row's scores.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+
+    Returns:
+        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse `[batch, heads_q, seq_q]`
+        float32 (float64 for float64 inputs), natural logarithm. A query that sees no row has `out = 0`, `lse = -inf`
+        (the sink, where there is one).
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, an input wants a gradient, or the named backend cannot serve
+            the call. Values in tensors (lengths, indices, pages) are checked on a CPU always, on a GPU only with the
+            environment variable `FLASHTILE_CHECK_VALUES=1`; there rows past the capacity are neither written nor read.
+
+    Reference:
+        Dao, "FlashAttention-2" (2023), section 3; Dao et al., "Flash-Decoding for long-context inference" (2023).
+        Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023),
+        section 4. Rotation: Su et al., "RoFormer" (2021).
+    """
+    checks.check_choice("backend", backend, BACKENDS)
+    checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
+    checks.check_caches(q, k_cache, v_cache, block_table is not None)
+    checks.check_appended(q, k_cache, v_cache, k, v)
+    checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
+    checks.check_no_gradient(
+        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+    seq_new = None if k is None else k.shape[1]
+    length, lengths = checks.resolve_lengths(cache_lengths, q, capacity, seq_new)
+    left, right = checks.resolve_window(causal, window)
+    positions = None
+    if lengths is None and q.shape[0] and rotary_cos is not None:
+        positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
+    checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
+    batch, _, heads, head_dim = q.shape
+    spec = CacheSpec(
+        length,
+        checks.resolve_scale(scale, head_dim),
+        left,
+        right,
+        checks.resolve_softcap(softcap),
+        rotary_interleaved,
+        checks.resolve_splits(num_splits),
+    )
+    call = CacheCall(
+        q, k_cache, v_cache, k, v, lengths, cache_batch_indices, cache_left_padding, block_table, rotary_cos,
+        rotary_sin,
+        None if alibi_slopes is None else checks.resolve_alibi_slopes(alibi_slopes, batch, heads, q),
+        None if sinks is None else checks.resolve_sinks(sinks, heads, q),
+    )  # fmt: skip
+    out, lse = run_with_cache(call, spec, backend)
+    return (out, lse) if return_lse else out

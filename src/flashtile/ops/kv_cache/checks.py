@@ -1,0 +1,294 @@
+"""Checks of user input at the public edge: each error names argument, expectation, what came and the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common.checks import (
+    check_choice,
+    check_device,
+    check_float_dtype,
+    check_lengths,
+    check_tensors,
+    raise_not_bool,
+    readable,
+)
+from flashtile.ops.common.score_checks import (
+    resolve_alibi_slopes,
+    resolve_scale,
+    resolve_sinks,
+    resolve_softcap,
+    resolve_window,
+)
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_SPLITS, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before
+
+__all__ = [
+    "check_appended",
+    "check_caches",
+    "check_choice",
+    "check_no_gradient",
+    "check_places",
+    "check_rotary",
+    "check_values",
+    "raise_not_bool",
+    "resolve_alibi_slopes",
+    "resolve_lengths",
+    "resolve_scale",
+    "resolve_sinks",
+    "resolve_softcap",
+    "resolve_splits",
+    "resolve_window",
+]
+
+_Int = (int, torch.SymInt)
+
+
+def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor, paged: bool) -> None:
+    """Checks ranks, dtypes, devices, heads and head dimensions of q and both caches."""
+    check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    check_float_dtype("q", q.dtype)
+    if q.dim() != 4:
+        raise ValueError(
+            f"q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape {tuple(q.shape)}; one new token of "
+            "each sequence is seq_q = 1"
+        )
+    first, second = ("pages", "page_size") if paged else ("batch", "capacity")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4:
+            raise ValueError(
+                f"{name}: expected 4 dimensions [{first}, {second}, heads_kv, head_dim], got shape {tuple(cache.shape)}"
+            )
+        _check_like("q", q, name, cache)
+        if cache.shape[-1] > 1 and cache.stride(-1) != 1:
+            raise ValueError(
+                f"{name}: expected a last dimension that is contiguous, got strides {cache.stride()}; keep the cache "
+                "as [..., heads_kv, head_dim], a copy at every call would cost more than the attention"
+            )
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        raise ValueError(
+            f"v_cache: expected the {first}, {second}, heads_kv of k_cache, {tuple(k_cache.shape[:-1])}, got "
+            f"{tuple(v_cache.shape[:-1])}"
+        )
+    _check_heads(q, k_cache, v_cache)
+
+
+def _check_like(of: str, q: Tensor, name: str, tensor: Tensor) -> None:
+    if tensor.dtype is not q.dtype:
+        raise TypeError(f"{name}: expected the dtype of {of}, {q.dtype}, got {tensor.dtype}; cast one of them")
+    check_device(name, tensor, q.device, of)
+
+
+def _check_heads(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    heads_q, head_dim = q.shape[2:]
+    heads_kv, head_dim_v = v_cache.shape[2:]
+    if k_cache.shape[-1] != head_dim:
+        raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[-1]}")
+    if not (1 <= head_dim <= MAX_HEAD_DIM and 1 <= head_dim_v <= MAX_HEAD_DIM):
+        name, wrong = ("v_cache", head_dim_v) if 1 <= head_dim <= MAX_HEAD_DIM else ("q", head_dim)
+        raise ValueError(
+            f"{name}: expected head_dim from 1 to {MAX_HEAD_DIM}, got {wrong}; split the head into several"
+        )
+    if heads_q < 1 or heads_kv < 1 or heads_q % heads_kv:
+        raise ValueError(
+            f"k_cache, v_cache: expected a number of heads that divides the {heads_q} of q, got {heads_kv}; query head "
+            "h reads key/value head h // (heads_q // heads_kv)"
+        )
+
+
+def check_appended(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> None:
+    """Checks the new keys and values against q and the caches."""
+    if (k is None) is not (v is None):
+        given, missing = ("k", "v") if v is None else ("v", "k")
+        raise ValueError(f"{missing}: expected a tensor beside {given}, got None; pass both new keys and new values")
+    for name, tensor, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if tensor is None:
+            continue
+        check_tensors(**{name: tensor})
+        _check_like("q", q, name, tensor)
+        heads, head_dim = cache.shape[2:]
+        expected = f"[batch, seq_new, heads_kv, head_dim] = [{q.shape[0]}, seq_new, {heads}, {head_dim}]"
+        if tensor.dim() != 4 or (tensor.shape[0], *tensor.shape[2:]) != (q.shape[0], heads, head_dim):
+            raise ValueError(
+                f"{name}: expected shape {expected}, as the batch of q and the heads of {name}_cache, got "
+                f"{tuple(tensor.shape)}"
+            )
+    if k is not None and v is not None and k.shape[1] != v.shape[1]:
+        raise ValueError(f"v: expected as many new rows as k has, {k.shape[1]}, got {v.shape[1]}")
+
+
+def check_places(
+    q: Tensor,
+    k_cache: Tensor,
+    cache_batch_indices: Tensor | None,
+    cache_left_padding: Tensor | None,
+    block_table: Tensor | None,
+) -> None:
+    """Checks what says where the rows of a sequence lie."""
+    batch = q.shape[0]
+    if cache_batch_indices is not None:
+        if block_table is not None:
+            raise ValueError(
+                "cache_batch_indices: expected None beside block_table, got a tensor; the rows of the table say where "
+                "a sequence lies, so select those: block_table[cache_batch_indices]"
+            )
+        meaning = "an entry of the cache for each sequence of q"
+        check_lengths("cache_batch_indices", cache_batch_indices, batch, q.device, meaning)
+    if cache_left_padding is not None:
+        check_lengths("cache_left_padding", cache_left_padding, batch, q.device, "a first row for each sequence of q")
+    if block_table is not None:
+        _check_block_table(q, k_cache, block_table)
+    elif cache_batch_indices is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache: expected the batch size of q, {batch}, got {k_cache.shape[0]}; cache_batch_indices says which "
+            "entries of a larger cache belong to q, block_table which pages"
+        )
+
+
+def _check_block_table(q: Tensor, k_cache: Tensor, block_table: Tensor) -> None:
+    if not isinstance(block_table, Tensor):
+        raise TypeError(
+            f"block_table: expected an int32 or int64 tensor, got {type(block_table).__name__}; use torch.tensor(...)"
+        )
+    if block_table.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"block_table: expected dtype int32 or int64, got {block_table.dtype}; cast it")
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"block_table: expected shape [batch, max_pages] with the batch size of q, {q.shape[0]}, got "
+            f"{tuple(block_table.shape)}"
+        )
+    check_device("block_table", block_table, q.device)
+    page_size = k_cache.shape[1]
+    if not page_size or page_size % PAGE_MULTIPLE:
+        raise ValueError(
+            f"k_cache: expected pages of a multiple of {PAGE_MULTIPLE} rows beside block_table, [pages, page_size, "
+            f"heads_kv, head_dim], got page_size {page_size}"
+        )
+
+
+def resolve_lengths(
+    cache_lengths: int | Tensor | None, q: Tensor, capacity: int, seq_new: int | None
+) -> tuple[int, Tensor | None]:
+    """The length of all sequences as a number, or one for each as a tensor. `seq_new`: rows to append; None = none."""
+    if cache_lengths is None:
+        if seq_new is not None:
+            raise ValueError(
+                "cache_lengths: expected an int or a tensor beside k and v, got None, which is a full cache; say how "
+                "many rows are in it already"
+            )
+        return capacity, None
+    if isinstance(cache_lengths, Tensor):
+        check_lengths("cache_lengths", cache_lengths, q.shape[0], q.device, "a length for each sequence of q")
+        if seq_new is not None and seq_new > capacity:
+            _raise_too_long(seq_new, 0, capacity)
+        return 0, cache_lengths
+    if isinstance(cache_lengths, bool) or not isinstance(cache_lengths, _Int):
+        raise TypeError(f"cache_lengths: expected an int or an int32 or int64 tensor, got {cache_lengths!r}")
+    if cache_lengths < 0:
+        raise ValueError(f"cache_lengths: expected at least 0, got {cache_lengths}; it is the number of rows in use")
+    if cache_lengths + (seq_new or 0) > capacity:
+        _raise_too_long(seq_new or 0, cache_lengths, capacity)
+    return cache_lengths, None
+
+
+def _raise_too_long(seq_new: int, length: int, capacity: int) -> None:
+    raise ValueError(
+        f"cache_lengths: expected room for {seq_new} new rows behind {length}, got a cache of {capacity} rows for a "
+        "sequence; make the cache or the block table longer"
+    )
+
+
+def check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, k: Tensor | None, positions: int | None) -> None:
+    """Checks the tables of the rotation. `positions`: how many are needed, where the host knows it."""
+    if (cos is None) is not (sin is None):
+        given, missing = ("rotary_cos", "rotary_sin") if sin is None else ("rotary_sin", "rotary_cos")
+        raise ValueError(f"{missing}: expected a table beside {given}, got None; flashtile.rotary_tables makes both")
+    if cos is None or sin is None:
+        return
+    check_tensors(rotary_cos=cos, rotary_sin=sin)
+    if k is None:
+        raise ValueError(
+            "rotary_cos: expected None without new k and v, got a table; rotate q with flashtile.apply_rotary"
+        )
+    for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
+        check_float_dtype(name, table.dtype)
+        check_device(name, table, q.device)
+    if cos.dim() != 2 or 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"rotary_cos: expected shape (positions, rotary_dim / 2) with rotary_dim up to the head_dim of q, "
+            f"{q.shape[-1]}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
+        )
+    if sin.shape != cos.shape:
+        raise ValueError(f"rotary_sin: expected the shape of rotary_cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
+    if sin.dtype is not cos.dtype:
+        raise TypeError(f"rotary_sin: expected the dtype of rotary_cos, {cos.dtype}, got {sin.dtype}; cast one of them")
+    if positions is not None:
+        _check_table_length(cos, positions)
+
+
+def _check_table_length(cos: Tensor, positions: int) -> None:
+    if positions > cos.shape[0]:
+        raise ValueError(
+            f"rotary_cos: expected at least {positions} positions, the farthest that a row has, got {cos.shape[0]}; "
+            "make the table longer"
+        )
+
+
+def resolve_splits(num_splits: int | None) -> int:
+    """The number of splits, 0 where it is to be chosen."""
+    if num_splits is None:
+        return 0
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits: expected an int or None, got {num_splits!r}; None chooses it from the sizes")
+    if not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(
+            f"num_splits: expected from 1 to {MAX_SPLITS}, got {num_splits}; None chooses it from the sizes"
+        )
+    return num_splits
+
+
+def check_no_gradient(**tensors: Tensor | None) -> None:
+    """Raises where autograd would have to record the call."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise ValueError(
+                f"{name}: expected a tensor that wants no gradient, got requires_grad=True; attention over a cache is "
+                "for inference: call it under torch.no_grad(), or train with flashtile.attention"
+            )
+
+
+def check_values(call: CacheCall, spec: CacheSpec) -> None:
+    """Checks lengths, indices and pages: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
+    if not readable(call.q) or not call.q.shape[0]:
+        return
+    before = lengths_before(call, spec)
+    shortest, longest = int(before.min()), int(before.max()) + call.seq_new
+    if shortest < 0:
+        raise ValueError(f"cache_lengths: expected lengths of at least 0, got {shortest}")
+    if longest > call.capacity:
+        _raise_too_long(call.seq_new, longest - call.seq_new, call.capacity)
+    if call.rotary_cos is not None:
+        rows = max(call.seq_new, call.q.shape[1] if spec.banded else min(1, call.q.shape[1]))
+        _check_table_length(call.rotary_cos, int(before.max()) + rows if rows else 0)
+    if call.cache_left_padding is not None and int(call.cache_left_padding.min()) < 0:
+        raise ValueError(
+            f"cache_left_padding: expected first rows of at least 0, got {int(call.cache_left_padding.min())}"
+        )
+    if call.cache_batch_indices is not None:
+        _check_range("cache_batch_indices", "entries", call.cache_batch_indices, call.k_cache.shape[0])
+    if call.block_table is not None and longest:
+        used = torch.arange(call.block_table.shape[1], device=before.device) * call.k_cache.shape[1]
+        pages = call.block_table[used < (before + call.seq_new)[:, None]]
+        if pages.numel():
+            _check_range("block_table", "pages", pages, call.k_cache.shape[0])
+
+
+def _check_range(name: str, what: str, indices: Tensor, size: int) -> None:
+    low, high = int(indices.min()), int(indices.max())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{name}: expected numbers of the {size} {what} of the cache, from 0 to {size - 1}, got "
+            f"{low if low < 0 else high}"
+        )

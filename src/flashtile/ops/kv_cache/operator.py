@@ -1,0 +1,85 @@
+"""The operators: torch.library schemas, fakes and implementations. There is no autograd: a cache is for inference.
+
+Two operators with the same arguments: one reads the caches, the other writes the new rows to them first, and says so in
+its schema.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.common import backends, dispatch
+from flashtile.ops.kv_cache import checks
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
+
+_REST = (
+    "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
+    "Tensor? block_table, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? alibi_slopes, Tensor? sinks, "
+    "SymInt length, float scale, int? window_left, int? window_right, float softcap, bool interleaved, int num_splits, "
+    "str backend"
+)
+_library = torch.library.Library("flashtile", "FRAGMENT")
+_library.define(f"attention_cached(Tensor q, Tensor k_cache, Tensor v_cache, {_REST}) -> (Tensor out, Tensor lse)")
+_library.define(
+    f"attention_cached_(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_REST}) -> (Tensor out, Tensor lse)"
+)
+_op, _appending_op = torch.ops.flashtile.attention_cached.default, torch.ops.flashtile.attention_cached_.default
+
+_TENSORS = len(CacheCall._fields)
+
+
+def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
+    """Runs the operator. Returns (out, lse)."""
+    if dispatch.transformed():
+        raise NotImplementedError(
+            "flashtile.attention_with_kv_cache has no torch.func transforms and no forward-mode derivative: it writes "
+            "to its caches; use flashtile.attention"
+        )
+    if dispatch.unobserved(*call):
+        return _forward(call, spec, backend)
+    return (_op if call.k is None else _appending_op)(*call, *spec, backend)
+
+
+def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:
+    """Runs the backend that serves the call."""
+    checks.check_values(call, spec)
+    q = call.q
+    dtype = q.dtype
+    if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
+        dtype = torch.float64
+    module = backends.implementation("kv_cache", backend, q.device.type, dtype)
+    out, lse = module.forward(CacheCall(*map(_last_contiguous, call)), spec)
+    if call.k is not None:
+        for cache in (call.k_cache, call.v_cache):
+            if not cache.is_inference():
+                # Kernels write past PyTorch's back: what keeps a cache for a gradient must learn of it.
+                torch.autograd.graph.increment_version(cache)
+    return out, lse
+
+
+def _last_contiguous(tensor: Any) -> Any:
+    """Backends take any strides but the last. (Caches have been checked for it.)"""
+    return tensor if tensor is None or not tensor.dim() or tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _implementation(*arguments):
+    *flat, backend = arguments
+    with torch.no_grad():
+        return _forward(CacheCall(*flat[:_TENSORS]), CacheSpec(*flat[_TENSORS:]), backend)
+
+
+def _fake(q, k_cache, v_cache, *rest):
+    batch, seq_q, heads, _ = q.shape
+    out = q.new_empty((batch, seq_q, heads, v_cache.shape[-1]))
+    return out, q.new_empty((batch, heads, seq_q), dtype=lse_dtype(q.dtype))
+
+
+for _name in ("attention_cached", "attention_cached_"):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _device)
+    # Nothing is recorded: inputs that want a gradient are refused above the operators.
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"flashtile::{_name}", _fake, lib=_library)

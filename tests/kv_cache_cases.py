@@ -1,0 +1,243 @@
+"""Calls of attention over a cache that every backend must get right: features alone and in pairs, edges of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.testing import Size, assert_close
+
+
+@dataclass(frozen=True)
+class CacheCase:
+    """One call. `capacity` is that of a sequence, in a paged call rounded up to whole pages.
+
+    `lengths`: rows in the cache before the call, an int for all sequences; None = the cache is full. `arguments` are
+    keyword arguments that are no tensors.
+    """
+
+    batch: int = 2
+    seq_q: int = 3
+    seq_new: int | None = None
+    capacity: int = 50
+    lengths: int | tuple[int, ...] | None = (37, 21)
+    heads: int = 2
+    heads_kv: int = 2
+    head_dim: int = 16
+    head_dim_v: int = 16
+    dtype: torch.dtype = torch.float32
+    length_dtype: torch.dtype = torch.int32
+    page_size: int | None = None
+    entries: tuple[int, ...] | None = None
+    left: tuple[int, ...] | None = None
+    rotary_dim: int | None = None
+    alibi: bool = False
+    sinks: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Rows in use of the longest sequence, after appending."""
+        if self.lengths is None:
+            return self.capacity
+        return max((self.lengths,) if isinstance(self.lengths, int) else self.lengths) + (self.seq_new or 0)
+
+
+@dataclass
+class CacheInputs:
+    """Tensors of a case: positional arguments, and keyword arguments."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    tensors: dict[str, Any]
+
+    def cast(self, dtype: torch.dtype) -> CacheInputs:
+        """Copies, in a dtype."""
+        wide = torch.float64 if dtype is torch.float64 else None
+        tensors = {
+            name: value.to(wide) if wide and isinstance(value, Tensor) and value.is_floating_point() else value
+            for name, value in self.tensors.items()
+        }
+        parts = (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        return CacheInputs(*(None if t is None else t.detach().clone().to(dtype) for t in parts), tensors)
+
+    def call(self, **arguments: Any) -> Any:
+        parts = (self.q, self.k_cache, self.v_cache, self.k, self.v)
+        return flashtile.attention_with_kv_cache(*parts, **self.tensors, **arguments)
+
+
+def make_inputs(case: CacheCase, device: torch.device | str = "cpu", seed: int = 0) -> CacheInputs:
+    """Random normal inputs. What no sequence may read (rows past the longest one, rows of nobody) is NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    tensors: dict[str, Any] = {}
+    if isinstance(case.lengths, tuple):
+        tensors["cache_lengths"] = torch.tensor(case.lengths, dtype=case.length_dtype)
+    elif case.lengths is not None:
+        tensors["cache_lengths"] = case.lengths
+    pages = -(-case.capacity // (case.page_size or 1))
+    rows, outer = case.capacity, case.batch
+    if case.page_size is not None:
+        rows, outer = case.page_size, case.batch * pages + 2
+        order = torch.randperm(outer, generator=generator)[: case.batch * pages]
+        tensors["block_table"] = order.view(case.batch, pages).to(case.length_dtype)
+    if case.entries is not None:
+        outer = case.batch + 2
+        tensors["cache_batch_indices"] = torch.tensor(case.entries, dtype=case.length_dtype)
+    if case.left is not None:
+        tensors["cache_left_padding"] = torch.tensor(case.left, dtype=case.length_dtype)
+    if case.rotary_dim is not None:
+        cos, sin = flashtile.rotary_tables(case.capacity + 64, case.rotary_dim)
+        tensors |= {"rotary_cos": cos, "rotary_sin": sin}
+    wide = torch.float64 if case.dtype is torch.float64 else torch.float32
+    if case.alibi:
+        tensors["alibi_slopes"] = normal(case.batch, case.heads, dtype=wide).abs() / 8
+    if case.sinks:
+        tensors["sinks"] = normal(case.heads, dtype=wide)
+    k_cache = normal(outer, rows, case.heads_kv, case.head_dim)
+    v_cache = normal(outer, rows, case.heads_kv, case.head_dim_v)
+    _poison(case, tensors, k_cache, v_cache)
+    k = v = None
+    if case.seq_new is not None:
+        k = normal(case.batch, case.seq_new, case.heads_kv, case.head_dim)
+        v = normal(case.batch, case.seq_new, case.heads_kv, case.head_dim_v)
+    q = normal(case.batch, case.seq_q, case.heads, case.head_dim)
+    parts = (None if t is None else t.to(device) for t in (q, k_cache, v_cache, k, v))
+    tensors = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in tensors.items()}
+    return CacheInputs(*parts, tensors)
+
+
+def _poison(case: CacheCase, tensors: dict[str, Any], *caches: Tensor) -> None:
+    """NaN in all rows that no sequence has."""
+    used = torch.zeros(caches[0].shape[:2], dtype=torch.bool)
+    for sequence in range(case.batch):
+        length = case.capacity if case.lengths is None else case.lengths
+        length = length if isinstance(length, int) else length[sequence]
+        row = torch.arange(0 if case.left is None else min(case.left[sequence], length), length)
+        if case.page_size is not None:
+            used[tensors["block_table"][sequence].long()[row // case.page_size], row % case.page_size] = True
+        else:
+            used[sequence if case.entries is None else case.entries[sequence], row] = True
+    for cache in caches:
+        cache[~used] = float("nan")
+
+
+def run(case: CacheCase, inputs: CacheInputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """out, lse and both caches after a call on copies of the inputs."""
+    mine = inputs.cast(dtype or case.dtype)
+    out, lse = mine.call(**case.arguments, return_lse=True, backend=backend)
+    return {"out": out, "lse": lse, "k_cache": mine.k_cache, "v_cache": mine.v_cache}
+
+
+def check(case: CacheCase, backend: str, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Tensor]:
+    """Asserts that a backend agrees with the fp64 oracle, and that it wrote to no other rows. Returns its results."""
+    inputs = make_inputs(case, device, seed)
+    actual = run(case, inputs, backend)
+    oracle = run(case, inputs, "reference", torch.float64)
+    eager = run(case, inputs, "reference")
+    for name, value in actual.items():
+        # lse is a sum of the largest score and a logarithm, each about 1.
+        cancelled = Size(1, 1) if name == "lse" else Size()
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled)
+    for name in ("k_cache", "v_cache"):
+        given = getattr(inputs, name)
+        kept = (eager[name] == given) | given.isnan() & eager[name].isnan()
+        assert torch.equal(actual[name][kept].nan_to_num(), given[kept].nan_to_num()), f"{case}: {name} overwritten"
+    return actual
+
+
+BASE = CacheCase()
+_APPENDING = replace(BASE, seq_new=2)
+
+_FEATURES: dict[str, dict[str, Any]] = {
+    "append": {"seq_new": 3},
+    "rotary halves": {"seq_new": 3, "rotary_dim": 16},
+    "rotary interleaved": {"seq_new": 2, "rotary_dim": 10, "arguments": {"rotary_interleaved": True}},
+    "place paged": {"page_size": 16},
+    "place entries": {"entries": (3, 1)},
+    "lengths int": {"lengths": 30, "length_dtype": torch.int64},
+    "left": {"left": (9, 20)},
+    "grouped": {"heads": 6, "length_dtype": torch.int64},
+    "head_dims": {"head_dim": 24, "head_dim_v": 40},
+    "band none": {"arguments": {"causal": False}},
+    "band window": {"arguments": {"window": (11, 0)}},
+    "band both": {"arguments": {"causal": False, "window": (5, 1)}},
+    "softcap": {"arguments": {"softcap": 2.0}},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "splits": {"arguments": {"num_splits": 3}},
+    "scale": {"arguments": {"scale": -0.4}},
+}
+
+
+def changed(case: CacheCase, change: dict[str, Any]) -> CacheCase:
+    """The case with other fields; arguments are added to those it has."""
+    arguments = {**case.arguments, **change.get("arguments", {})}
+    return replace(case, **{**change, "arguments": arguments})
+
+
+def _pairs() -> dict[str, CacheCase]:
+    cases = {"plain": BASE} | {name: changed(BASE, change) for name, change in _FEATURES.items()}
+    for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
+        if first.split()[0] != second.split()[0] and {first.split()[0], second.split()[0]} != {"append", "rotary"}:
+            cases[f"{first}+{second}"] = changed(changed(BASE, change), other)
+    cases["everything"] = BASE
+    for name in ("rotary interleaved", "place paged", "left", "grouped", "head_dims", "band window", "softcap"):
+        cases["everything"] = changed(cases["everything"], _FEATURES[name])
+    for name in ("alibi", "sinks", "splits", "scale"):
+        cases["everything"] = changed(cases["everything"], _FEATURES[name])
+    return cases
+
+
+PAIRS = _pairs()
+
+#: Shapes and lengths at the edges.
+EDGES = {
+    "one_query": replace(BASE, seq_q=1, seq_new=1, heads=8),
+    "full_cache": replace(BASE, lengths=None, capacity=33),
+    "full_after_appending": replace(BASE, lengths=(45, 48), seq_new=2, seq_q=2),
+    "empty_cache": replace(BASE, lengths=(0, 0), seq_new=3),
+    "empty_cache_of_one": replace(BASE, lengths=(0, 40), page_size=16),
+    "nothing_visible": replace(BASE, lengths=0, sinks=True),
+    "no_capacity": replace(BASE, lengths=None, capacity=0),
+    "no_pages": replace(BASE, lengths=0, capacity=0, page_size=16),
+    "no_queries": replace(BASE, seq_q=0, seq_new=2),
+    "no_queries_rotated": replace(BASE, seq_q=0, seq_new=2, rotary_dim=8, arguments={"causal": False}),
+    "no_new_rows": replace(BASE, seq_new=0, rotary_dim=8),
+    "no_batch": replace(BASE, batch=0, lengths=()),
+    "more_queries_than_rows": replace(BASE, seq_q=9, lengths=(4, 21)),
+    "padding_past_the_end": replace(BASE, left=(37, 50)),
+    "many_queries": replace(BASE, seq_q=23, seq_new=23, lengths=(5, 20), heads=6),
+    "more_new_rows_than_queries": replace(BASE, seq_q=1, seq_new=9, rotary_dim=8),
+    "fewer_new_rows_than_queries": replace(BASE, seq_q=9, seq_new=1, rotary_dim=8),
+    "entry_named_twice": replace(BASE, entries=(2, 2), lengths=(37, 37)),
+    "odd_pages": replace(BASE, page_size=48, capacity=100, lengths=(97, 1), seq_new=2),
+    "large_pages": replace(BASE, page_size=128, capacity=300, lengths=(270, 129), seq_new=1, batch=2),
+    "one_split": replace(BASE, capacity=400, lengths=(399, 130), arguments={"num_splits": 1}),
+    "many_splits": replace(BASE, capacity=400, lengths=(399, 60), arguments={"num_splits": 128}),
+    "many_tiles": replace(BASE, capacity=400, lengths=(399, 130), arguments={"window": (150, 0)}),
+    "head_dim_1": replace(BASE, head_dim=1, head_dim_v=3),
+    "head_dim_80": replace(BASE, head_dim=80, head_dim_v=80, seq_new=1, rotary_dim=32),
+    "head_dim_300": replace(BASE, head_dim=300, head_dim_v=20, seq_new=2),
+    "head_dim_v_300": replace(BASE, head_dim=20, head_dim_v=300, heads=4),
+    "rotary_dim_0": replace(BASE, seq_new=2, rotary_dim=0),
+    "no_softcap": replace(BASE, arguments={"softcap": 0.0}),
+    "scale_0": replace(BASE, arguments={"scale": 0.0}),
+    "fp16": replace(BASE, dtype=torch.float16, heads=4, seq_new=2, rotary_dim=16),
+}
+
+
+def parameters(cases: dict[str, CacheCase]) -> list:
+    return [pytest.param(case, id=name.replace(" ", "_")) for name, case in cases.items()]

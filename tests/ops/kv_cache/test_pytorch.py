@@ -1,0 +1,102 @@
+"""The operators under PyTorch's machinery: schemas, fake tensors, torch.compile, versions of what was written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import flashtile
+from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from kv_cache_cases import PAIRS, CacheCase, make_inputs
+
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+_APPEND = replace(PAIRS["rotary halves"], heads=4, dtype=torch.float32)
+
+
+def _arguments(case: CacheCase, backend: str) -> tuple:
+    """Those of the operator."""
+    inputs = make_inputs(case)
+    for cache in (inputs.k_cache, inputs.v_cache):
+        cache.nan_to_num_()
+    call = CacheCall(inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, **inputs.tensors)
+    return (*call, *CacheSpec(0, 0.25, None, 0), backend)
+
+
+@both_backends
+@pytest.mark.parametrize("name", ["plain", "place paged", "place entries", "left"])
+def test_opcheck(name: str, backend: str) -> None:
+    torch.library.opcheck(torch.ops.flashtile.attention_cached.default, _arguments(PAIRS[name], backend))
+
+
+@both_backends
+@pytest.mark.parametrize("name", ["append", "rotary halves", "append+place paged"])
+def test_opcheck_of_appending(name: str, backend: str) -> None:
+    torch.library.opcheck(torch.ops.flashtile.attention_cached_.default, _arguments(PAIRS[name], backend))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype: torch.dtype) -> None:
+    case = replace(PAIRS["rotary halves+head_dims"], dtype=dtype, heads=4)
+    inputs = make_inputs(case)
+    real = inputs.cast(dtype).call(return_lse=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = inputs.cast(dtype)
+        for name in ("q", "k_cache", "v_cache", "k", "v"):
+            setattr(fake, name, mode.from_tensor(getattr(inputs, name)))
+        made = fake.call(return_lse=True)
+    for one, other in zip(real, made, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+@pytest.mark.parametrize("appending", [False, True], ids=["reading", "appending"])
+def test_compiled_equals_eager(appending: bool) -> None:
+    torch._dynamo.reset()
+    case = _APPEND if appending else PAIRS["grouped"]
+
+    def step(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None, **tensors: Tensor):
+        out, lse = flashtile.attention_with_kv_cache(q * 2, k_cache, v_cache, k, v, return_lse=True, **tensors)
+        return out + 1, lse, k_cache.nan_to_num().sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (step, compiled):
+        inputs = make_inputs(case).cast(torch.float32)
+        outputs = function(inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, **inputs.tensors)
+        results.append((*outputs, inputs.k_cache, inputs.v_cache))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, equal_nan=True)
+
+
+def test_compiled_once_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    cache = torch.zeros(1, 64, 2, 8)
+
+    def step(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+        return flashtile.attention_with_kv_cache(q, cache, cache, k, k, cache_lengths=lengths)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter)
+    for length in range(5):
+        compiled(torch.randn(1, 1, 2, 8), torch.randn(1, 1, 2, 8), torch.tensor([length]))
+    assert counter.frame_count == 1
+
+
+def test_caches_written_to_have_a_new_version() -> None:
+    inputs = make_inputs(_APPEND)
+    before = inputs.k_cache._version, inputs.v_cache._version
+    inputs.call()
+    assert inputs.k_cache._version > before[0] and inputs.v_cache._version > before[1]
+    reading = make_inputs(PAIRS["plain"])
+    before = reading.k_cache._version, reading.v_cache._version
+    reading.call()
+    assert (reading.k_cache._version, reading.v_cache._version) == before
+
+
+def test_transforms_are_refused() -> None:
+    q, cache = torch.randn(3, 2, 1, 2, 8), torch.randn(2, 9, 2, 8)
+    with pytest.raises(NotImplementedError, match=r"no torch.func transforms.*use flashtile.attention"):
+        torch.func.vmap(lambda q: flashtile.attention_with_kv_cache(q, cache, cache))(q)

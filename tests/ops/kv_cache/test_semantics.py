@@ -1,0 +1,287 @@
+"""What a call means: decoding step by step is attention over the whole sequence; what is written where; bad input."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def qkv(batch: int = 2, seq: int = 12, heads: int = 4, heads_kv: int = 2, head_dim: int = 8) -> tuple[Tensor, ...]:
+    return (
+        normal(batch, seq, heads, head_dim, seed=1),
+        normal(batch, seq, heads_kv, head_dim, seed=2),
+        normal(batch, seq, heads_kv, head_dim, seed=3),
+    )
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": (3, None)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=torch.float64)},
+    "scale": {"scale": 0.7},
+}
+
+
+@both_backends
+@pytest.mark.parametrize("steps", [(1,) * 12, (5, 1, 1, 5), (12,)], ids=["one_by_one", "chunks", "at_once"])
+@pytest.mark.parametrize("option", _OPTIONS)
+def test_decoding_in_steps_is_attention_over_all(option: str, steps: tuple[int, ...], backend: str) -> None:
+    q, k, v = qkv()
+    expected, expected_lse = flashtile.attention(
+        q, k, v, causal=True, return_lse=True, backend="reference", **_OPTIONS[option]
+    )
+    k_cache, v_cache = (torch.full((2, 15, 2, 8), float("nan"), dtype=torch.float64) for _ in range(2))
+    first = 0
+    for rows in steps:
+        part = slice(first, first + rows)
+        out, lse = flashtile.attention_with_kv_cache(
+            q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_lengths=first, return_lse=True, backend=backend,
+            **_OPTIONS[option],
+        )  # fmt: skip
+        close(out, expected[:, part])
+        close(lse, expected_lse[:, :, part])
+        first += rows
+    close(k_cache[:, :12], k)
+    close(v_cache[:, :12], v)
+    assert k_cache[:, 12:].isnan().all() and v_cache[:, 12:].isnan().all()
+
+
+@both_backends
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+def test_rotation_is_by_the_row_of_the_cache(interleaved: bool, backend: str) -> None:
+    q, k, v = qkv()
+    cos, sin = flashtile.rotary_tables(20, 6, dtype=torch.float64)
+    turned = [flashtile.apply_rotary(t, cos, sin, interleaved, backend="reference") for t in (q, k)]
+    expected = flashtile.attention(*turned, v, causal=True, backend="reference")
+    k_cache, v_cache = torch.zeros(2, 12, 2, 8, dtype=torch.float64), torch.zeros(2, 12, 2, 8, dtype=torch.float64)
+    for first in range(0, 12, 3):
+        part = slice(first, first + 3)
+        out = flashtile.attention_with_kv_cache(
+            q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_lengths=torch.tensor([first, first]),
+            rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved, backend=backend,
+        )  # fmt: skip
+        close(out, expected[:, part])
+    close(k_cache, turned[1])
+
+
+@both_backends
+def test_without_a_band_all_queries_are_rotated_by_the_length_before(backend: str) -> None:
+    q, k, v = qkv()
+    cos, sin = flashtile.rotary_tables(20, 8, dtype=torch.float64)
+    k_cache, v_cache = k.clone(), v.clone()
+    call = {"cache_lengths": 9, "rotary_cos": cos, "rotary_sin": sin, "causal": False, "backend": backend}
+    out = flashtile.attention_with_kv_cache(q[:, 9:], k_cache, v_cache, k[:, 9:], v[:, 9:], **call)
+    at_nine = torch.cat(
+        [flashtile.apply_rotary(q[:, i : i + 1], cos, sin, seqlen_offsets=9, backend="reference") for i in (9, 10, 11)],
+        dim=1,
+    )
+    close(out, flashtile.attention(at_nine, k_cache, v, backend="reference"))
+
+
+@both_backends
+def test_each_sequence_has_its_own_length_padding_and_entry(backend: str) -> None:
+    q, k, v = normal(3, 2, 4, 8), normal(5, 20, 2, 8, seed=2), normal(5, 20, 2, 8, seed=3)
+    lengths, left, entries = [7, 20, 3], [2, 0, 3], [4, 0, 1]
+    out, lse = flashtile.attention_with_kv_cache(
+        q, k, v, cache_lengths=torch.tensor(lengths), cache_left_padding=torch.tensor(left),
+        cache_batch_indices=torch.tensor(entries), return_lse=True, backend=backend,
+    )  # fmt: skip
+    for b in range(3):
+        rows = entries[b], slice(left[b], lengths[b])
+        alone = flashtile.attention(
+            q[b, None], k[rows][None], v[rows][None], causal=True, return_lse=True, backend="reference"
+        )
+        close(out[b], alone[0][0])
+        close(lse[b], alone[1][0])
+    assert (out[2] == 0).all() and (lse[2] == float("-inf")).all(), "sequence 2 has no rows"
+
+
+@both_backends
+@pytest.mark.parametrize("page_size", [16, 32, 48])
+def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
+    """In any order; those of nobody stay as they are, and table entries past the length are not read."""
+    q, k, v = normal(2, 1, 4, 8), normal(2, 96, 2, 8, seed=2), normal(2, 96, 2, 8, seed=3)
+    new_k, new_v = normal(2, 1, 2, 8, seed=4), normal(2, 1, 2, 8, seed=5)
+    lengths = torch.tensor([60, 15], dtype=torch.int32)
+    pages = 96 // page_size
+    order = torch.randperm(2 * pages + 1, generator=torch.Generator().manual_seed(0))
+    table = order[:-1].view(2, pages).int()
+    caches = []
+    for cache in (k, v):
+        paged = torch.full((2 * pages + 1, page_size, 2, 8), float("nan"), dtype=torch.float64)
+        paged[table.flatten().long()] = cache.reshape(2 * pages, page_size, 2, 8)
+        caches.append(paged)
+    table[1, (16 + page_size - 1) // page_size :] = 10**9
+    expected = flashtile.attention_with_kv_cache(q, k, v, new_k, new_v, cache_lengths=lengths, backend="reference")
+    out = flashtile.attention_with_kv_cache(
+        q, *caches, new_k, new_v, cache_lengths=lengths, block_table=table, backend=backend
+    )
+    close(out, expected)
+    for cache, new in zip(caches, (new_k, new_v), strict=True):
+        for b, length in enumerate(lengths.tolist()):
+            close(cache[table[b, length // page_size], length % page_size], new[b, 0])
+        assert cache[order[-1]].isnan().all()
+
+
+@both_backends
+def test_new_rows_go_to_their_places_and_nowhere_else(backend: str) -> None:
+    k_cache, v_cache = normal(3, 20, 2, 8), normal(3, 20, 2, 8, seed=1)
+    before = k_cache.clone(), v_cache.clone()
+    k, v = normal(2, 3, 2, 8, seed=2), normal(2, 3, 2, 8, seed=3)
+    flashtile.attention_with_kv_cache(
+        normal(2, 1, 2, 8), k_cache, v_cache, k, v, cache_lengths=torch.tensor([0, 17]),
+        cache_batch_indices=torch.tensor([2, 0]), backend=backend,
+    )  # fmt: skip
+    for cache, old, new in zip((k_cache, v_cache), before, (k, v), strict=True):
+        old[2, 0:3], old[0, 17:20] = new[0], new[1]
+        assert torch.equal(cache, old)
+
+
+@both_backends
+def test_a_view_of_a_larger_cache_is_written_in_place(backend: str) -> None:
+    """One layer of keys and values of all layers, heads before rows."""
+    storage = torch.zeros(2, 2, 2, 16, 8, dtype=torch.float64)  # [k and v, batch, heads, rows, head_dim]
+    k_cache, v_cache = storage[0].transpose(1, 2), storage[1].transpose(1, 2)
+    k, v = normal(2, 1, 2, 8, seed=2), normal(2, 1, 2, 8, seed=3)
+    out = flashtile.attention_with_kv_cache(
+        normal(2, 1, 2, 8), k_cache, v_cache, k, v, cache_lengths=4, backend=backend
+    )
+    assert torch.equal(storage[0, :, :, 4], k[:, 0]) and torch.equal(storage[1, :, :, 4], v[:, 0])
+    assert out.isfinite().all()
+
+
+def test_default_is_the_whole_cache() -> None:
+    q, k, v = qkv()
+    out = flashtile.attention_with_kv_cache(q[:, -1:], k, v)
+    close(out, flashtile.attention(q, k, v, causal=True, backend="reference")[:, -1:])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+_Q, _CACHE, _NEW = torch.randn(2, 1, 4, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 1, 2, 8)
+_TABLE = {"block_table": torch.zeros(2, 3, dtype=torch.int32), "k_cache": torch.randn(4, 16, 2, 8)}
+_TABLE["v_cache"] = _TABLE["k_cache"]
+_APPEND = {"k": _NEW, "v": _NEW, "cache_lengths": 3}
+_COS, _SIN = flashtile.rotary_tables(24, 8)
+_ROTARY = {**_APPEND, "rotary_cos": _COS, "rotary_sin": _SIN}
+_FULL = torch.tensor([3, 20])
+
+BAD: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
+    "q-type": (TypeError, {"q": [1.0]}, "q: expected a torch.Tensor, got list"),
+    "q-rank": (ValueError, {"q": _Q[0]}, "q: expected 4 dimensions [batch, seq_q, heads_q, head_dim], got shape"),
+    "q-dtype": (TypeError, {"q": _Q.int()}, "q: expected dtype float16"),
+    "cache-rank": (ValueError, {"k_cache": _CACHE[0]}, "k_cache: expected 4 dimensions [batch, capacity"),
+    "cache-dtype": (TypeError, {"v_cache": _CACHE.half()}, "v_cache: expected the dtype of q, torch.float32"),
+    "cache-device": (ValueError, {"k_cache": _CACHE.to("meta")}, "k_cache: expected the device of q, cpu, got meta"),
+    "cache-strides": (ValueError, {"k_cache": _CACHE.mT.contiguous().mT}, "k_cache: expected a last dimension that is"),
+    "cache-shapes": (ValueError, {"v_cache": _CACHE[:, 1:]}, "v_cache: expected the batch, capacity, heads_kv of"),
+    "head-dim": (ValueError, {"k_cache": _CACHE[..., :4]}, "k_cache: expected the head_dim of q, 8, got 4"),
+    "head-dim-v": (ValueError, {"v_cache": torch.randn(2, 20, 2, 513)}, "v_cache: expected head_dim from 1 to 512"),
+    "heads": (ValueError, {"q": torch.randn(2, 1, 3, 8)}, "expected a number of heads that divides the 3 of q, got 2"),
+    "batch": (ValueError, {"q": torch.randn(3, 1, 4, 8)}, "k_cache: expected the batch size of q, 3, got 2; cache_bat"),
+    "v-missing": (ValueError, {"k": _NEW, "cache_lengths": 0}, "v: expected a tensor beside k, got None"),
+    "k-shape": (ValueError, {**_APPEND, "k": _Q}, "k: expected shape [batch, seq_new, heads_kv, head_dim] = [2, seq_n"),
+    "v-rows": (ValueError, {**_APPEND, "v": torch.randn(2, 2, 2, 8)}, "v: expected as many new rows as k has, 1, got"),
+    "k-dtype": (TypeError, {**_APPEND, "k": _NEW.double()}, "k: expected the dtype of q"),
+    "lengths-missing": (ValueError, {"k": _NEW, "v": _NEW}, "cache_lengths: expected an int or a tensor beside k and"),
+    "lengths-type": (TypeError, {"cache_lengths": 2.0}, "cache_lengths: expected an int or an int32 or int64 tensor"),
+    "lengths-negative": (ValueError, {"cache_lengths": -1}, "cache_lengths: expected at least 0, got -1"),
+    "lengths-long": (ValueError, {"cache_lengths": 21}, "cache_lengths: expected room for 0 new rows behind 21, got a"),
+    "lengths-no-room": (ValueError, {**_APPEND, "cache_lengths": 20}, "room for 1 new rows behind 20, got a cache of"),
+    "lengths-values": (ValueError, {**_APPEND, "cache_lengths": _FULL}, "room for 1 new rows behind 20, got a cache"),
+    "lengths-below": (ValueError, {"cache_lengths": torch.tensor([3, -2])}, "lengths of at least 0, got -2"),
+    "lengths-shape": (ValueError, {"cache_lengths": _FULL[:1]}, "cache_lengths: expected shape (2,)"),
+    "lengths-dtype": (TypeError, {"cache_lengths": _FULL.float()}, "cache_lengths: expected dtype int32 or int64"),
+    "new-rows": (
+        ValueError,
+        {**_APPEND, "k": torch.randn(2, 21, 2, 8), "v": torch.randn(2, 21, 2, 8), "cache_lengths": _FULL * 0},
+        "cache_lengths: expected room for 21 new rows behind 0",
+    ),
+    "entries-range": (ValueError, {"cache_batch_indices": torch.tensor([0, 2])}, "numbers of the 2 entries of the cac"),
+    "entries-shape": (ValueError, {"cache_batch_indices": torch.tensor([0])}, "cache_batch_indices: expected shape (2"),
+    "entries-pages": (
+        ValueError,
+        {**_TABLE, "cache_batch_indices": torch.tensor([0, 1])},
+        "cache_batch_indices: expected None beside block_table",
+    ),
+    "left-negative": (ValueError, {"cache_left_padding": torch.tensor([0, -1])}, "first rows of at least 0, got -1"),
+    "table-type": (TypeError, {**_TABLE, "block_table": [[0]]}, "block_table: expected an int32 or int64 tensor, got"),
+    "table-dtype": (TypeError, {**_TABLE, "block_table": torch.zeros(2, 3)}, "block_table: expected dtype int32 or i"),
+    "table-shape": (ValueError, {**_TABLE, "block_table": torch.zeros(3, 3).int()}, "block_table: expected shape [bat"),
+    "table-range": (ValueError, {**_TABLE, "block_table": torch.full((2, 3), 4)}, "numbers of the 4 pages of the cac"),
+    "page-size": (
+        ValueError,
+        {**_TABLE, "k_cache": torch.randn(4, 24, 2, 8), "v_cache": torch.randn(4, 24, 2, 8)},
+        "k_cache: expected pages of a multiple of 16 rows beside block_table",
+    ),
+    "sin-missing": (ValueError, {**_APPEND, "rotary_cos": _COS}, "rotary_sin: expected a table beside rotary_cos"),
+    "rotary-alone": (ValueError, {"rotary_cos": _COS, "rotary_sin": _SIN}, "rotary_cos: expected None without new k"),
+    "rotary-wide": (
+        ValueError,
+        {**_ROTARY, "rotary_cos": torch.ones(24, 5), "rotary_sin": torch.ones(24, 5)},
+        "rotary_cos: expected shape (positions, rotary_dim / 2)",
+    ),
+    "rotary-shape": (ValueError, {**_ROTARY, "rotary_sin": _SIN[1:]}, "rotary_sin: expected the shape of rotary_cos"),
+    "rotary-dtype": (TypeError, {**_ROTARY, "rotary_sin": _SIN.half()}, "rotary_sin: expected the dtype of rotary_c"),
+    "rotary-short": (
+        ValueError,
+        {**_ROTARY, "rotary_cos": _COS[:3], "rotary_sin": _SIN[:3]},
+        "rotary_cos: expected at least 4 positions, the farthest that a row has, got 3",
+    ),
+    "rotary-values": (
+        ValueError,
+        {**_ROTARY, "rotary_cos": _COS[:9], "rotary_sin": _SIN[:9], "cache_lengths": torch.tensor([3, 9])},
+        "rotary_cos: expected at least 10 positions",
+    ),
+    "slopes": (ValueError, {"alibi_slopes": torch.ones(3)}, "alibi_slopes: expected shape [heads_q] = [4]"),
+    "sinks": (ValueError, {"sinks": torch.ones(3)}, "sinks: expected shape [heads_q] = [4]"),
+    "window": (TypeError, {"window": 3}, "window: expected a pair (left, right), got 3"),
+    "softcap": (ValueError, {"softcap": -1.0}, "softcap: expected a finite number of at least 0, got -1.0"),
+    "scale": (ValueError, {"scale": float("inf")}, "scale: expected a finite number, got inf"),
+    "splits": (ValueError, {"num_splits": 0}, "num_splits: expected from 1 to 128, got 0"),
+    "splits-many": (ValueError, {"num_splits": 129}, "num_splits: expected from 1 to 128, got 129"),
+    "splits-type": (TypeError, {"num_splits": 2.0}, "num_splits: expected an int or None, got 2.0"),
+    "causal": (TypeError, {"causal": 1}, "causal: expected True or False, got 1"),
+    "backend": (ValueError, {"backend": "fast"}, "backend: expected one of 'auto'"),
+    "gradient": (ValueError, {"q": _Q.clone().requires_grad_()}, "q: expected a tensor that wants no gradient, got re"),
+    "gradient-sinks": (ValueError, {"sinks": torch.ones(4, requires_grad=True)}, "sinks: expected a tensor that want"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    error, changes, message = BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        flashtile.attention_with_kv_cache(**{"q": _Q, "k_cache": _CACHE, "v_cache": _CACHE, **changes})
+
+
+@pytest.mark.skipif("flashtile._backends.devices.interpreting()", reason="the interpreter runs the kernels")
+def test_backend_asked_for_by_name_does_not_fall_back() -> None:
+    with pytest.raises(ValueError, match=r"backend: 'triton' cannot serve this call: .*GPU"):
+        flashtile.attention_with_kv_cache(_Q, _CACHE, _CACHE, backend="triton")
+
+
+def test_inputs_that_want_gradients_are_fine_where_nothing_is_recorded() -> None:
+    q = _Q.clone().requires_grad_()
+    with torch.no_grad():
+        assert not flashtile.attention_with_kv_cache(q, _CACHE, _CACHE).requires_grad
+    with torch.inference_mode():
+        flashtile.attention_with_kv_cache(q, _CACHE.clone(), _CACHE.clone(), _NEW, _NEW, cache_lengths=3)
