@@ -52,7 +52,7 @@ WITHIN_OPERATION = {
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
 #: Packages that stand on the public names, as a user does.
-ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "learn", "models", "modules", "testing"}
+ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "io_model", "learn", "models", "modules", "testing"}
 #: Third-party packages that only these parts may need.
 OPTIONAL = {
     "typer": {"cli"},
@@ -171,7 +171,15 @@ def test_file_is_short_and_says_what_it_is(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["flashtile", "flashtile.learn", "flashtile.models", "flashtile.modules", "flashtile.testing"]
+    "module",
+    [
+        "flashtile",
+        "flashtile.io_model",
+        "flashtile.learn",
+        "flashtile.models",
+        "flashtile.modules",
+        "flashtile.testing",
+    ],
 )
 def test_public_names_have_docstrings(module):
     namespace = importlib.import_module(module)

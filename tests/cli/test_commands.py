@@ -95,6 +95,24 @@ def test_explain_for_an_architecture_that_is_not_here():
     result = invoke("explain", "--device", "sm_90", "--head-dim", 128)
     assert result.exit_code == 0, result.output
     assert "hopper" in result.output
+    assert "IO model: forward and backward on H100" in result.output and "out = weights · v" in result.output
+    assert "IO model" not in invoke("explain", "--device", "sm_90", "--no-io").output
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--device", "cpu", "--io"), "forward and backward on this CPU"),
+        (("--device", "cpu"), "--io measures"),
+        (("--device", "sm_75", "--dtype", "fp16"), "no data sheet of sm_75"),
+        (("--device", "sm_90", "--seq", 0), "seq_q: expected an int of at least 1"),
+        (("--device", "sm_90", "--backend", "reference"), "expected one with tiles"),
+    ],
+    ids=str,
+)
+def test_explain_tells_what_moves_or_why_it_does_not(options, text):
+    result = invoke("explain", "--dtype", "fp32", *options)
+    assert result.exit_code == 0 and text in result.output, result.output
 
 
 @pytest.mark.parametrize(

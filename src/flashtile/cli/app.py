@@ -102,6 +102,10 @@ def explain(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or an architecture such as sm_90, which need not be here.")
     ] = None,
+    io: Annotated[
+        bool | None,
+        typer.Option("--io/--no-io", help="FLOPs, bytes and least time, standard and in tiles; default: on a GPU."),
+    ] = None,
 ) -> None:
     """Say which backend and kernel a call would take, and why, without running it."""
 
@@ -112,7 +116,10 @@ def explain(
             batch, seq, seq_k, heads, heads_kv, head_dim, head_dim_v, dtype,
             causal, window, dropout_p, deterministic, backend, device,
         )  # fmt: skip
-        make_console().print(module.explain(call), markup=False, soft_wrap=True)
+        console = make_console()
+        console.print(module.explain(call), markup=False, soft_wrap=True)
+        if io is not False:
+            console.print(module.describe_io(call, measure=bool(io)), markup=False, soft_wrap=True)
         return True
 
     run_command(work)

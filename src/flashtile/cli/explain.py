@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import flashtile
+from flashtile import io_model
 from flashtile.bench.cases import DTYPES
 from flashtile.cli.errors import UserError
 
@@ -56,6 +57,41 @@ def explain(call: Call) -> str:
         )
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
+
+
+def describe_io(call: Call, measure: bool = False) -> str:
+    """What the call moves and computes, standard and in tiles, in the words of `flashtile.io_model`; or why that is not
+    told.
+
+    Args:
+        call: as for `explain`, which served it.
+        measure: measures the rates of a processor, which no table has.
+    """
+    name = call.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu" and not measure:
+        return "IO model: --io measures the rates of this processor, in about two seconds"
+    if name.startswith("cuda"):
+        name = torch.cuda.get_device_name(torch.device(name))
+    device = io_model.measure_cpu() if name == "cpu" else io_model.find_device(name)
+    if device is None:
+        return f"IO model: no data sheet of {name}; there are {', '.join(io_model.DEVICES)}"
+    try:
+        shape = io_model.Shape(
+            call.batch,
+            call.heads,
+            call.seq_q,
+            call.head_dim,
+            call.seq_k,
+            call.heads_kv,
+            call.head_dim_v,
+            dtype=parse_dtype(call.dtype),
+            causal=call.causal,
+            window=parse_window(call.window),
+            dropout_p=call.dropout_p,
+        )
+        return "IO model: " + io_model.comparison(shape, device, kernels=True, backend=call.backend)
+    except ValueError as error:
+        return f"IO model: {error}"
 
 
 def parse_dtype(name: str) -> torch.dtype:

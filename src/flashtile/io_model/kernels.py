@@ -1,0 +1,93 @@
+"""How flashtile would cut a call into tiles, as `flashtile.explain` tells it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import flashtile
+from flashtile.io_model.devices import Device
+from flashtile.io_model.shape import Shape
+
+#: Rows and keys of a tile of the CPU backend.
+_CPU_BLOCK = 256
+#: Warps of a multiprocessor whose threads have the 128 registers that kernels of matrix products take at least.
+_WARPS = 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A kernel and its tiles.
+
+    Attributes:
+        name: "forward", "dq", "dkdv", or "backward" where one kernel computes all gradients.
+        backend: whose kernel it is, "triton", "hopper" or "cpu".
+        block_q: queries of a tile.
+        block_k: keys of a tile.
+        warps: of a program; None where a program has a multiprocessor for itself.
+        shared_memory: bytes of a program.
+
+    Raises:
+        ValueError: a name or a backend that is not known, or a tile without rows.
+    """
+
+    name: str
+    backend: str
+    block_q: int
+    block_k: int
+    warps: int | None = None
+    shared_memory: int = 0
+
+    def __post_init__(self) -> None:
+        known = {"triton": ("forward", "dq", "dkdv"), "hopper": ("forward", "backward"), "cpu": ("forward", "backward")}
+        if self.name not in known.get(self.backend, ()):
+            raise ValueError(f"cut: expected one of {known} as backend and name, got {self.backend!r}, {self.name!r}")
+        if self.block_q < 1 or self.block_k < 1:
+            raise ValueError(f"cut: expected tiles of at least 1 × 1, got {self.block_q} × {self.block_k}")
+
+    def at_once(self, device: Device) -> int:
+        """Programs that a device runs at the same time."""
+        if self.backend == "cpu":
+            return 1  # one Python thread walks over the tiles
+        if self.warps is None:
+            return device.multiprocessors
+        fitting = [_WARPS // self.warps]
+        if self.shared_memory:
+            fitting.append(device.shared_memory // self.shared_memory)
+        return device.multiprocessors * max(1, min(fitting))
+
+
+def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...]:
+    """The kernels of a call, forward and backward, with the tiles that flashtile takes.
+
+    Args:
+        shape: the call.
+        arch: an architecture of `flashtile.explain`, or "cpu".
+        backend: as for `flashtile.attention`; the reference has no tiles.
+
+    Raises:
+        ValueError: no backend with tiles serves the call there.
+    """
+
+    def meta(heads: int, rows: int, columns: int) -> torch.Tensor:
+        return torch.empty(shape.batch, rows, heads, columns, dtype=shape.dtype, device="meta")
+
+    q = meta(shape.heads, shape.seq_q, shape.head_dim)
+    k, v = (meta(shape.kv_heads, shape.keys, columns) for columns in (shape.head_dim, shape.dim_v))
+    options = {"causal": shape.causal, "align": shape.align, "window": shape.window, "dropout_p": shape.dropout_p}
+    answer = flashtile.explain(q, k, v, **options, backend=backend, device=arch)  # type: ignore[arg-type]
+    if answer.backend is None:
+        raise ValueError(f"shape: no kernels for it on {arch}: {answer.reason}")
+    if answer.backend == "reference":
+        raise ValueError("backend: expected one with tiles, got 'reference'; `standard` models that computation")
+    if answer.backend == "cpu":
+        return tuple(Cut(name, "cpu", _CPU_BLOCK, _CPU_BLOCK) for name in ("forward", "backward"))
+    found = []
+    for kernel in answer.kernels:
+        assert kernel.tiles is not None
+        warps = getattr(kernel.tiles, "num_warps", None)
+        found.append(
+            Cut(kernel.name, kernel.backend, kernel.tiles.block_m, kernel.tiles.block_n, warps, kernel.shared_memory)
+        )
+    return tuple(found)

@@ -1,0 +1,164 @@
+"""The tiled computation: what each kernel of flashtile reads, writes and computes.
+
+A kernel holds some rows on chip and walks over the others: the forward and dq hold queries, dk/dv and the backward for
+Hopper hold keys. What is held is read once. What moves is asked for by every program, and mostly answered by the cache:
+
+- Programs that read the same keys (or queries) run next to each other. If what the programs that run at once read fits
+  in the cache together, it crosses device memory once.
+- If it does not, those that run at once still walk over it side by side, and each such wave of programs reads it once.
+
+`Transfer.requests` says how often the programs ask for a tensor, which is how often it would cross device memory
+without a cache: the block size decides it, as in the analysis of the paper.
+
+Reference: Dao et al., "FlashAttention" (2022), section 3.2, theorem 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashtile.io_model.devices import Device
+from flashtile.io_model.kernels import Cut, kernels_of
+from flashtile.io_model.shape import Shape
+from flashtile.io_model.work import Computation, Transfer, Work
+
+
+def tiled(
+    shape: Shape, device: Device, cuts: Sequence[Cut] | None = None, *, backward: bool = True, backend: str = "auto"
+) -> Computation:
+    """The kernels of a call on a device.
+
+    Args:
+        shape: the call.
+        device: for its caches, and for the tiles that flashtile takes there.
+        cuts: kernels with other tiles, instead of those of `kernels_of`.
+        backward: with the gradients of q, k and v.
+        backend: whose kernels, as for `flashtile.attention`; not with `cuts`.
+
+    Raises:
+        ValueError: no kernels serve the call on the device.
+    """
+    chosen = kernels_of(shape, device.arch, backend) if cuts is None else tuple(cuts)
+    works: list[Work] = []
+    for cut in chosen:
+        if backward or cut.name == "forward":
+            works += _KERNELS[cut.backend, cut.name](_Walk(shape, device, cut))
+    return Computation("tiled", tuple(works))
+
+
+class _Walk:
+    """A kernel's walk: how often what moves is asked for, and how often it crosses device memory."""
+
+    def __init__(self, shape: Shape, device: Device, cut: Cut) -> None:
+        self.shape, self.device, self.cut = shape, device, cut
+        self.sizes = shape.sizes
+        visited = shape.visited_tiles(cut.block_q, cut.block_k)  # of one matrix of scores
+        self._area = visited * cut.block_q * cut.block_k  # rows past the end are computed, too
+        # In how many tiles a key is on average, and a query; none is read past the end.
+        self._asked_keys = visited * min(cut.block_k, shape.keys) / shape.keys
+        self._asked_queries = visited * min(cut.block_q, shape.seq_q) / shape.seq_q
+
+    @property
+    def pairs(self) -> float:
+        """Pairs that are computed, hidden ones in visited tiles included."""
+        return float(self.shape.score_matrices * self._area)
+
+    def keys(self, *tensors: str, sums: Sequence[str] = ()) -> list[Transfer]:
+        """Reads of tensors as long as the keys, once for each tile of queries that sees them, and sums of gradients as
+        long, to which each of those tiles adds."""
+        group = self.shape.heads // self.shape.kv_heads
+        return self._moving(tensors, sums, self._asked_keys * group, -(-self.shape.seq_q // self.cut.block_q) * group)
+
+    def queries(self, *tensors: str, sums: Sequence[str] = ()) -> list[Transfer]:
+        """The same of tensors as long as the queries, for each tile of keys that they see."""
+        return self._moving(tensors, sums, self._asked_queries, -(-self.shape.keys // self.cut.block_k))
+
+    def size(self, tensor: str) -> int:
+        """Bytes of a tensor, or of the gradient of one."""
+        lse = self.sizes["lse"]
+        others = {"dout": self.sizes["out"], "statistics of 16 bytes": 4 * lse, "statistics of 8 bytes": 2 * lse}
+        return others.get(tensor) or self.sizes[tensor if tensor in self.sizes else tensor.removeprefix("d")]
+
+    def held(self, reads: str = "", writes: str = "") -> list[Transfer]:
+        """What crosses device memory once."""
+        found = [Transfer(name, self.size(name)) for name in reads.split(", ") if name]
+        return found + [Transfer(name, self.size(name), writes=True) for name in writes.split(", ") if name]
+
+    def _moving(self, tensors: Sequence[str], sums: Sequence[str], asked: float, programs: int) -> list[Transfer]:
+        """`asked`: how often the programs that share a key/value head, so many of them, ask for what moves."""
+        lines = self.shape.batch * self.shape.kv_heads
+        sizes = {name: self.size(name) for name in tensors}
+        summed = {f"sums of {name}": self.size(name) * 4 // self.shape.dtype.itemsize for name in sums}  # float32
+        at_once = self.cut.at_once(self.device)
+        lines_at_once = min(lines, -(-at_once // programs))
+        fits = (sum(sizes.values()) + sum(summed.values())) * lines_at_once / lines <= self.device.held
+        passes = min(asked, 1.0 if fits else max(1.0, asked / at_once))
+        found = [Transfer(name, size, passes, asked) for name, size in sizes.items()]
+        for name, size in summed.items():
+            # The programs send what is to be added; the cache reads and writes.
+            found += [Transfer(name, size, passes, 0.0), Transfer(name, size, passes, asked, writes=True)]
+        return found
+
+    def work(self, name: str, transfers: list[Transfer], products: str) -> Work:
+        """A kernel with so many products over "q" (head_dim) and "v" (head_dim_v)."""
+        width = sum(self.shape.head_dim if of == "q" else self.shape.dim_v for of in products)
+        return Work(
+            f"{name} ({self.cut.backend}, {self.cut.block_q} × {self.cut.block_k})",
+            "fwd" if name == "forward" else "bwd",
+            self.shape.dtype,
+            tuple(transfers),
+            flops=2.0 * self.pairs * width,
+            exponentials=self.pairs,
+            words=self.pairs if self.shape.dropout_p else 0.0,
+        )
+
+
+def _forward(walk: _Walk) -> list[Work]:
+    """q kᵀ and p v."""
+    return [walk.work("forward", [*walk.held("q", "out, lse"), *walk.keys("k", "v")], "qv")]
+
+
+def _dq(walk: _Walk) -> list[Work]:
+    """q kᵀ, dout vᵀ and ds k; and the statistics that dk/dv reads."""
+    held = walk.held("q, dout, out, lse", "dq, statistics of 16 bytes")
+    return [walk.work("dq", [*held, *walk.keys("k", "v")], "qvq")]
+
+
+def _dkdv(walk: _Walk) -> list[Work]:
+    """q kᵀ, dout vᵀ, pᵀ dout and dsᵀ q."""
+    moving = walk.queries("q", "dout", "statistics of 16 bytes")
+    return [walk.work("dkdv", [*walk.held("k, v", "dk, dv"), *moving], "qvvq")]
+
+
+def _hopper_backward(walk: _Walk) -> list[Work]:
+    """Three launches: statistics and zeros, all five products, and sums of dq to dq."""
+    sums = Transfer("sums of dq", walk.size("q") * 4 // walk.shape.dtype.itemsize, writes=True)
+    begin = [*walk.held("out, dout, lse", "statistics of 8 bytes"), sums]
+    main = [
+        *walk.held("k, v", "dk, dv"),
+        *walk.queries("q", "dout", "statistics of 8 bytes", sums=["dq"]),
+    ]
+    end = [Transfer(sums.tensor, sums.size), *walk.held("", "dq")]
+    dtype = walk.shape.dtype
+    return [
+        Work("statistics (hopper)", "bwd", dtype, tuple(begin)),
+        walk.work("backward", main, "qvvqq"),
+        Work("dq from its sums (hopper)", "bwd", dtype, tuple(end)),
+    ]
+
+
+def _cpu_backward(walk: _Walk) -> list[Work]:
+    """All five products; dk and dv are added up while tiles of queries walk over the keys."""
+    moving = walk.keys("k", "v", sums=["dk", "dv"])
+    return [walk.work("backward", [*walk.held("q, out, dout, lse", "dq"), *moving], "qvvqq")]
+
+
+_KERNELS = {
+    ("triton", "forward"): _forward,
+    ("hopper", "forward"): _forward,
+    ("cpu", "forward"): _forward,
+    ("triton", "dq"): _dq,
+    ("triton", "dkdv"): _dkdv,
+    ("hopper", "backward"): _hopper_backward,
+    ("cpu", "backward"): _cpu_backward,
+}
