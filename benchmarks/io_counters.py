@@ -1,0 +1,278 @@
+"""Counts what attention moves through a GPU's memory, standard and in tiles, beside what the IO model predicts.
+
+    python benchmarks/io_counters.py --output benchmarks/results/h200-io.json
+
+Needs an NVIDIA GPU and Nsight Compute's command line, `ncu`, with access to the GPU's counters. Each computation runs
+in a process of its own: called twice to warm up, then once between `cudaProfilerStart` and `cudaProfilerStop`, where
+`ncu` counts `dram__bytes_read.sum` and `dram__bytes_write.sum` of each kernel, without touching clocks or caches. Times
+are taken without `ncu`, between CUDA events. The default case is that of the first FlashAttention's table: GPT-2, batch
+64, 16 heads of 64, 1,024 tokens, dropout, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashtile
+from flashtile import io_model
+from flashtile.bench.cases import DTYPES
+from flashtile.bench.record import Record, make_record, write_record
+from flashtile.bench.standard import causal_mask, standard_attention
+from flashtile.bench.timing import EventTimer
+
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+_WARM_UP_CALLS = 2
+_SECONDS = 1.0
+#: Where CUDA's installers put it when it is not on the path.
+_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+
+
+class CountersError(Exception):
+    """Counters cannot be read; the message says why and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("io_counters: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    shape = _shape(options)
+    if options.child:
+        _run_once(make_call(options.child, shape))
+        return 0
+    device = io_model.find_device(torch.cuda.get_device_name())
+    if device is None:
+        known = ", ".join(io_model.DEVICES)
+        print(f"io_counters: no data sheet of {torch.cuda.get_device_name()}; there are {known}", file=sys.stderr)
+        return 2
+    try:
+        record = measure(shape, device, None if options.no_counters else find_ncu(), options)
+    except CountersError as error:
+        print(f"io_counters: {error}", file=sys.stderr)
+        return 2
+    print(table(record))
+    if options.output is not None:
+        write_record(record, options.output)
+        print("record:", options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="bf16")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--no-counters", action="store_true", help="times and predictions alone, without ncu")
+    parser.add_argument("--output", type=Path, help="JSON file for the record")
+    parser.add_argument("--child", choices=("standard", "flashtile"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _shape(options: argparse.Namespace) -> io_model.Shape:
+    return io_model.Shape(
+        options.batch,
+        options.heads,
+        options.seq,
+        options.head_dim,
+        dtype=DTYPES[options.dtype],
+        causal=options.causal,
+        dropout_p=options.dropout,
+    )
+
+
+def make_call(name: str, shape: io_model.Shape, device: str = "cuda") -> Callable[[], Any]:
+    """Forward and backward of "standard" or "flashtile" on random inputs."""
+    rows = (shape.batch, shape.seq_q, shape.heads, shape.head_dim)
+    if name == "standard":
+        rows = (shape.batch * shape.heads, shape.seq_q, shape.head_dim)
+    q, k, v, dout = (torch.randn(rows, dtype=shape.dtype, device=device, requires_grad=i < 3) for i in range(4))
+    mask = causal_mask(shape.seq_q, shape.dtype, q.device) if shape.causal else None
+
+    def call() -> tuple[torch.Tensor, ...]:
+        if name == "standard":
+            out = standard_attention(q, k, v, mask, shape.dropout_p)
+        else:
+            out = flashtile.attention(q, k, v, causal=shape.causal, dropout_p=shape.dropout_p)
+        return torch.autograd.grad(out, (q, k, v), dout)
+
+    return call
+
+
+def _run_once(call: Callable[[], Any]) -> None:
+    """The child's part: one call that the counters see."""
+    for _ in range(_WARM_UP_CALLS):
+        call()
+    torch.cuda.synchronize()
+    runtime = torch.cuda.cudart()
+    runtime.cudaProfilerStart()
+    call()
+    torch.cuda.synchronize()
+    runtime.cudaProfilerStop()
+
+
+def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
+    """The record: a row for each computation. Without `ncu` there is nothing counted in them."""
+    record = make_record(torch.device("cuda"), command_line(), [])
+    models = {"standard": io_model.standard(shape), "flashtile": io_model.tiled(shape, device)}
+    for name, model in models.items():
+        torch.cuda.empty_cache()
+        call = make_call(name, shape)
+        call()
+        ms = statistics.median(EventTimer(call).sample(_SECONDS))
+        del call
+        torch.cuda.empty_cache()
+        kernels = None if ncu is None else count(ncu, name, options)
+        record["rows"].append(row(name, shape, model, device, ms, kernels))
+    return record
+
+
+def command_line() -> str:
+    kept = [argument for argument in sys.argv[1:] if not argument.startswith("--output")]
+    if "--output" in sys.argv:
+        kept = [argument for argument in kept if argument != sys.argv[sys.argv.index("--output") + 1]]
+    return " ".join(["python benchmarks/io_counters.py", *kept])
+
+
+def row(
+    name: str,
+    shape: io_model.Shape,
+    model: io_model.Computation,
+    device: io_model.Device,
+    ms: float,
+    kernels: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """A row: predicted and, with `kernels`, counted."""
+    counted = None
+    if kernels is not None:
+        read, written = (sum(kernel[key] for kernel in kernels) for key in ("bytes_read", "bytes_written"))
+        counted = {"bytes_read": read, "bytes_written": written, "kernels": kernels}
+    return {
+        "op": "attention-io",
+        "phase": "fwd+bwd",
+        "impl": name,
+        "case": {
+            **{"B": shape.batch, "S": shape.seq_q, "H": shape.heads, "D": shape.head_dim},
+            **{"causal": shape.causal, "dropout_p": shape.dropout_p, "dtype": str(shape.dtype).removeprefix("torch.")},
+        },
+        "ms": ms,
+        "timer": EventTimer.kind,
+        "device": device.name,
+        "predicted": {
+            "flops": model.flops,
+            "bytes_read": model.bytes_read,
+            "bytes_written": model.bytes_written,
+            "least_ms": model.seconds(device) * 1e3,
+            "bound": model.bound(device),
+            "kernels": [
+                {"name": w.name, "bytes_read": w.bytes_read, "bytes_written": w.bytes_written} for w in model.kernels
+            ],
+        },
+        "counted": counted,
+        **({} if counted else {"why": "run with --no-counters"}),
+    }
+
+
+def find_ncu() -> str:
+    """The path of `ncu`.
+
+    Raises:
+        CountersError: there is none.
+    """
+    for place in (os.environ.get("NCU"), shutil.which("ncu"), *_PLACES):
+        if place and Path(place).exists():
+            return place
+    raise CountersError(
+        "ncu (Nsight Compute) is neither on the path nor in its usual places; name it in the environment variable NCU, "
+        "or pass --no-counters for times and predictions alone"
+    )
+
+
+def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each kernel of a computation reads and writes in device memory, counted in a process of its own.
+
+    Raises:
+        CountersError: ncu failed, or counted nothing.
+    """
+    child = [sys.executable, str(Path(__file__).resolve()), "--child", name]
+    for option in ("batch", "heads", "seq", "head_dim", "dropout", "dtype"):
+        child += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
+    child += ["--causal"] if options.causal else []
+    settings = ["--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none"]
+    output = ["--metrics", f"{READ},{WRITTEN}", "--csv", "--page", "raw", "--print-units", "base"]
+    done = subprocess.run([ncu, *settings, *output, *child], capture_output=True, text=True)
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        raise CountersError(
+            "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root, or load the driver with "
+            "NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    if done.returncode:
+        ending = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
+        raise CountersError(f"ncu ended with {done.returncode} for {name}:\n{ending}")
+    kernels = parse(done.stdout)
+    if not kernels:
+        raise CountersError(f"ncu counted no kernel of {name}:\n{done.stdout[-800:]}")
+    return kernels
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """Kernels, in the order in which they ran, from the raw page of `ncu --csv`: a line of headings, one of units, one
+    for each kernel, among lines that are no CSV.
+
+    Raises:
+        CountersError: a column or a figure is missing, or the units are not bytes.
+    """
+    lines = text.splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        return []
+    units, *rows = csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"'))))
+    for column in ("Kernel Name", READ, WRITTEN):
+        if column not in units:
+            raise CountersError(f"ncu printed no column {column!r}; there are {', '.join(units)}")
+    for column in (READ, WRITTEN):
+        if units[column] != "byte":
+            raise CountersError(f"{column}: expected bytes, ncu printed {units[column]!r}")
+    found = []
+    for kernel in rows:
+        try:
+            read, written = (int(float(kernel[column].replace(",", ""))) for column in (READ, WRITTEN))
+        except ValueError:
+            raise CountersError(f"ncu counted nothing for {kernel['Kernel Name']}: {kernel[READ]!r}") from None
+        found.append({"name": kernel["Kernel Name"], "bytes_read": read, "bytes_written": written})
+    return found
+
+
+def table(record: Record) -> str:
+    """FLOPs, bytes and time: standard against flashtile."""
+    headings = ("GFLOP", "GB predicted", "GB counted", "counted / predicted", "ms", "least ms")
+    lines = [" " * 10 + "".join(f" {heading:>{width}}" for heading, width in zip(headings, (8, 13, 11, 20, 8, 9)))]
+    for found in record["rows"]:
+        predicted, counted = found["predicted"], found["counted"]
+        expected = predicted["bytes_read"] + predicted["bytes_written"]
+        actual = counted and counted["bytes_read"] + counted["bytes_written"]
+        cells = (f"{actual / 1e9:.2f}", f"{actual / expected:.3f}") if actual else ("–", "–")
+        lines.append(
+            f"{found['impl']:10} {predicted['flops'] / 1e9:8.1f} {expected / 1e9:13.2f} {cells[0]:>11} {cells[1]:>20} "
+            f"{found['ms']:8.3f} {predicted['least_ms']:9.3f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
