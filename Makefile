@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DEVICE_MARKS := gpu or hopper or multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu lint format clean
+.PHONY: help setup run test test-gpu lint format docs dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/make \1|\2/' | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -43,8 +43,15 @@ format: $(STAMP) ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(STAMP) ## the site of the documents, in site/; it needs no server and no network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "==> site/index.html"
+
+dist: $(STAMP) ## wheel and sdist, in dist/; the same bytes for the same commit
+	@SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python -m hatchling build
+
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The stamp is written last, so an interrupted installation starts again, and a finished one is not repeated until
 # what it was made from changes. A GPU build of torch brings its own Triton; only where there is none is ours installed.

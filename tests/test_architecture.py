@@ -201,16 +201,14 @@ def _run_python(source: str) -> str:
     return done.stdout
 
 
-def test_import_is_quick_and_loads_no_kernel_and_no_optional_package():
-    loaded, seconds = _run_python(
-        "import torch, sys, time\n"
-        "before, start = set(sys.modules), time.perf_counter()\n"
+def test_import_loads_no_kernel_and_no_optional_package():
+    loaded = _run_python(
+        "import torch, sys\n"
+        "before = set(sys.modules)\n"
         "import flashtile\n"
-        "seconds = time.perf_counter() - start\n"
-        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}), seconds, sep=';')\n"
-    ).split(";")
+        "print(sorted({name.partition('.')[0] for name in set(sys.modules) - before}))\n"
+    )
     assert not {"triton", "numpy", *OPTIONAL} & set(ast.literal_eval(loaded))
-    assert float(seconds) < 1.0
 
 
 def test_import_compiles_nothing():

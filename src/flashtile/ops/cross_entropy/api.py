@@ -123,10 +123,15 @@ def linear_cross_entropy(
         weight: `[vocabulary, features]`, in x's dtype.
         labels: `[...]`, as in `cross_entropy`.
         bias: `[vocabulary]` in x's dtype, or None.
-        label_smoothing, logit_scale, lse_square_scale, ignore_index, reduction, return_z_loss: as in `cross_entropy`.
+        label_smoothing: as in `cross_entropy`.
+        logit_scale: as in `cross_entropy`.
+        lse_square_scale: as in `cross_entropy`.
+        ignore_index: as in `cross_entropy`.
+        reduction: as in `cross_entropy`.
         process_group: of processes that hold `[vocabulary / size, features]` of the weight each, in the order of their
             ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and that of x,
             added up over processes, so all of them must ask for it or none.
+        return_z_loss: as in `cross_entropy`.
         backend: as in `cross_entropy`; the matrix products are PyTorch's.
 
     Returns:

@@ -1,0 +1,94 @@
+"""The site of the documents: builds without a warning, needs nothing from a network, and knows every public name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+import flashtile
+
+pytest.importorskip("mkdocs", reason="the extra 'docs' is not installed")
+pytest.importorskip("material", reason="the extra 'docs' is not installed")
+
+ROOT = Path(__file__).parent.parent
+_REFERENCE = re.compile(r'<(\w+)\b[^>]*?\b(?:src|href)="([^"]*)"')
+#: Elements that a browser loads by itself.
+_LOADED = {"script", "link", "img", "iframe", "source"}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def _pages(site: Path) -> list[tuple[Path, str]]:
+    return [(path, path.read_text("utf-8")) for path in sorted(site.rglob("*.html"))]
+
+
+def test_every_document_is_a_page(site):
+    documents = {path.relative_to(ROOT / "docs").with_suffix(".html") for path in (ROOT / "docs").rglob("*.md")}
+    pages = {path.relative_to(site) for path in site.rglob("*.html")}
+    assert documents <= pages
+    assert {Path(name) for name in ("readme.html", "contributing.html", "changelog.html", "records.html")} <= pages
+
+
+def test_links_lead_somewhere(site):
+    """Of pages, pictures, styles and scripts, on disk as they are, anchors included."""
+    texts = dict(_pages(site))
+    anchors = {path: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for path, text in texts.items()}
+    for page, text in texts.items():
+        if page.name == "404.html":  # its links are those of a server's root
+            continue
+        for _, target in _REFERENCE.findall(text):
+            if re.match(r"[a-z]+:", target):
+                continue
+            name, _, anchor = unquote(target).partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists(), f"{page.relative_to(site)} links to {target}"
+            if anchor and file in anchors and not anchor.startswith("__"):
+                assert anchor in anchors[file], f"{page.relative_to(site)} links to {target}"
+
+
+def test_a_browser_loads_nothing_from_elsewhere(site):
+    for page, text in _pages(site):
+        for element, target in _REFERENCE.findall(text):
+            assert element not in _LOADED or "//" not in target, f"{page.relative_to(site)}: {element} {target}"
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\([\"']?(?:https?:)?//|@import", style.read_text("utf-8")), style.name
+
+
+def test_every_public_name_is_in_the_reference(site):
+    found = {name for _, text in _pages(site / "api") for name in re.findall(r'id="(flashtile[\w.]*)"', text)}
+    expected = set()
+    for package in ("flashtile", "flashtile.learn", "flashtile.models", "flashtile.modules", "flashtile.testing"):
+        names = importlib.import_module(package).__all__
+        expected |= {f"{package}.{name}" for name in names if name != "__version__"}
+    assert expected <= found, expected - found
+    assert flashtile.__all__
+
+
+def test_the_search_knows_the_pages(site):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    places = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert {"attention.html", "how_it_works.html", "api/attention.html"} <= places
+    assert "worker_in_frame.js" in (site / "api" / "attention.html").read_text("utf-8")
+    assert (site / "search" / "search_index.js").exists()

@@ -1,0 +1,164 @@
+"""What the site of the documents has beside the files of docs/ (hooks of MkDocs, named in mkdocs.yml).
+
+- Documents of the repository that lie elsewhere become pages: README, CONTRIBUTING, CHANGELOG, the list of records.
+- Records and sources that a document links to become files and pages of the site, so that every link leads somewhere
+  without a network. Links are rewritten on the way; the documents keep those that work in a checkout.
+- The search needs no server and no network.
+- The API reference is made from the public names: one page for each operation and package, with their docstrings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import posixpath
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parent.parent
+#: Documents outside of docs/ -> their pages.
+PAGES = {
+    "README.md": "readme.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/results/README.md": "records.md",
+}
+#: Packages with public names of their own, with the title of their page. Those of `flashtile` itself are divided by
+#: the operation that has them.
+PACKAGES = {
+    "flashtile.modules": "Modules",
+    "flashtile.models": "Models",
+    "flashtile.distributed": "Distributed",
+    "flashtile.integrations": "Integrations",
+    "flashtile.compat": "Other libraries' names",
+    "flashtile.testing": "Testing",
+    "flashtile.learn": "From scratch",
+}
+#: Operations whose page has another title than their name.
+TITLES = {
+    "cross_entropy": "Cross-entropy",
+    "dense": "Linear layers",
+    "layer_norm": "Norms",
+    "rotary": "Rotary embedding",
+}
+_LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+
+
+def on_config(config: Any) -> Any:
+    """The API pages come last in the navigation."""
+    config.nav.append({"API": [{title: f"api/{name}.md"} for name, title, _ in api_pages()]})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
+    for name, title, members in api_pages():
+        files.append(File.generated(config, f"api/{name}.md", content=_api_page(title, members)))
+    documents = [*((ROOT / "docs").rglob("*.md")), *(ROOT / source for source in PAGES)]
+    linked = {path for document in documents for path in _linked(document) if _place(path) not in files.src_uris}
+    for path in sorted(linked):
+        place = _place(path)
+        if path.suffix == ".py":
+            text = f"# {path.name}\n\n`{_name(path)}`\n\n```python\n{path.read_text('utf-8')}```\n"
+            page = File.generated(config, place, content=text)
+            page.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(page)
+        else:
+            files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    document = _document(page.file.src_uri)
+    if document is None:
+        return markdown
+    here = posixpath.dirname(page.file.src_uri)
+
+    def rewritten(match: re.Match[str]) -> str:
+        path = _target(document, match[2])
+        return match[0] if path is None else match[1] + posixpath.relpath(_place(path), here or ".") + match[3]
+
+    return _LINK.sub(rewritten, markdown)
+
+
+def _document(page: str) -> Path | None:
+    """The file that a page is made from; None of pages that are made here."""
+    path = ROOT / next((source for source, name in PAGES.items() if name == page), f"docs/{page}")
+    return path if path.exists() else None
+
+
+def _linked(document: Path) -> set[Path]:
+    """Files of the repository outside of docs/ that a document links to."""
+    found = {_target(document, link) for _, link, _ in _LINK.findall(document.read_text("utf-8"))}
+    return {path for path in found if path is not None and not path.is_relative_to(ROOT / "docs")}
+
+
+def _target(document: Path, link: str) -> Path | None:
+    """The file of the repository that a link leads to; None where it is none."""
+    if "://" in link:
+        return None
+    path = (document.parent / link).resolve()
+    return path if path.is_file() and path.is_relative_to(ROOT) else None
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _place(path: Path) -> str:
+    """Where a file of the repository is on the site."""
+    name = _name(path)
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
+    return PAGES.get(name, f"files/{name.removesuffix('.py')}.md" if name.endswith(".py") else f"files/{name}")
+
+
+def api_pages() -> list[tuple[str, str, list[str]]]:
+    """(file name, title, full public names) of each page of the API reference."""
+    flashtile = importlib.import_module("flashtile")
+    groups: dict[str, list[str]] = {"attention": []}
+    # Functions before classes.
+    for name in sorted(flashtile.__all__, key=lambda name: (name[0].isupper(), name)):
+        if name != "__version__":
+            groups.setdefault(_operation(getattr(flashtile, name)), []).append(f"flashtile.{name}")
+    pages = [(name, TITLES.get(name, name.replace("_", " ").capitalize()), members) for name, members in groups.items()]
+    for package, title in PACKAGES.items():
+        if (ROOT / "src" / package.replace(".", "/")).exists() or importlib.util.find_spec(package):
+            pages.append((package.removeprefix("flashtile."), title, _members(importlib.import_module(package))))
+    return [page for page in pages if page[2]]
+
+
+def _operation(value: Any) -> str:
+    """The operation in whose folder a public object is made."""
+    module = inspect.getmodule(value) if not isinstance(value, ModuleType) else value
+    parts = (module.__name__ if module else "flashtile").split(".")
+    operation = parts[2] if parts[1:2] == ["ops"] else parts[1] if len(parts) > 1 else "flashtile"
+    return "attention" if operation == "common" else operation  # what operations share is attention's first
+
+
+def _members(package: ModuleType) -> list[str]:
+    return [f"{package.__name__}.{name}" for name in getattr(package, "__all__", ())]
+
+
+def _api_page(title: str, members: list[str]) -> str:
+    return "\n\n".join([f"# {title}", *(f"::: {member}" for member in members)]) + "\n"
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """What lets the search work without a server comes with the site, instead of from another."""
+    return _with_own_worker(output, page.file.src_uri)
+
+
+def on_post_template(output: str, template_name: str, config: Any) -> str:
+    return _with_own_worker(output, "")
+
+
+def _with_own_worker(html: str, page: str) -> str:
+    own = posixpath.relpath("assets/worker_in_frame.js", posixpath.dirname(page) or ".")
+    return re.sub(r'<script src="https://[^"]*iframe-worker[^"]*">', f'<script src="{own}">', html)
