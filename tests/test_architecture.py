@@ -24,6 +24,7 @@ WITHIN_OPERATION = {
     "__init__": set(),
     "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
     "checks": {"block_mask", "spec"},
+    "sdpa": {"api", "spec"},
     "explain": {"api", "block_mask", "checks", "cpu", "hopper", "select", "spec", "triton"},
     "operator": {"checks", "cpu", "hopper", "parallel", "philox", "products", "reference", "select", "spec", "triton"},
     # What the Hopper kernels serve is told by their tables (`hopper.configs`), which need no Triton.
@@ -52,14 +53,25 @@ WITHIN_OPERATION = {
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
 #: Packages that stand on the public names, as a user does.
-ON_PUBLIC_NAMES = {"bench", "cli", "compat", "distributed", "io_model", "learn", "models", "modules", "testing"}
+ON_PUBLIC_NAMES = {
+    "bench",
+    "cli",
+    "compat",
+    "distributed",
+    "integrations",
+    "io_model",
+    "learn",
+    "models",
+    "modules",
+    "testing",
+}
 #: Third-party packages that only these parts may need.
 OPTIONAL = {
     "typer": {"cli"},
     "rich": {"cli", "bench"},
     "matplotlib": {"cli", "bench"},
     "numpy": set(),
-    "transformers": {"bench"},
+    "transformers": {"bench", "integrations"},
 }
 
 
@@ -174,6 +186,7 @@ def test_file_is_short_and_says_what_it_is(path):
     "module",
     [
         "flashtile",
+        "flashtile.integrations",
         "flashtile.io_model",
         "flashtile.learn",
         "flashtile.models",

@@ -6,6 +6,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.inspection import attention_probs
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
+from flashtile.ops.attention.sdpa import scaled_dot_product_attention
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
@@ -47,6 +48,7 @@ __all__ = [
     "rotary_frequencies",
     "rotary_tables",
     "scaled_causal_softmax",
+    "scaled_dot_product_attention",
     "scaled_masked_softmax",
     "xpos_scale",
 ]

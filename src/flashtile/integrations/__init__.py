@@ -1,0 +1,8 @@
+"""flashtile inside other libraries: PyTorch's own attention function, transformers, exported models.
+
+`flashtile.integrations.transformers` needs transformers, and is imported by its own name.
+"""
+
+from flashtile.integrations.torch_sdpa import use_flashtile_sdpa
+
+__all__ = ["use_flashtile_sdpa"]

@@ -1,0 +1,254 @@
+"""Attention with the arguments, layout and semantics of `torch.nn.functional.scaled_dot_product_attention`.
+
+Shape letters: N any number of leading dimensions, H query heads, G key/value heads, L queries, S keys, E head_dim, V
+head_dim of the values. PyTorch's `[N, H, L, E]` becomes `[N, L, H, E]` by strides alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.api import attention
+from flashtile.ops.attention.spec import MAX_HEAD_DIM
+from flashtile.ops.common.checks import FLOAT_DTYPES, check_device, check_tensors, raise_not_bool
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    backend: str = "auto",
+    deterministic: bool = False,
+) -> Tensor:
+    """`softmax(scale · query keyᵀ + attn_mask) value`, as `torch.nn.functional.scaled_dot_product_attention` means it.
+
+    Differentiable in query, key, value and a floating-point attn_mask. The last two arguments are flashtile's own.
+
+    Args:
+        query: `[..., H, L, E]`; float16, bfloat16, float32, or float64 on a CPU. Two dimensions are one head.
+        key: `[..., G, S, E]`. Leading dimensions broadcast among query, key and value, and so do heads.
+        value: `[..., G, S, V]`; E and V at most 512.
+        attn_mask: broadcasts to `[..., H, L, S]` and has at least the last two dimensions. bool, True = visible; or
+            added to the scores, in query's dtype or float32, with a gradient in its own shape. Also a `CausalBias` of
+            `torch.nn.attention.bias`.
+        dropout_p: probability that a weight is dropped; it is applied whenever it is not 0, in evaluation as well.
+        is_causal: query `i` sees keys 0 to `i`, also where L and S differ. Not together with attn_mask.
+        scale: factor on the scores; default `1/sqrt(E)`.
+        enable_gqa: query head `h` reads key head `h // (H // G)`, and likewise for values; H is a multiple of G.
+        backend: as in `flashtile.attention`.
+        deterministic: as in `flashtile.attention`.
+
+    Returns:
+        `[..., H, L, V]` in query's dtype (under autocast in its dtype). A row with no visible key is 0.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong, or a tensor is nested.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+    """
+    _check(query, key, value)
+    if not isinstance(is_causal, bool):
+        raise_not_bool(is_causal=is_causal)
+    align = "top_left"
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(
+                "attn_mask, is_causal: expected one of them, got both; put the causal part into the mask, "
+                "attn_mask & torch.ones(L, S, dtype=torch.bool).tril()"
+            )
+        variant = getattr(attn_mask, "variant", None)
+        if variant is not None:
+            align, attn_mask, is_causal = _causal_bias(attn_mask, variant, query.shape[-2], key.shape[-2]), None, True
+    rank = max(query.dim(), key.dim(), value.dim())
+    batch, heads = _leading(query, key, value, enable_gqa)
+    query, key, value = _grouped(query, key, value, batch, heads)
+    options: dict[str, Any] = {"causal": is_causal, "align": align, "scale": scale, "backend": backend}
+    if attn_mask is not None:
+        options.update(_score_inputs(attn_mask, query, (*batch, heads, query.shape[1], key.shape[1]), rank))
+    out = _attend(query, key, value, dropout_p, deterministic=deterministic, **options)
+    out = out.transpose(1, 2)  # [N, H, L, V]
+    shape = (*batch, heads, *out.shape[2:])[-rank:]
+    return out if len(batch) == 1 and rank == 4 else out.reshape(shape)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """What `attention` could not say in PyTorch's names."""
+    check_tensors(query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.is_nested:
+            raise TypeError(
+                f"{name}: expected a dense tensor, got a nested one; pass its values and offsets to "
+                "flashtile.attention_varlen"
+            )
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name}: expected at least 2 dimensions [seq, head_dim], got shape {tuple(tensor.shape)}; "
+                "insert dimensions of size 1"
+            )
+        check_device(name, tensor, query.device, of="query")
+        if tensor.dtype is not query.dtype and _autocast_dtype(query.device) is None:
+            raise TypeError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}; cast one of them")
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"{name}: expected dtype float16, bfloat16, float32 or float64, got {tensor.dtype}; cast it"
+            )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(
+            f"key: expected the head_dim of query, {query.shape[-1]}, got {key.shape[-1]}; scores are their products"
+        )
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[-1] > MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected head_dim up to {MAX_HEAD_DIM}, got {tensor.shape[-1]}; split the head")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(
+            f"value: expected as many rows as key, {key.shape[-2]}, got {value.shape[-2]}; each key has one value"
+        )
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which attention runs under `torch.autocast`; None outside."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _causal_bias(bias: Any, variant: Any, seq_q: int, seq_k: int) -> str:
+    """The alignment that a `torch.nn.attention.bias.CausalBias` stands for."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (seq_q, seq_k):
+        raise ValueError(
+            f"attn_mask: expected a causal bias for {seq_q} queries and {seq_k} keys, got one for {bias.seq_len_q} and "
+            f"{bias.seq_len_kv}; build it for these sizes"
+        )
+    return "top_left" if variant.name == "UPPER_LEFT" else "bottom_right"
+
+
+def _leading(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], int]:
+    """The batch dimensions of the result, at least one, and its heads."""
+    heads, *shared = (t.shape[-3] if t.dim() > 2 else 1 for t in (query, key, value))
+    if enable_gqa:
+        for name, found in zip(("key", "value"), shared):
+            if found != heads and (not found or heads % found):
+                raise ValueError(
+                    f"{name}: expected a number of heads that divides query's {heads}, got {found}; query heads share "
+                    "them in groups of equal size"
+                )
+    else:
+        numbers = (heads, *shared)
+        heads = 0 if 0 in numbers else max(numbers)
+        if any(number not in (1, heads) for number in numbers):
+            raise ValueError(
+                f"query, key, value: expected the same number of heads, or 1, got {numbers}; pass enable_gqa=True "
+                "where query heads share those of key and value"
+            )
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]:
+        return (query.shape[0],), heads
+    try:
+        batch = torch.broadcast_shapes((1,), *(t.shape[:-3] for t in (query, key, value)))
+    except RuntimeError:
+        raise ValueError(
+            "query, key, value: expected leading dimensions that broadcast, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}; expand them"
+        ) from None
+    return tuple(batch), heads
+
+
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, batch: tuple[int, ...], heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The three as `[N, seq, heads, head_dim]`; key and value with as many heads as each other, not repeated where
+    kernels share them."""
+    heads_k, heads_v = (t.shape[-3] if t.dim() > 2 else 1 for t in (key, value))
+    if heads_k != heads_v or not heads:
+        key, value = _repeated(key, heads), _repeated(value, heads)
+    if query.dim() < 3 or query.shape[-3] != heads:
+        query = query.expand(*query.shape[:-3], heads, *query.shape[-2:])
+    query, key, value = (_one_batch(t, batch).transpose(1, 2) for t in (query, key, value))
+    return query, key, value
+
+
+def _repeated(tensor: Tensor, heads: int) -> Tensor:
+    """`[..., heads, S, E]`."""
+    if tensor.dim() < 3 or tensor.shape[-3] == 1:
+        return tensor.expand(*tensor.shape[:-3], heads, *tensor.shape[-2:])
+    return tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3) if tensor.shape[-3] != heads else tensor
+
+
+def _one_batch(tensor: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """`[N, heads, seq, head_dim]` with all batch dimensions in N."""
+    if tensor.dim() == 4 and tensor.shape[:1] == batch:
+        return tensor
+    inner = tuple(tensor.shape[-3:]) if tensor.dim() > 2 else (1, *tensor.shape)
+    return tensor.expand(*batch, *inner).reshape(math.prod(batch), *inner)
+
+
+def _score_inputs(attn_mask: Tensor, query: Tensor, sizes: tuple[int, ...], rank: int) -> dict[str, Tensor]:
+    """A mask as `mask` or `bias` of `attention`, `[N | 1, H | 1, L | 1, S | 1]`.
+
+    Args:
+        query: `[N, L, H, E]`.
+        sizes: `(*batch, H, L, S)`, what it must broadcast to; `rank` of them are in PyTorch's own shapes.
+    """
+    check_tensors(attn_mask=attn_mask)
+    check_device("attn_mask", attn_mask, query.device, of="query")
+    shape = (1,) * (len(sizes) - attn_mask.dim()) + tuple(attn_mask.shape)
+    fits = 2 <= attn_mask.dim() <= rank and all(found in (1, full) for found, full in zip(shape, sizes))
+    if not fits:
+        raise ValueError(
+            f"attn_mask: expected at least 2 dimensions that broadcast to {list(sizes[-rank:])}, got "
+            f"{list(attn_mask.shape)}; insert dimensions of size 1"
+        )
+    batch, inner = shape[:-3], shape[-3:]
+    attn_mask = attn_mask.reshape(shape)
+    if any(size != 1 for size in batch):
+        attn_mask = attn_mask.expand(*sizes[:-3], *inner)
+        batch = sizes[:-3]
+    attn_mask = attn_mask.reshape(math.prod(batch), *inner)
+    if attn_mask.dtype is torch.bool:
+        return {"mask": attn_mask}
+    return {"bias": _as_bias(attn_mask, query)}
+
+
+def _as_bias(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """A floating-point mask in a dtype that `attention` adds to scores of this query."""
+    dtype = query.dtype
+    if attn_mask.dtype is torch.float32:
+        return attn_mask.double() if dtype is torch.float64 else attn_mask  # widening loses nothing
+    autocast = _autocast_dtype(query.device)
+    if autocast is not None and dtype is not torch.float64:
+        dtype = autocast
+        if attn_mask.dtype in (torch.float16, torch.bfloat16):
+            attn_mask = attn_mask.to(dtype)
+    if attn_mask.dtype is not dtype:
+        raise TypeError(
+            f"attn_mask: expected dtype bool, float32 or that of query, {dtype}, got {attn_mask.dtype}; cast it"
+        )
+    return attn_mask
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Tensor:
+    """`attention`, and the sizes and the probability that PyTorch serves beyond it: no columns, no heads, p = 1."""
+    columns = value.shape[-1]
+    if not query.shape[2]:  # an empty batch of one head each
+        batch, rows = query.shape[:2]
+        for name in {"mask", "bias"} & options.keys():
+            options[name] = options[name].expand(batch, 0, -1, -1).flatten(0, 1).unsqueeze(1)
+        query, key, value = (t.transpose(1, 2).flatten(0, 1).unsqueeze(2) for t in (query, key, value))
+        return _attend(query, key, value, dropout_p, **options).reshape(batch, rows, 0, columns)
+    if not query.shape[-1]:  # a column of zeros has the same scores
+        options["scale"] = 1.0
+        query, key = (torch.nn.functional.pad(t, (0, 1)) for t in (query, key))
+    if not columns:
+        value = torch.nn.functional.pad(value, (0, 1))
+    if dropout_p == 1:
+        return attention(query, key, value, **options)[..., :columns] * 0.0
+    out = attention(query, key, value, dropout_p=dropout_p, **options)
+    return out if out.shape[-1] == columns else out[..., :columns]
