@@ -181,6 +181,39 @@ def test_bench_attention_reports_unknown_names(option):
 
 
 @needs_no_gpu
+def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
+    output, arguments = tmp_path / "record.json", ("bench", "host-time", "--impl", "sdpa-flash")
+    assert invoke(*arguments, "-o", output).exit_code == 0
+    result = invoke(*arguments, "--compare", output)
+    assert result.exit_code == 0 and "Beside the earlier record" in result.output, result.output
+
+
+def test_bench_reports_what_it_cannot_compare_with(tmp_path):
+    both = invoke("bench", "train", "--compare", "a", "--against", "b")
+    assert both.exit_code == 2 and "expected one of them, got both" in both.output
+    missing = invoke("bench", "attention", "--compare", tmp_path / "none.json")
+    assert missing.exit_code == 2 and "cannot be read" in missing.output and "Traceback" not in missing.output
+    nowhere = invoke("bench", "attention", "--against", "no-such-branch")
+    assert nowhere.exit_code == 2 and "no-such-branch" in nowhere.output and "Traceback" not in nowhere.output
+
+
+def test_bench_draws_a_bar_in_a_terminal():
+    from io import StringIO
+
+    from rich.console import Console
+
+    from flashtile.bench.cases import Case
+    from flashtile.cli.bench import progress
+
+    case = Case(1, 512, 4, 4, 64, 64)
+    for terminal in (True, False):
+        file = StringIO()
+        with progress(Console(file=file, force_terminal=terminal, width=200)) as on_case:
+            on_case(0, 3, case, [])
+        assert ("1/3" in file.getvalue().replace("[1/3", "")) == terminal and "no speed" in file.getvalue()
+
+
+@needs_no_gpu
 def test_bench_companions_prints_tables_and_writes_the_record(tmp_path):
     output = tmp_path / "record.json"
     result = invoke("bench", "companions", "--op", "copy,layer_norm", "--impl", "eager,flashtile-cpu", "-o", output)

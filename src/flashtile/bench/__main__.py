@@ -9,21 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashtile.bench.cases import ChoiceError
-from flashtile.bench.commands import (
-    bench_attention,
-    bench_companions,
-    bench_host_time,
-    bench_train,
-    default_device,
-    describe_choices,
-    describe_companions,
-    describe_progress,
-    describe_training,
-)
+from flashtile.bench.commands import DESCRIPTIONS, default_device, describe_progress, measure
+from flashtile.bench.compare import read_record
+from flashtile.bench.outcome import compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
-from flashtile.bench.record import Record
-from flashtile.bench.report import host_table, mean_tables, plain_text, reasons, speed_tables
+from flashtile.bench.report import plain_text
 from flashtile.bench.runner import Row
+
+#: Name of a command -> its options, as its function in `commands` calls them.
+_OPTIONS = {
+    "attention": ("table", "cases", "impl", "quick", "seconds"),
+    "companions": ("op", "cases", "impl", "quick", "seconds", "jobs"),
+    "train": ("model", "impl", "quick", "batch", "seconds"),
+    "host-time": ("impl",),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,24 +40,27 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     attention = commands.add_parser("attention", help="forward and backward, ours beside the peers")
     attention.add_argument("--table", nargs="+", default=[], help="tables of cases, or 'all'; --list names them")
-    attention.add_argument("--quick", action="store_true", help="a few cases instead of the tables")
     companions = commands.add_parser("companions", help="norms, rotary embedding, softmax and others, likewise")
     companions.add_argument("--op", nargs="+", default=[], help="operations; all by default, --list names them")
-    companions.add_argument(
-        "--jobs", type=_positive, default=0, help="processes that compile before anything is measured"
-    )
+    companions.add_argument("--jobs", type=_positive, help="processes that compile before anything is measured")
     train = commands.add_parser("train", help="training steps of GPT-2, ours beside transformers")
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
     train.add_argument("--batch", type=_positive, help="sequences in a step")
     for command in (attention, companions):
         command.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as '*8192*'")
     for command in (attention, companions, train):
+        command.add_argument("--quick", action="store_true", help="a few cases instead of all")
         command.add_argument("--seconds", type=float, help="time for each phase of each implementation in each case")
         command.add_argument("--list", action="store_true", help="print the cases and implementations, and stop")
     host_time = commands.add_parser("host-time", help="the host's time for one small call")
     for command in (attention, companions, train, host_time):
         command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
         command.add_argument("--output", type=Path, help="JSON file for the record")
+        beside = command.add_mutually_exclusive_group()
+        beside.add_argument("--compare", type=Path, metavar="RECORD", help="an earlier record: speeds beside its own")
+        beside.add_argument(
+            "--against", metavar="REF", help="a commit: the same cases there and here in turns, ours alone by default"
+        )
     return parser
 
 
@@ -70,47 +72,27 @@ def _positive(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.command != "host-time" and options.list:
-        print(_DESCRIPTIONS[options.command](default_device()))
+    command, device = options.command, default_device()
+    choice = {name: getattr(options, name) for name in _OPTIONS[command]}
+    if getattr(options, "list", False):
+        print(DESCRIPTIONS[command](device))
         return
-    record = _RUNS[options.command](options)
-    rows = record["rows"]
-    tables = [host_table(rows)] if options.command == "host-time" else [*speed_tables(rows), *mean_tables(rows)]
-    for table in tables:
+    if options.against is not None:
+        report = compare_with_commit(command, choice, options.against, options.output, _announce)
+    else:
+        earlier = None if options.compare is None else read_record(options.compare)
+        record = measure(command, choice, options.output, _progress())
+        report = report_of(record, earlier)
+    for table in report.tables:
         print(plain_text(table), end="\n\n")
-    for line in reasons(rows):
-        print("no speed:", line)
+    for line in report.notes:
+        print(line)
     if options.output is not None:
         print("record:", options.output)
 
 
-def _run_attention(options: argparse.Namespace) -> Record:
-    choice = {"table": options.table, "seconds": options.seconds}
-    return bench_attention(options.cases, options.impl, options.quick, options.output, _progress(), **choice)
-
-
-def _run_companions(options: argparse.Namespace) -> Record:
-    chosen = (options.op, options.cases, options.impl)
-    choice = {"seconds": options.seconds, "jobs": options.jobs}
-    return bench_companions(*chosen, options.output, _progress(), **choice)
-
-
-def _run_train(options: argparse.Namespace) -> Record:
-    choice = {"batch": options.batch, "seconds": options.seconds}
-    return bench_train(options.model, options.impl, options.output, _progress(), **choice)
-
-
-def _run_host_time(options: argparse.Namespace) -> Record:
-    return bench_host_time(options.impl, options.output)
-
-
-_RUNS = {
-    "attention": _run_attention,
-    "companions": _run_companions,
-    "train": _run_train,
-    "host-time": _run_host_time,
-}
-_DESCRIPTIONS = {"attention": describe_choices, "companions": describe_companions, "train": describe_training}
+def _announce(tree: str, runs: int, total: int) -> None:
+    print(f"[{runs + 1}/{total}] {tree}", file=sys.stderr, flush=True)
 
 
 def _progress() -> Callable[[int, int, AnyCase, list[Row]], None]:

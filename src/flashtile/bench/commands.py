@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementati
 from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
 from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.runner import Row, run_cases
+from flashtile.bench.summary import is_ours
 from flashtile.bench.tables import cases_of, select_cases, tables
 from flashtile.bench.training import cases as training_cases
 from flashtile.bench.training import implementations as training_implementations
@@ -77,6 +78,7 @@ def bench_companions(
     output: Path | None = None,
     on_case: OnCase = _nothing,
     *,
+    quick: bool = False,
     seconds: float | None = None,
     jobs: int = 0,
 ) -> Record:
@@ -85,13 +87,14 @@ def bench_companions(
     Args:
         op: names of operations, each perhaps several with commas; all when empty.
         cases, impl, output, on_case, seconds: as `bench_attention`.
+        quick: the first case of each operation alone.
         jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
     """
     device = default_device()
-    chosen_cases = select_cases(companion_tables.cases_of(device, _split(op)), _split(cases))
+    chosen_cases = select_cases(companion_tables.cases_of(device, _split(op), quick), _split(cases))
     chosen = companion_implementations.select_implementations(_split(impl), device)
     if jobs:
         compile_ahead(chosen_cases, chosen, device, jobs)
@@ -104,6 +107,7 @@ def bench_train(
     output: Path | None = None,
     on_case: OnCase = _nothing,
     *,
+    quick: bool = False,
     batch: int | None = None,
     seconds: float | None = None,
 ) -> Record:
@@ -111,6 +115,7 @@ def bench_train(
 
     Args:
         model: names of models, each perhaps several with commas; those of the device when empty.
+        quick: the first of these models alone.
         batch: sequences in a step; None for the case's own number.
         impl, output, on_case, seconds: as `bench_attention`.
 
@@ -119,7 +124,7 @@ def bench_train(
     """
     device = default_device()
     chosen = training_implementations.select_implementations(_split(impl), device)
-    cases = training_cases.cases_of(device, _split(model), batch)
+    cases = training_cases.cases_of(device, _split(model), batch)[: 1 if quick else None]
     return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
 
 
@@ -182,6 +187,53 @@ def describe_training(device: torch.device) -> str:
 
 def _listed(lists: dict[str, list[str]]) -> str:
     return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
+
+
+#: Name of a command -> what lists its choices.
+DESCRIPTIONS: dict[str, Callable[[torch.device], str]] = {
+    "attention": describe_choices,
+    "companions": describe_companions,
+    "train": describe_training,
+}
+#: Name of a command -> what measures. All take `impl` and `output`; all but host-time also `on_case`.
+_MEASURES: dict[str, Callable[..., Record]] = {
+    "attention": bench_attention,
+    "companions": bench_companions,
+    "train": bench_train,
+    "host-time": bench_host_time,
+}
+
+
+def measure(command: str, options: Mapping[str, Any], output: Path | None, on_case: OnCase) -> Record:
+    """Runs a command with its options, which have the names of its function's arguments; None = not given."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if command != "host-time":
+        given["on_case"] = on_case
+    return _MEASURES[command](output=output, **given)
+
+
+def as_arguments(command: str, options: Mapping[str, Any], device: torch.device) -> list[str]:
+    """The same as arguments of `python -m flashtile.bench`; without `impl`, ours alone."""
+    arguments = [command]
+    for name, value in {**options, "impl": options.get("impl") or ours(command, device)}.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            arguments += [f"--{name}", str(value)]
+        elif value:
+            arguments += [f"--{name}", *_split(value)]
+    return arguments
+
+
+def ours(command: str, device: torch.device) -> list[str]:
+    """Names of our implementations that a command measures on a device when none is named."""
+    if command == "companions":
+        chosen: Sequence[AnyImplementation] = companion_implementations.select_implementations([], device)
+    elif command == "train":
+        chosen = training_implementations.select_implementations([], device)
+    else:
+        chosen = select_implementations([], device)
+    return [implementation.name for implementation in chosen if is_ours(implementation.name)]
 
 
 def describe_progress(index: int, total: int, case: AnyCase, rows: list[Row], seconds: float) -> str:

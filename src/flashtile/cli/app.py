@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from flashtile.cli.bench_app import bench
 from flashtile.cli.console import make_console, print_table, run_command
 
 app = typer.Typer(
@@ -17,18 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench = typer.Typer(help="Measure speed beside other implementations on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-_Impl = Annotated[
-    list[str] | None, typer.Option("--impl", help="Implementation to measure; repeat, or separate with commas.")
-]
-_Cases = Annotated[
-    list[str] | None, typer.Option(help="Pattern of case names, such as '*-causal-*'; repeat, or commas.")
-]
-_Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
-_Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
-_Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
 
 
 @app.command()
@@ -154,112 +144,6 @@ def warmup(
             module.warm_up(wanted, device, on_shape)
             progress.update(task, completed=len(wanted))
         console.print(f"kernels for {len(wanted)} shapes are ready, after {time.perf_counter() - begin:.0f} s.")
-        return True
-
-    run_command(work)
-
-
-@bench.command("attention")
-def bench_attention(
-    table: Annotated[
-        list[str] | None, typer.Option(help="Table of cases, or 'all'; --list names them. Repeat, or commas.")
-    ] = None,
-    cases: _Cases = None,
-    impl: _Impl = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few cases instead of the tables.")] = False,
-    seconds: _Seconds = None,
-    output: _Record = None,
-    show: _Show = False,
-) -> None:
-    """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
-
-    def work() -> bool:
-        from flashtile.bench import commands
-        from flashtile.cli.bench import progress_printer, show_speed_record
-
-        console = make_console()
-        if show:
-            console.print(commands.describe_choices(commands.default_device()), markup=False)
-            return True
-        record = commands.bench_attention(
-            cases or (), impl or (), quick, output, progress_printer(console), table=table or (), seconds=seconds
-        )
-        show_speed_record(console, record["rows"], output)
-        return True
-
-    run_command(work)
-
-
-@bench.command("companions")
-def bench_companions(
-    op: Annotated[
-        list[str] | None, typer.Option(help="Operation; --list names them. Repeat, or commas. Default: all.")
-    ] = None,
-    cases: _Cases = None,
-    impl: _Impl = None,
-    seconds: _Seconds = None,
-    jobs: Annotated[int, typer.Option(min=0, help="Processes that compile before anything is measured.")] = 0,
-    output: _Record = None,
-    show: _Show = False,
-) -> None:
-    """Forward and backward of the operations beside attention, ours beside the peers; wrong results get no speed."""
-
-    def work() -> bool:
-        from flashtile.bench import commands
-        from flashtile.cli.bench import progress_printer, show_speed_record
-
-        console = make_console()
-        if show:
-            console.print(commands.describe_companions(commands.default_device()), markup=False)
-            return True
-        choice = (op or (), cases or (), impl or ())
-        progress = progress_printer(console)
-        record = commands.bench_companions(*choice, output, progress, seconds=seconds, jobs=jobs)
-        show_speed_record(console, record["rows"], output)
-        return True
-
-    run_command(work)
-
-
-@bench.command("train")
-def bench_train(
-    model: Annotated[
-        list[str] | None, typer.Option(help="Model; --list names them. Repeat, or commas. Default: all.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
-    impl: _Impl = None,
-    seconds: _Seconds = None,
-    output: _Record = None,
-    show: _Show = False,
-) -> None:
-    """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
-
-    def work() -> bool:
-        from flashtile.bench import commands
-        from flashtile.cli.bench import progress_printer, show_speed_record
-
-        console = make_console()
-        if show:
-            console.print(commands.describe_training(commands.default_device()), markup=False)
-            return True
-        progress = progress_printer(console)
-        record = commands.bench_train(model or (), impl or (), output, progress, batch=batch, seconds=seconds)
-        show_speed_record(console, record["rows"], output)
-        return True
-
-    run_command(work)
-
-
-@bench.command("host-time")
-def bench_host_time(impl: _Impl = None, output: _Record = None) -> None:
-    """The host's own time for one small call, forward and backward."""
-
-    def work() -> bool:
-        from flashtile.bench import commands
-        from flashtile.cli.bench import show_host_record
-
-        record = commands.bench_host_time(impl or (), output)
-        show_host_record(make_console(), record["rows"], output)
         return True
 
     run_command(work)

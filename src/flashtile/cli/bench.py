@@ -1,46 +1,88 @@
-"""Draws benchmark records in the terminal."""
+"""Runs benchmark commands with a progress bar, and draws their records in the terminal."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flashtile.bench import commands
 from flashtile.bench.commands import OnCase, describe_progress
+from flashtile.bench.compare import read_record
+from flashtile.bench.outcome import Report, compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
-from flashtile.bench.report import Row, host_table, mean_tables, reasons, speed_tables
+from flashtile.bench.report import Row
 from flashtile.cli.console import print_table
+from flashtile.cli.errors import UserError
+
+#: Endings of the headings whose columns stand out.
+_RESULTS = ("/ best", "here / there")
 
 
-def progress_printer(console: Console) -> OnCase:
-    """Prints a line about each case that was measured."""
+def describe(command: str) -> str:
+    """The cases and implementations of a command."""
+    return commands.DESCRIPTIONS[command](commands.default_device())
+
+
+def measure(
+    console: Console,
+    command: str,
+    options: Mapping[str, Any],
+    output: Path | None,
+    compare: Path | None,
+    against: str | None,
+) -> None:
+    """Measures and shows: alone, beside an earlier record, or beside another commit.
+
+    Raises:
+        UserError: both are asked for.
+    """
+    if compare is not None and against is not None:
+        raise UserError("--compare and --against: expected one of them, got both; run the command once for each")
+    if against is not None:
+        with _bar(console) as advance:
+            report = compare_with_commit(command, options, against, output, advance)
+    else:
+        earlier = None if compare is None else read_record(compare)
+        with progress(console) as on_case:
+            record = commands.measure(command, options, output, on_case)
+        report = report_of(record, earlier)
+    show_report(console, report, output)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[OnCase]:
+    """A bar over the cases, and a line about each that was measured; where nobody looks on, the lines alone."""
     begin = time.perf_counter()
+    with _bar(console) as advance:
 
-    def on_case(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
-        line = describe_progress(index, total, case, rows, time.perf_counter() - begin)
-        console.print(line, style="dim", markup=False, soft_wrap=True)
+        def on_case(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
+            line = describe_progress(index, total, case, rows, time.perf_counter() - begin)
+            console.print(line, style="dim", markup=False, soft_wrap=True)
+            advance(case.name, index + 1, total)
 
-    return on_case
-
-
-def show_speed_record(console: Console, rows: Sequence[Row], output: Path | None) -> None:
-    """Speeds of each phase with our ratio to the best peer in bold, geometric means, and what could not run."""
-    for table in speed_tables(rows):
-        print_table(console, table, emphasise=sum(heading.endswith("/ best") for heading in table.headings))
-    for table in mean_tables(rows):
-        print_table(console, table)
-    _show_rest(console, rows, output)
+        yield on_case
 
 
-def show_host_record(console: Console, rows: Sequence[Row], output: Path | None) -> None:
-    print_table(console, host_table(rows))
-    _show_rest(console, rows, output)
+@contextmanager
+def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def _show_rest(console: Console, rows: Sequence[Row], output: Path | None) -> None:
-    for line in reasons(rows):
-        console.print(f"no speed: {line}", style="yellow", markup=False)
+def show_report(console: Console, report: Report, output: Path | None) -> None:
+    """Tables with our ratios in bold, and what could not run."""
+    for table in report.tables:
+        print_table(console, table, emphasise=sum(heading.endswith(_RESULTS) for heading in table.headings))
+    for line in report.notes:
+        console.print(line, style="yellow", markup=False)
     if output is not None:
         console.print(f"record: {output}", markup=False)

@@ -111,3 +111,9 @@ def test_formula_is_the_same_by_rows(case, monkeypatch):
     assert whole.keys() == parts.keys() >= set(case.outputs)
     for name, expected in whole.items():
         torch.testing.assert_close(parts[name], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_quick_is_the_first_case_of_each_operation():
+    few = cases_of(CUDA, quick=True)
+    assert [case.op for case in few] == list(OPERATIONS) and few[0] == cases_of(CUDA)[0]
+    assert cases_of(CUDA, ["cross_entropy"], quick=True) == cases_of(CUDA, ["cross_entropy"])[:1]

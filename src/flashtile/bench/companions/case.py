@@ -7,6 +7,7 @@ float64 as the oracle, and in the dtype of the inputs as what the tolerance poli
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -87,7 +88,7 @@ class Random:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ABC):
     """One call of a companion operation. Field names are the keys of `case` in a record.
 
     Attributes of the class:
@@ -123,25 +124,25 @@ class Case:
         """A readable identifier, such as `layer_norm-16384x4096-bf16`, that `--cases` patterns match."""
         return "-".join([self.op, *self.sizes(), self.dtype])
 
+    @abstractmethod
     def sizes(self) -> Sequence[str]:
         """The parts of the name between operation and dtype."""
-        raise NotImplementedError
 
+    @abstractmethod
     def width(self) -> int:
         """Elements of the widest matrix of the formula, for each row of the problem."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_inputs(self, random: Random) -> Inputs:
         """Its tensors."""
-        raise NotImplementedError
 
+    @abstractmethod
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """The outputs in plain PyTorch, in the dtype of the leaves, for any number of rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bytes(self, phase: str) -> int:
         """Bytes that must move at least: every input read once, every output written once."""
-        raise NotImplementedError
 
     def flops(self, phase: str) -> float | None:
         """Floating-point operations of the products; None where bytes are what counts."""
@@ -153,8 +154,8 @@ class Case:
         return {**ours, "eager": self.eager, "compile": self._compiled, **self.peers()}
 
     def flashtile(self, backend: str, others: dict[str, Tensor]) -> Way:
-        """Ours."""
-        raise NotImplementedError
+        """Ours; every operation that names us among its `ways` has it."""
+        raise AssertionError(f"{self.op} is no operation of flashtile")
 
     def eager(self, others: dict[str, Tensor]) -> Way:
         """The formula as PyTorch runs it."""
@@ -180,4 +181,4 @@ class Case:
         Raises:
             AssertionError: they cannot be such bits.
         """
-        raise NotImplementedError
+        raise AssertionError(f"{self.op} draws no random bits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,8 +38,9 @@ class _Softmax(Case):
     def formula(self, leaves: Sequence[Tensor], others: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return ((leaves[0] * _SCALE).masked_fill(others["mask"], float("-inf")).softmax(dim=-1),)
 
+    @abstractmethod
     def _others(self, random: Random) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """The mask."""
 
 
 @dataclass(frozen=True)

@@ -77,14 +77,15 @@ def _cpu_cases() -> list[Case]:
     ]
 
 
-def cases_of(device: torch.device, operations: Sequence[str] = ()) -> list[Case]:
-    """The cases of the named operations, of all when none is named.
+def cases_of(device: torch.device, operations: Sequence[str] = (), quick: bool = False) -> list[Case]:
+    """The cases of the named operations, of all when none is named; with `quick` the first of each.
 
     Raises:
         ChoiceError: there is no such operation.
     """
     wanted = select_named("--op", operations or list(OPERATIONS), OPERATIONS, device.type)
-    return [case for case in companion_cases(device) if type(case) in wanted]
+    cases = [case for case in companion_cases(device) if type(case) in wanted]
+    return list({type(case): case for case in reversed(cases)}.values())[::-1] if quick else cases
 
 
 def case_of(op: str, record: dict[str, Any]) -> Case:

@@ -1,0 +1,85 @@
+"""Speeds of one record beside those of another: what changed between two runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashtile.bench.cases import ChoiceError
+from flashtile.bench.record import Record
+from flashtile.bench.report import Table, case_name
+from flashtile.bench.summary import case_key, geometric_mean
+
+Row = dict[str, Any]
+#: Case, implementation and phase.
+_Key = tuple[str, str, str]
+
+
+def read_record(path: Path) -> Record:
+    """A record from its file.
+
+    Raises:
+        ChoiceError: there is no such file, or it is no record.
+    """
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ChoiceError(f"record: {path} cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ChoiceError(f"record: {path} is no JSON file: {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
+        raise ChoiceError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
+    return record
+
+
+def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
+    """Times there and here, and how many times as fast here is, for what both measured; then geometric means.
+
+    Args:
+        rows: of this run.
+        earlier: of the other.
+        title: of the first table.
+    """
+    before = {_key(row): row for row in earlier if row.get("ms") is not None}
+    common = [(before[_key(row)], row) for row in rows if row.get("ms") is not None and _key(row) in before]
+    lines = [
+        [case_name(row), row["impl"], row["phase"], _ms(old), _ms(row), f"{old['ms'] / row['ms']:.3f}"]
+        for old, row in common
+    ]
+    return [
+        Table(title, ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"], lines),
+        _means(common),
+    ]
+
+
+def differences(record: Record, earlier: Record) -> list[str]:
+    """A line for each fact of machine and versions in which two records differ, and for which times may differ."""
+    found = []
+    for part in ("machine", "versions"):
+        here, there = record.get(part) or {}, earlier.get(part) or {}
+        for name in dict.fromkeys((*there, *here)):
+            if here.get(name) != there.get(name):
+                found.append(f"{name}: {there.get(name)} there, {here.get(name)} here")
+    return found
+
+
+def _means(common: Sequence[tuple[Row, Row]]) -> Table:
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for old, row in common:
+        ratios.setdefault((row["impl"], row["phase"]), []).append(old["ms"] / row["ms"])
+    lines = [
+        [impl, phase, f"{geometric_mean(of):.3f}", f"{min(of):.3f}", f"{max(of):.3f}", str(len(of))]
+        for (impl, phase), of in ratios.items()
+    ]
+    headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
+    return Table("Speed here over there", headings, lines)
+
+
+def _key(row: Row) -> _Key:
+    return case_key(row), row["impl"], row["phase"]
+
+
+def _ms(row: Row) -> str:
+    return f"{row['ms']:.4g}"

@@ -1,0 +1,119 @@
+"""The commands of `flashtile bench`: options and help texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from flashtile.cli.console import make_console, run_command
+
+bench = typer.Typer(help="Measure speed beside other implementations on this machine.", no_args_is_help=True)
+
+_Impl = Annotated[
+    list[str] | None, typer.Option("--impl", help="Implementation to measure; repeat, or separate with commas.")
+]
+_Cases = Annotated[
+    list[str] | None, typer.Option(help="Pattern of case names, such as '*-causal-*'; repeat, or commas.")
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all.")]
+_Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
+_Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
+_Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
+_Compare = Annotated[
+    Path | None, typer.Option(metavar="RECORD", help="An earlier record: print speeds beside its own.")
+]
+_Against = Annotated[
+    str | None,
+    typer.Option(metavar="REF", help="A commit: the same cases there and here in turns; ours alone by default."),
+]
+
+
+@bench.command("attention")
+def bench_attention(
+    table: Annotated[
+        list[str] | None, typer.Option(help="Table of cases, or 'all'; --list names them. Repeat, or commas.")
+    ] = None,
+    cases: _Cases = None,
+    impl: _Impl = None,
+    quick: _Quick = False,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    compare: _Compare = None,
+    against: _Against = None,
+    show: _Show = False,
+) -> None:
+    """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
+    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds}
+    _measure("attention", choice, output, compare, against, show)
+
+
+@bench.command("companions")
+def bench_companions(
+    op: Annotated[
+        list[str] | None, typer.Option(help="Operation; --list names them. Repeat, or commas. Default: all.")
+    ] = None,
+    cases: _Cases = None,
+    impl: _Impl = None,
+    quick: _Quick = False,
+    seconds: _Seconds = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile before anything is measured.")] = None,
+    output: _Record = None,
+    compare: _Compare = None,
+    against: _Against = None,
+    show: _Show = False,
+) -> None:
+    """Forward and backward of the operations beside attention, ours beside the peers; wrong results get no speed."""
+    choice = {"op": op, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
+    _measure("companions", choice, output, compare, against, show)
+
+
+@bench.command("train")
+def bench_train(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model; --list names them. Repeat, or commas. Default: all.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
+    impl: _Impl = None,
+    quick: _Quick = False,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    compare: _Compare = None,
+    against: _Against = None,
+    show: _Show = False,
+) -> None:
+    """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
+    choice = {"model": model, "impl": impl, "quick": quick, "batch": batch, "seconds": seconds}
+    _measure("train", choice, output, compare, against, show)
+
+
+@bench.command("host-time")
+def bench_host_time(
+    impl: _Impl = None, output: _Record = None, compare: _Compare = None, against: _Against = None
+) -> None:
+    """The host's own time for one small call, forward and backward."""
+    _measure("host-time", {"impl": impl}, output, compare, against)
+
+
+def _measure(
+    command: str,
+    choice: dict[str, Any],
+    output: Path | None,
+    compare: Path | None,
+    against: str | None,
+    show: bool = False,
+) -> None:
+    """Measures, or with `show` lists what there is to measure."""
+
+    def work() -> bool:
+        from flashtile.cli import bench as module
+
+        console = make_console()
+        if show:
+            console.print(module.describe(command), markup=False)
+            return True
+        module.measure(console, command, choice, output, compare, against)
+        return True
+
+    run_command(work)
