@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_cache_cases import EDGES, PAIRS, CacheCase, check, parameters
+import flashtile
+from kv_cache_cases import EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
 
 
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
@@ -19,3 +20,161 @@ def test_cpu(case: CacheCase) -> None:
 @pytest.mark.parametrize("name", ["append", "rotary halves", "everything"])
 def test_cpu_dtypes(name: str, dtype: torch.dtype) -> None:
     check(replace(PAIRS[name], dtype=dtype), "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+def test_interpreted(case: CacheCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", parameters(PAIRS))
+def test_gpu(case: CacheCase, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(EDGES))
+def test_gpu_at_the_edges(case: CacheCase) -> None:
+    check(case, "triton", "cuda")
+
+
+_LONG = CacheCase(
+    batch=3, seq_q=1, seq_new=1, capacity=1100, lengths=(1003, 0, 517), heads=8, head_dim=128, head_dim_v=128,
+    dtype=torch.bfloat16, rotary_dim=64,
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16, 48, 64, 256], ids=str)
+@pytest.mark.parametrize("seq_q", [1, 5, 100])
+@pytest.mark.parametrize("change", [{}, {"window": (300, 0)}, {"causal": False}, {"num_splits": 1}], ids=str)
+def test_gpu_over_many_tiles(change: dict, seq_q: int, page_size: int | None) -> None:
+    new = min(seq_q, 9)
+    check(replace(_LONG, seq_q=seq_q, seq_new=new, page_size=page_size, arguments=change), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("seq_q", [1, 40])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (80, 80), (192, 128), (256, 256), (64, 512), (512, 512)])
+def test_gpu_head_dims(head_dim: int, head_dim_v: int, seq_q: int, dtype: torch.dtype) -> None:
+    case = replace(_LONG, head_dim=head_dim, head_dim_v=head_dim_v, seq_q=seq_q, dtype=dtype)
+    check(case, "triton", "cuda")
+    check(replace(case, heads=4, heads_kv=1, page_size=32), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("num_splits", [1, 4, None])
+def test_gpu_pages_give_the_bits_of_a_cache_in_one_piece(num_splits: int | None, page_size: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for shape in ((4, 1, 8, 128), (4, 1024, 2, 128), (4, 1024, 2, 128))
+    )
+    lengths = torch.tensor([1024, 700, 3, 0], dtype=torch.int32, device="cuda")
+    pages = 1024 // page_size
+    table = torch.randperm(4 * pages, generator=generator, device="cuda").view(4, pages).int()
+    paged = []
+    for cache in (k, v):
+        pool = torch.empty(4 * pages, page_size, 2, 128, device="cuda", dtype=torch.bfloat16)
+        pool[table.flatten().long()] = cache.view(4 * pages, page_size, 2, 128)
+        paged.append(pool)
+    options = {"cache_lengths": lengths, "num_splits": num_splits, "return_lse": True, "backend": "triton"}
+    expected = flashtile.attention_with_kv_cache(q, k, v, **options)
+    actual = flashtile.attention_with_kv_cache(q, *paged, block_table=table, **options)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [None, 16], ids=["one_piece", "pages"])
+def test_gpu_graph_is_replayed_with_other_lengths(page_size: int | None) -> None:
+    """Captured once with one length, replayed with others: the same as calls of their own, caches included."""
+    case = replace(_LONG, page_size=page_size, lengths=(0, 0, 0))
+    inputs = make_inputs(case, "cuda")
+    for cache in (inputs.k_cache, inputs.v_cache):
+        cache.normal_()
+    eager = inputs.cast(case.dtype)
+    lengths = inputs.tensors["cache_lengths"] = torch.zeros(3, dtype=torch.int32, device="cuda")
+    eager.tensors = {**inputs.tensors, "cache_lengths": torch.zeros_like(lengths)}
+    eager_lengths = eager.tensors["cache_lengths"]
+    inputs.cast(case.dtype).call(backend="triton")  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = inputs.call(backend="triton", return_lse=True)
+        lengths += 1
+    for values in ([0, 0, 0], [1000, 3, 517], [64, 1098, 63]):
+        lengths.copy_(torch.tensor(values))
+        eager_lengths.copy_(torch.tensor(values))
+        for _ in range(2):
+            graph.replay()
+            expected, expected_lse = eager.call(backend="triton", return_lse=True)
+            eager_lengths += 1
+            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert torch.equal(inputs.k_cache, eager.k_cache) and torch.equal(inputs.v_cache, eager.v_cache)
+
+
+@pytest.mark.gpu
+def test_gpu_runs_give_the_same_bits() -> None:
+    inputs = make_inputs(_LONG, "cuda")
+    first = run(_LONG, inputs, "triton")
+    for _ in range(20):
+        again = run(_LONG, inputs, "triton")
+        assert all(torch.equal(first[name].nan_to_num(), again[name].nan_to_num()) for name in first)
+
+
+@pytest.mark.gpu
+def test_gpu_rows_past_the_capacity_are_not_written_and_not_read() -> None:
+    cache = torch.zeros(3, 32, 2, 64, device="cuda", dtype=torch.bfloat16)
+    new = torch.ones(2, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([30, -2], device="cuda")
+    out = flashtile.attention_with_kv_cache(
+        new[:, :1], cache[:2], cache[:2], new, new, cache_lengths=lengths, backend="triton"
+    )
+    assert out.isfinite().all()
+    written = cache.amax((2, 3)).bool()
+    assert written[0].tolist() == [False] * 30 + [True] * 2
+    assert written[1].tolist() == [True] * 2 + [False] * 30 and not written[2].any()
+
+
+@pytest.mark.gpu
+def test_gpu_offsets_pass_2_to_the_31() -> None:
+    """The last entry and the last page begin past 2**31 elements."""
+    rows, heads, head_dim = 2**21, 8, 128
+    cache = torch.zeros(2, rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(1, 1, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    for lengths, place in (
+        ({"cache_batch_indices": torch.tensor([1], device="cuda")}, cache),
+        ({"block_table": torch.tensor([[2**18 - 1]], device="cuda")}, cache.view(2**18, 16, heads, head_dim)),
+    ):
+        cache.zero_()
+        out = flashtile.attention_with_kv_cache(
+            q, place, place, new, new, cache_lengths=torch.zeros(1, dtype=torch.int32, device="cuda"),
+            backend="triton", **lengths,
+        )  # fmt: skip
+        assert torch.equal(out, new), "one key: its value"
+        assert torch.equal(place[-1, 0], new[0, 0])
+
+
+@pytest.mark.gpu
+def test_gpu_compiled_equals_eager() -> None:
+    def step(inputs: CacheInputs) -> tuple[torch.Tensor, ...]:
+        return inputs.call(backend="triton", return_lse=True)
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        inputs = make_inputs(_LONG, "cuda").cast(_LONG.dtype)
+        results.append((*function(inputs), inputs.k_cache, inputs.v_cache))
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(traced, eager, equal_nan=True)
+
+
+@pytest.mark.multi_gpu
+def test_on_a_device_that_is_not_current() -> None:
+    with torch.cuda.device(0):
+        check(_LONG, "triton", "cuda:1")

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.tiles import LOG2_E
+from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def modified_scores(products, scale, row, column, modifiers, PRECISE: tl.constex
     softcap, bias, mask, slope, _ = modifiers
     tanh = products
     if softcap is not None:
-        tanh = _tanh(products * (scale / softcap), PRECISE)
+        tanh = hyperbolic_tangent(products * (scale / softcap), PRECISE)
         scores = tanh * (softcap * LOG2_E)
     else:
         scores = products * (scale * LOG2_E)
@@ -77,16 +78,3 @@ def uncapped_gradient(dscores, tanh, modifiers):
     if modifiers[0] is not None:
         dscores = dscores * (1.0 - tanh * tanh)
     return dscores
-
-
-@triton.jit
-def _tanh(x, PRECISE: tl.constexpr):
-    """Hyperbolic tangent: to a few units of 2⁻²⁴, or with PRECISE to the last places of float32 near 0 as well, by a
-    polynomial where the formula would cancel."""
-    tanh = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2 * LOG2_E)))
-    if PRECISE:
-        square = x * x
-        series = -0.053968254 + square * (0.021869488 + square * (-0.0088632358 + square * 0.0035921280))
-        small = x * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * series)))
-        tanh = tl.where(tl.abs(x) < 0.5, small, tanh)
-    return tanh

@@ -1,0 +1,114 @@
+"""The kernel that brings new rows into a cache, rotated, and rotates the queries.
+
+Shapes: H = BLOCK_H heads, N = BLOCK_HALF pairs of a head, of which HALF are there. A program has one row of one
+sequence: its keys and values, or its queries. See `ops/rotary/spec.py` for the formula of the rotation.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.ops.kv_cache.triton.rows import sequence_lengths
+
+
+@triton.jit
+def append_kernel(
+    q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, entries_ptr, table_ptr,
+    stride_q_batch, stride_q_row, stride_q_head, stride_k_batch, stride_k_row, stride_k_head,
+    stride_v_batch, stride_v_row, stride_v_head, stride_k_outer, stride_k_cache_row, stride_k_cache_head,
+    stride_v_outer, stride_v_cache_row, stride_v_cache_head, stride_cos, stride_sin, stride_table,
+    tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions, length,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,
+):  # fmt: skip
+    """`tokens`: programs of a sequence, one for each of its rows of k and v, and then, where they rotate, of q. Queries
+    are written to `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first."""
+    program = tl.program_id(0)
+    sequence = program // tokens
+    token = program % tokens
+    before, _ = sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity)
+    wide = sequence.to(tl.int64)
+    if token < seq_new:
+        row = before + token
+        if (row >= 0) & (row < capacity):
+            k_place, v_place = wide, wide
+            inner = row.to(tl.int64)
+            if table_ptr is not None:
+                page = tl.load(table_ptr + wide * stride_table + row // PAGE_SIZE).to(tl.int64)
+                k_place, v_place = page, page
+                inner = (row % PAGE_SIZE).to(tl.int64)
+            elif entries_ptr is not None:
+                entry = tl.load(entries_ptr + sequence).to(tl.int64)
+                k_place, v_place = entry, entry
+            turn_row(
+                k_ptr + wide * stride_k_batch + token.to(tl.int64) * stride_k_row, stride_k_head,
+                k_cache_ptr + k_place * stride_k_outer + inner * stride_k_cache_row, stride_k_cache_head, heads_kv,
+                cos_ptr, sin_ptr, stride_cos, stride_sin, row, positions,
+                HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
+            )  # fmt: skip
+            copy_heads(
+                v_ptr + wide * stride_v_batch + token.to(tl.int64) * stride_v_row, stride_v_head,
+                v_cache_ptr + v_place * stride_v_outer + inner * stride_v_cache_row, stride_v_cache_head, heads_kv,
+                0, HEAD_DIM_V, BLOCK_H, BLOCK_E,
+            )  # fmt: skip
+    elif HALF:
+        query = token - seq_new
+        position = before
+        if BANDED:
+            position += query
+        turn_row(
+            q_ptr + wide * stride_q_batch + query.to(tl.int64) * stride_q_row, stride_q_head,
+            rotated_ptr + (wide * seq_q + query) * heads_q * HEAD_DIM, HEAD_DIM, heads_q,
+            cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
+            HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit
+def turn_row(
+    source, stride_source, target, stride_target, heads, cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Turns all heads of a row by the angles of a position; outside of the table it is only copied."""
+    if HALF:
+        pair = tl.arange(0, BLOCK_HALF)[None, :]
+        known = (pair < HALF) & (position >= 0) & (position < positions)
+        place = position.to(tl.int64)
+        cos = tl.load(cos_ptr + place * stride_cos + pair, mask=known, other=1.0).to(tl.float32)  # [1, N]
+        sin = tl.load(sin_ptr + place * stride_sin + pair, mask=known, other=0.0).to(tl.float32)
+        for first in range(0, heads, BLOCK_H):
+            head = (first + tl.arange(0, BLOCK_H))[:, None]
+            sources = source + head.to(tl.int64) * stride_source
+            targets = target + head.to(tl.int64) * stride_target
+            if INTERLEAVED:
+                column = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+                there = (head < heads) & (column < 2 * HALF)
+                both = tl.load(sources + column, mask=there, other=0.0).to(tl.float32)
+                a, b = tl.split(tl.reshape(both, (BLOCK_H, BLOCK_HALF, 2)))
+                turned = tl.reshape(tl.join(a * cos - b * sin, a * sin + b * cos), (BLOCK_H, 2 * BLOCK_HALF))
+                tl.store(targets + column, turned.to(target.dtype.element_ty), mask=there)
+            else:
+                there = (head < heads) & (pair < HALF)
+                a = tl.load(sources + pair, mask=there, other=0.0).to(tl.float32)
+                b = tl.load(sources + HALF + pair, mask=there, other=0.0).to(tl.float32)
+                tl.store(targets + pair, (a * cos - b * sin).to(target.dtype.element_ty), mask=there)
+                tl.store(targets + HALF + pair, (a * sin + b * cos).to(target.dtype.element_ty), mask=there)
+    if 2 * HALF < HEAD_DIM:
+        copy_heads(source, stride_source, target, stride_target, heads, 2 * HALF, HEAD_DIM, BLOCK_H, BLOCK_REST)
+
+
+@triton.jit
+def copy_heads(
+    source, stride_source, target, stride_target, heads, FIRST: tl.constexpr, LAST: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copies columns from FIRST to LAST of all heads of a row."""
+    column = FIRST + tl.arange(0, BLOCK)[None, :]
+    for first in range(0, heads, BLOCK_H):
+        head = (first + tl.arange(0, BLOCK_H))[:, None]
+        there = (head < heads) & (column < LAST)
+        values = tl.load(source + head.to(tl.int64) * stride_source + column, mask=there)
+        tl.store(target + head.to(tl.int64) * stride_target + column, values, mask=there)

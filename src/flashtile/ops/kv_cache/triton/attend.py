@@ -1,0 +1,248 @@
+"""Attention of some queries to a part of the cache (a split), and the kernel that puts the parts together.
+
+Shapes::
+
+    M  rows of a tile: queries of a sequence times the query heads that share a key/value head, query · GROUP + head
+    N  keys of a tile         D  head_dim of q and k         E  head_dim of v and out         S  splits in a tile
+    BLOCK_D, BLOCK_E: D and E rounded up to what a tensor core takes; the rest of a tile is zero
+
+A program has a tile of rows of one key/value head of one sequence, and one split of its keys. How long the sequence
+is, it reads on the device, and takes its share of the key tiles that its rows see: splits of one sequence differ by one
+tile at most, whatever the capacity of the cache. The softmax is that of Dao, "FlashAttention-2" (2023), algorithm 1.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from flashtile.ops.common.triton.functions import tanh
+from flashtile.ops.kv_cache.triton.rows import sequence_lengths, tile_pages, tile_pointers
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
+    lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr,
+    stride_q_batch, stride_q_row, stride_q_head, stride_k_outer, stride_k_head, stride_v_outer, stride_v_head,
+    stride_table, stride_slopes, batch, heads_kv, seq_q, seq_new, capacity, splits, window_left, window_right,
+    scale, softcap, length,
+    STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
+    in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
+    heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves."""
+    program = tl.program_id(0)
+    rows = seq_q * GROUP
+    row_tiles = tl.cdiv(rows, BLOCK_M)
+    first_row = program % row_tiles * BLOCK_M
+    head_kv = program // row_tiles % heads_kv
+    split = program // row_tiles // heads_kv % splits
+    sequence = program // row_tiles // heads_kv // splits
+
+    _, total = sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity)
+    left = 0
+    if left_ptr is not None:
+        left = tl.minimum(tl.maximum(tl.load(left_ptr + sequence).to(tl.int32), 0), total)
+    shift = total - seq_q
+    first_query = first_row // GROUP
+    last_query = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
+    begin, full_begin, full_end, end = visible_ranges(
+        first_query, last_query, shift, left, total, window_left, window_right, HAS_LEFT, HAS_RIGHT
+    )
+    # This split's share of the tiles that the rows see.
+    skipped = begin // BLOCK_N
+    tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - skipped, 0)
+    first_tile = skipped + (tiles.to(tl.int64) * split // splits).to(tl.int32)
+    last_tile = skipped + (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
+
+    row = first_row + tl.arange(0, BLOCK_M)
+    there = row < rows
+    query = row // GROUP
+    head = head_kv * GROUP + row % GROUP
+    slope = None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + sequence * stride_slopes + head, mask=there, other=0.0) * LOG2_E
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
+    q_rows = q_ptr + sequence.to(tl.int64) * stride_q_batch + query.to(tl.int64) * stride_q_row + head * stride_q_head
+    table = None
+    outer = sequence
+    if table_ptr is not None:
+        table = table_ptr + sequence.to(tl.int64) * stride_table
+        outer = 0
+    elif entries_ptr is not None:
+        outer = tl.load(entries_ptr + sequence)
+    k_base = k_cache_ptr + tl.cast(outer, tl.int64) * stride_k_outer + head_kv.to(tl.int64) * stride_k_head
+    v_base = v_cache_ptr + tl.cast(outer, tl.int64) * stride_v_outer + head_kv.to(tl.int64) * stride_v_head
+
+    acc, row_max, row_sum = visit_tiles(
+        q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
+        left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, sink,
+        STRIDE_K_ROW, STRIDE_V_ROW, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
+        HAS_LEFT, HAS_RIGHT, PRECISION,
+    )  # fmt: skip
+
+    # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
+    nothing = row_sum == 0.0
+    acc *= (1.0 / tl.where(nothing, 1.0, row_sum))[:, None]
+    lse = tl.where(nothing, float("-inf"), row_max + tl.log2(tl.where(nothing, 1.0, row_sum)))
+    written = there
+    place = sequence.to(tl.int64)
+    if PARTIAL:
+        # Where the lse is -inf, nobody reads the rest of a part.
+        written = there & ((tiles > 0) | (split == 0))
+        place += split.to(tl.int64) * batch
+    else:
+        lse *= LN_2
+    heads = heads_kv * GROUP
+    tl.store(lse_ptr + (place * heads + head) * seq_q + query, lse, mask=there)
+    column = tl.arange(0, BLOCK_E)[None, :]
+    out_rows = out_ptr + ((place * seq_q + query) * heads + head) * HEAD_DIM_V
+    tl.store(
+        out_rows[:, None] + column, acc.to(out_ptr.dtype.element_ty), mask=written[:, None] & (column < HEAD_DIM_V)
+    )
+
+
+@triton.jit
+def visible_ranges(
+    first_query, last_query, shift, left, total, window_left, window_right, HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):  # fmt: skip
+    """Keys that some query of a tile sees, `[begin, end)`, and those that all of them see, `[full_begin, full_end)`."""
+    begin = left
+    full_begin = left
+    end = total
+    full_end = total
+    if HAS_LEFT:
+        begin = tl.maximum(left, first_query + shift - window_left)
+        full_begin = tl.maximum(left, last_query + shift - window_left)
+    if HAS_RIGHT:
+        end = tl.minimum(total, last_query + shift + window_right + 1)
+        full_end = tl.minimum(total, first_query + shift + window_right + 1)
+    return begin, full_begin, full_end, tl.maximum(end, 0)
+
+
+@triton.jit
+def visit_tiles(
+    q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
+    left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, sink,
+    STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`."""
+    PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    if sink is not None:
+        row_max = sink
+        row_sum = tl.where(sink == float("-inf"), 0.0, 1.0)
+    acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    column = tl.arange(0, BLOCK_D)[None, :]
+    column_v = tl.arange(0, BLOCK_E)[None, :]
+    if not CHUNK:
+        q_tile = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)  # [M, D]
+    pages = tile_pages(table, first_tile, last_tile, total, PAGE_SIZE, BLOCK_N)
+    for tile in tl.range(first_tile, last_tile):
+        start = tile * BLOCK_N
+        key = start + tl.arange(0, BLOCK_N)
+        valid = (key < total) & (key >= left)
+        # Those of the next tile are looked up while this one is computed: its loads need not wait for them.
+        page = pages
+        pages = tile_pages(table, tile + 1, last_tile, total, PAGE_SIZE, BLOCK_N)
+        k_rows = tile_pointers(k_base, page, start, stride_k_outer, STRIDE_K_ROW, PAGE_SIZE, BLOCK_N)  # [N, 1]
+        v_rows = tile_pointers(v_base, page, start, stride_v_outer, STRIDE_V_ROW, PAGE_SIZE, BLOCK_N)
+        if CHUNK:
+            products = products_by_chunks(
+                q_rows, there, k_rows, valid, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
+            )
+        else:
+            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
+            products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
+        if softcap is not None:
+            scores = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2_E)
+        else:
+            scores = products * (scale * LOG2_E)
+        if slope is not None:
+            distance = tl.abs((query + shift)[:, None] - key[None, :])
+            scores -= slope[:, None] * distance.to(tl.float32)
+        if (start < full_begin) | (start + BLOCK_N > full_end):
+            visible = valid[None, :] & (query == query)[:, None]
+            diagonal = (query + shift)[:, None]
+            if HAS_LEFT:
+                visible &= key[None, :] >= diagonal - window_left
+            if HAS_RIGHT:
+                visible &= key[None, :] <= diagonal + window_right
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        probs = tl.exp2(scores - finite_max[:, None])
+        alpha = tl.exp2(row_max - finite_max)
+        row_sum = row_sum * alpha + tl.sum(probs, 1)
+        row_max = new_max
+        v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
+        acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def products_by_chunks(
+    q_rows, there, k_rows, valid, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`q kᵀ` `[M, N]` with only CHUNK columns of the head on chip at a time, for heads too wide for shared memory."""
+    products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, BLOCK_D, CHUNK):
+        column = (first + tl.arange(0, CHUNK))[None, :]
+        q_chunk = tl.load(q_rows[:, None] + column, mask=there[:, None] & (column < HEAD_DIM), other=0.0)
+        k_chunk = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)
+        products = tl.dot(q_chunk, tl.trans(k_chunk), products, input_precision=PRECISION)
+    return products
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
+    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
+
+    `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    sequence = row // heads // seq_q
+    statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q
+    column = tl.arange(0, BLOCK_E)[None, :]
+    row_max = -float("inf")
+    row_sum = 0.0
+    acc = tl.zeros((BLOCK_E,), tl.float32)
+    for first in range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        lse = tl.load(parts_lse_ptr + split.to(tl.int64) * rows + statistic, mask=split < splits, other=-float("inf"))
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
+        weight = tl.exp2(lse - finite_max)  # [S]
+        alpha = tl.exp2(row_max - finite_max)
+        # What is not there was never written.
+        there = (lse != -float("inf"))[:, None] & (column < HEAD_DIM_V)
+        places = (split.to(tl.int64) * rows + row)[:, None] * HEAD_DIM_V + column
+        part = tl.load(parts_ptr + places, mask=there, other=0.0)  # [S, E]
+        acc = acc * alpha + tl.sum(part * weight[:, None], 0)
+        row_sum = row_sum * alpha + tl.sum(weight, 0)
+        row_max = new_max
+    nothing = row_sum == 0.0
+    divisor = tl.where(nothing, 1.0, row_sum)
+    tl.store(lse_ptr + statistic, tl.where(nothing, -float("inf"), (row_max + tl.log2(divisor)) * LN_2))
+    column = tl.arange(0, BLOCK_E)
+    out = (acc / divisor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * HEAD_DIM_V + column, out, mask=column < HEAD_DIM_V)

@@ -1,0 +1,51 @@
+"""Where the rows of a sequence lie: what the kernels over a cache share. N = BLOCK_N rows of a tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
+    """Rows of a sequence before and after appending. The second is never outside of the cache."""
+    before = length
+    if lengths_ptr is not None:
+        before = tl.load(lengths_ptr + sequence).to(tl.int32)
+    return before, tl.minimum(tl.maximum(before + seq_new, 0), capacity)
+
+
+@triton.jit
+def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page that a tile of rows lies in, or those of its rows `[N, 1]`; 0 for rows that are not there."""
+    page = 0
+    if PAGE_SIZE:
+        start = tile * BLOCK_N
+        if PAGE_SIZE % BLOCK_N == 0:
+            page = tl.load(table + start // PAGE_SIZE, mask=tile < last_tile, other=0).to(tl.int64)
+        else:
+            key = start + tl.arange(0, BLOCK_N)
+            there = (key < total) & (tile < last_tile)
+            page = tl.load(table + key // PAGE_SIZE, mask=there, other=0).to(tl.int64)[:, None]
+    return page
+
+
+@triton.jit
+def tile_pointers(
+    base, page, start, stride_outer, STRIDE_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Pointers to the first column of the rows from `start` on, `[N, 1]`: wide arithmetic once for the first row,
+    narrow arithmetic inside the tile, where the stride allows it."""
+    row = tl.arange(0, BLOCK_N)[:, None]
+    if PAGE_SIZE:
+        if PAGE_SIZE % BLOCK_N == 0:
+            first = start % PAGE_SIZE
+        else:
+            row = (start + row) % PAGE_SIZE
+            first = 0
+        base += page * stride_outer
+    else:
+        first = start
+    if STRIDE_ROW >= 2**23:
+        row = row.to(tl.int64)
+    return base + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW

@@ -1,0 +1,204 @@
+"""The kernels over a cache compiled ahead of time for every architecture, none of which need be present."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from triton.compiler import CompiledKernel
+
+from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import compile_kernel
+from flashtile.ops.kv_cache.spec import CacheSpec
+from flashtile.ops.kv_cache.triton import plan
+from flashtile.ops.kv_cache.triton.configs import Situation, resident_programs
+from machine_code import _run_tool, instructions, spilled_bytes
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_HOPPER = devices.KNOWN_DEVICES["sm_90"]
+
+
+class Call(NamedTuple):
+    """A call as the launch sees it: contiguous, aligned."""
+
+    batch: int = 8
+    seq_q: int = 1
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: torch.dtype = _BF16
+    capacity: int = 32768
+    page_size: int | None = None
+    seq_new: int | None = 1
+    half: int = 64
+    table_dtype: torch.dtype = _FP32
+    index_dtypes: tuple[torch.dtype | None, ...] = (torch.int32, None, None, None)
+    spec: CacheSpec = CacheSpec(0, 0.1, None, 0)
+    slope_dims: int = 0
+    sinks: bool = False
+    misalignment: int = 0
+    allow_tf32: bool = False
+
+
+def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.Plan:
+    """The plan of a call, with a `Variant` in the place of each compiled kernel."""
+    outer, rows, table = call.batch, call.capacity, None
+    if call.page_size is not None:
+        pages = call.capacity // call.page_size
+        outer, rows, table = call.batch * pages, call.page_size, ((call.batch, pages), (pages, 1))
+    q, k, v = (
+        (call.batch, call.seq_q, call.heads, call.head_dim),
+        (outer, rows, call.heads_kv, call.head_dim),
+        (outer, rows, call.heads_kv, call.head_dim_v),
+    )
+    new = None
+    if call.seq_new is not None:
+        new = tuple((call.batch, call.seq_new, *shape[2:]) for shape in (k, v))
+    with (
+        mock.patch.object(plan, "device_facts", return_value=device),
+        mock.patch.object(plan, "multiprocessors", return_value=multiprocessors),
+        mock.patch.object(plan, "_launcher", lambda variant, _device: variant),
+    ):
+        return plan._plan.__wrapped__(
+            call.dtype, torch.device("cuda", 0), tuple((shape, contiguous_strides(shape)) for shape in (q, k, v)),
+            None if new is None else tuple((shape, contiguous_strides(shape)) for shape in new),
+            None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
+            (*call.index_dtypes[:3], None if table is None else torch.int32), table, call.slope_dims, call.sinks,
+            (call.misalignment, 0), call.spec, call.allow_tf32,
+        )  # fmt: skip
+
+
+def compiled(variant: plan.Variant, device: devices.DeviceFacts) -> CompiledKernel:
+    return compile_kernel(plan.kernel_source(variant), device)
+
+
+_CALLS = {
+    "decode": Call(),
+    "decode_paged_16": Call(page_size=16),
+    "decode_paged_256": Call(page_size=256),
+    "one_split": Call(batch=128),
+    "chunk_of_64": Call(seq_q=64, seq_new=64),
+    "head_64": Call(head_dim=64, head_dim_v=64, half=32),
+    "head_80": Call(head_dim=80, head_dim_v=80, half=16),
+    "head_192_128": Call(head_dim=192, head_dim_v=128),
+    "head_256": Call(head_dim=256, head_dim_v=256),
+    "head_512": Call(head_dim=512, head_dim_v=512),
+    "float32": Call(dtype=_FP32),
+    "float32_512": Call(dtype=_FP32, head_dim=512, head_dim_v=512, seq_q=64),
+    "tf32": Call(dtype=_FP32, allow_tf32=True),
+    "multi_query": Call(heads=32, heads_kv=1, head_dim=64, head_dim_v=64, half=32),
+    "everything": Call(
+        seq_q=7, seq_new=3, heads=12, heads_kv=4, head_dim=40, head_dim_v=56, page_size=48, capacity=4800, half=10,
+        index_dtypes=(torch.int64, None, torch.int64, None), slope_dims=2, sinks=True, misalignment=2,
+        spec=CacheSpec(0, 0.1, 99, 9, 30.0, True, 5),
+    ),
+    "entries": Call(index_dtypes=(None, torch.int64, torch.int32, None), seq_new=None),
+}  # fmt: skip
+
+#: What a thread may spill, in bytes, measured with Triton 3.6; 0 where nothing stands.
+_SPILLS: dict[tuple[str, str], int] = {
+    # Misaligned rows come two bytes at a time, through registers.
+    ("sm_90", "everything"): 768,
+    ("sm_80", "float32"): 16,
+    ("sm_80", "float32_512"): 16,
+}
+
+
+def _matrix() -> list[Any]:
+    everywhere = ("decode", "chunk_of_64", "head_512", "float32", "float32_512", "everything")
+    cases = [(arch, name) for arch in devices.KNOWN_DEVICES for name in everywhere]
+    cases += [("sm_90", name) for name in _CALLS if name not in everywhere]
+    return [pytest.param(*case, id="-".join(case)) for case in cases]
+
+
+@pytest.mark.parametrize("arch, name", _matrix())
+def test_fits(arch: str, name: str) -> None:
+    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
+    if arch == "sm_75":  # no bfloat16 there
+        call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
+    made = plan_of(call, device)
+    launches = [launch for launch in (made.append, made.attend, made.combine) if launch is not None]
+    for launch in launches:
+        binary = compiled(launch.launch, device)
+        assert binary.metadata.shared <= device.shared_memory
+        assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["decode", "decode_paged_16", "decode_paged_256", "one_split", "entries", "chunk_of_64"]
+)
+def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
+    """And two tiles of keys and of values are on their way while one is computed, with pages too."""
+    variant = plan_of(_CALLS[name]).attend.launch
+    binary = compiled(variant, _HOPPER)
+    code = instructions(binary.asm)
+    assert code.count("LDGSTS.E.BYPASS.128") == code.count("LDGSTS") > 0
+    tile = variant.tiles.block_n * (variant.head_dim + variant.head_dim_v) * 2
+    assert binary.metadata.shared >= tile * (variant.tiles.num_stages - 1)
+
+
+@pytest.mark.parametrize("name", ["decode", "decode_paged_16", "decode_paged_256", "head_64", "head_256", "head_512"])
+def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
+    call = _CALLS[name]
+    variant = plan_of(call).attend.launch
+    binary = compiled(variant, _HOPPER)
+    rows = call.seq_q * call.heads // call.heads_kv
+    situation = Situation(call.dtype, call.head_dim, call.head_dim_v, rows)
+    resident = resident_programs(_HOPPER, variant.tiles, situation)
+    (registers,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
+    # Registers are given out to a warp 256 at a time; of shared memory each program takes 1 KiB more.
+    assert resident * variant.tiles.num_warps * -(-int(registers) * 32 // 256) * 256 <= 65536
+    assert resident * (binary.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch": 9, "capacity": 40000}, {"heads": 64, "heads_kv": 16, "batch": 4}, {"seq_q": 3, "seq_new": 3}],
+    ids=["batch", "heads", "queries"],
+)
+def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(change: dict[str, Any]) -> None:
+    other, plain = (plan_of(call).attend.launch for call in (Call(**change), Call()))
+    assert other._replace(row_strides=(0, 0)) == plain._replace(row_strides=(0, 0))
+
+
+def test_lengths_are_no_part_of_a_plan() -> None:
+    """A plan is looked up without the length, which goes with every launch."""
+    assert plan_of(Call()).attend.scalars == plan_of(Call(spec=Call().spec._replace(length=77))).attend.scalars
+    assert append_and_attend_end_with_length()
+
+
+def append_and_attend_end_with_length() -> bool:
+    kernels = plan.append_kernel, plan.attend_kernel
+    return all([n for n in kernel.arg_names if n.islower()][-1] == "length" for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    "call, append, attend, combine",
+    [
+        (Call(), 8 * 2, 8 * 8 * 6, 8 * 32),
+        (Call(seq_new=None), None, 8 * 8 * 6, 8 * 32),
+        (Call(half=0), 8, 8 * 8 * 6, 8 * 32),
+        (Call(batch=0), 0, 0, None),
+        (Call(seq_q=0), 8, 0, None),
+        (Call(spec=CacheSpec(0, 0.1, num_splits=1)), 16, 64, None),
+        (Call(spec=CacheSpec(0, 0.1, num_splits=3)), 16, 192, 256),
+        (Call(capacity=100, spec=CacheSpec(0, 0.1, num_splits=128)), 16, 128, 256),  # two tiles of keys
+        (Call(seq_q=64, seq_new=64), 8 * 128, 8 * 8 * 4, None),
+    ],
+)
+def test_programs(call: Call, append: int | None, attend: int, combine: int | None) -> None:
+    made = plan_of(call)
+    assert (made.append and made.append.programs, made.attend.programs) == (append, attend)
+    assert (made.combine and made.combine.programs) == combine

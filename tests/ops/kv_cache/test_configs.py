@@ -1,0 +1,71 @@
+"""The pure functions that cut the kernels: splits that fill a GPU, tiles that fit it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile.ops.kv_cache.spec import MAX_SPLITS
+from flashtile.ops.kv_cache.triton.configs import (
+    Situation,
+    append_cut,
+    choose_splits,
+    choose_tiles,
+    combine_cut,
+    resident_programs,
+    shared_memory,
+)
+
+_SLOTS = 132 * 3
+
+
+@pytest.mark.parametrize(
+    "programs, key_tiles, splits",
+    [
+        (8, 512, 45),  # one sequence, 8 heads: a wave of 360 of 396 programs
+        (64, 512, 6),
+        (8, 4, 4),  # a short cache: no split without a tile
+        (8, 0, 1),
+        (0, 512, 1),
+        (396, 512, 1),  # a full wave already
+        (10**6, 512, 1),
+    ],
+)
+def test_splits_fill_the_slots(programs: int, key_tiles: int, splits: int) -> None:
+    assert choose_splits(programs, key_tiles, _SLOTS) == splits
+
+
+@pytest.mark.parametrize("programs", [1, 7, 8, 63, 256, 300, 397, 1024, 3000])
+@pytest.mark.parametrize("key_tiles", [1, 5, 64, 2048])
+def test_no_number_of_splits_would_be_much_better(programs: int, key_tiles: int) -> None:
+    def used(splits: int) -> float:
+        return programs * splits / (_SLOTS * -(-programs * splits // _SLOTS))
+
+    chosen = choose_splits(programs, key_tiles, _SLOTS)
+    assert 1 <= chosen <= min(MAX_SPLITS, key_tiles)
+    if programs < 8 * _SLOTS:
+        assert used(chosen) >= 0.9 * max(used(splits) for splits in range(1, min(MAX_SPLITS, key_tiles) + 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(1, 1), (64, 64), (80, 96), (192, 128), (256, 256), (512, 512)])
+@pytest.mark.parametrize("arch", KNOWN_DEVICES)
+def test_tiles_fit_every_device(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    for rows in (1, 4, 32, 1000):
+        situation = Situation(dtype, head_dim, head_dim_v, rows)
+        tiles = choose_tiles(KNOWN_DEVICES[arch], situation)
+        assert shared_memory(tiles, situation) <= KNOWN_DEVICES[arch].shared_memory
+        assert tiles.block_m >= 16 and tiles.block_n >= 16 and tiles.block_m <= max(16, 2 * rows)
+        assert resident_programs(KNOWN_DEVICES[arch], tiles, situation) >= 1
+
+
+def test_cuts_of_the_other_kernels_are_sound() -> None:
+    for arch in ("sm_90", "gfx942"):
+        for head_dim, half in ((128, 64), (80, 16), (512, 0), (3, 1)):
+            cut = append_cut(32, head_dim, 2 * head_dim, half, KNOWN_DEVICES[arch])
+            assert cut.block_half >= half and cut.block_rest >= head_dim - 2 * half and cut.block_e >= 2 * head_dim
+            assert 1 <= cut.block_h <= 32
+        for splits in (2, 3, 33, 128):
+            cut = combine_cut(splits, 128, KNOWN_DEVICES[arch])
+            assert 2 <= cut.block_s <= 128
