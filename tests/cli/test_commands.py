@@ -245,6 +245,16 @@ def test_bench_host_time():
     assert result.exit_code == 0 and "fwd-nograd" in result.output
 
 
+def test_report_writes_a_page(tmp_path):
+    record = tmp_path / "record.json"
+    assert invoke("bench", "host-time", "--impl", "sdpa-flash", "-o", record).exit_code == 0
+    result = invoke("report", record, "-o", tmp_path / "page.html")
+    assert result.exit_code == 0 and "3 figures of 1 records" in result.output, result.output
+    assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
+    missing = invoke("report", tmp_path / "none.json")
+    assert missing.exit_code == 2 and "cannot be read" in missing.output
+
+
 def test_missing_packages_are_named_with_the_pip_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit) as stop:

@@ -11,6 +11,7 @@ from pathlib import Path
 from flashtile.bench.cases import ChoiceError
 from flashtile.bench.commands import DESCRIPTIONS, default_device, describe_progress, measure
 from flashtile.bench.compare import read_record
+from flashtile.bench.html.report import write_report
 from flashtile.bench.outcome import compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
 from flashtile.bench.report import plain_text
@@ -29,7 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        _run(options)
+        if options.command == "report":
+            print(f"{write_report(options.records, options.output)} figures: {options.output}")
+        else:
+            _run(options)
     except ChoiceError as error:
         parser.error(str(error))
     return 0
@@ -53,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--seconds", type=float, help="time for each phase of each implementation in each case")
         command.add_argument("--list", action="store_true", help="print the cases and implementations, and stop")
     host_time = commands.add_parser("host-time", help="the host's time for one small call")
+    report = commands.add_parser("report", help="records as one page of HTML")
+    report.add_argument("records", nargs="+", type=Path, help="JSON files")
+    report.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page")
     for command in (attention, companions, train, host_time):
         command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
         command.add_argument("--output", type=Path, help="JSON file for the record")

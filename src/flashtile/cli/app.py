@@ -116,6 +116,23 @@ def explain(
 
 
 @app.command()
+def report(
+    records: Annotated[list[Path], typer.Argument(help="Records, as `flashtile bench --output` writes them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("report.html"),
+) -> None:
+    """Draw benchmark records as one page of HTML that needs no network."""
+
+    def work() -> bool:
+        from flashtile.bench.html.report import write_report
+
+        figures = write_report(records, output)
+        make_console().print(f"{figures} figures of {len(records)} records: {output}", markup=False)
+        return True
+
+    run_command(work)
+
+
+@app.command()
 def warmup(
     head_dim: Annotated[list[int], typer.Option(min=1, help="Head size; repeat for several.")] = [64, 128],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="fp16, bf16 or fp32; repeat for several.")] = ["bf16"],  # noqa: B006

@@ -1,0 +1,1 @@
+"""Records as one page of HTML that needs nothing beside itself: `flashtile report`."""
