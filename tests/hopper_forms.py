@@ -7,6 +7,7 @@ import torch
 
 from flashtile.ops.attention.hopper.backward_launch import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config
+from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
 from machine_code import Call
 
 _HEADS = {
@@ -35,13 +36,29 @@ _MASKS = {
 FORMS = {
     f"{head}-{mask}": call._replace(**changes) for head, call in _HEADS.items() for mask, changes in _MASKS.items()
 }
+#: With all that may change the scores of these kernels.
+SCORE_FORMS = {
+    f"{head}-{mask}-scores": _HEADS[head]._replace(**_MASKS[mask], softcap=30.0, alibi=2, sinks=True)
+    for head in ("64", "64-short", "80", "128", "192x128", "256")
+    for mask in ("full", "packed")
+}
 
 
-def _backward(head_dim: int, head_dim_v: int, packed: bool, left: bool, ordered: bool) -> BackwardVariant:
-    config = choose_backward_config(head_dim, head_dim_v)
+_PLAIN = ScoreVariant()
+
+
+def _backward(
+    head_dim: int,
+    head_dim_v: int,
+    packed: bool,
+    left: bool,
+    ordered: bool,
+    scores: ScoreVariant = _PLAIN,
+) -> BackwardVariant:
+    config = choose_backward_config(head_dim, head_dim_v, scores.softcap)
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
-        torch.bfloat16, head_dim, head_dim_v, config, packed, left, True, False, False, ordered, index_dtypes
+        torch.bfloat16, head_dim, head_dim_v, config, packed, left, True, False, False, ordered, index_dtypes, scores
     )
 
 
@@ -54,4 +71,9 @@ BACKWARD_FORMS = {
     "256": _backward(256, 256, False, False, False),
     "256-packed-window-ordered": _backward(256, 256, True, True, True),
     "192x128-ordered": _backward(192, 128, False, False, True),
+    **{
+        f"{width}-{name}": _backward(width, width, False, False, False, ScoreVariant(**changes))
+        for width in (64, 128, 256)
+        for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
+    },
 }

@@ -141,7 +141,9 @@ def hopper_plan(call: Call) -> hopper_launch.Plan:
             call.sequences,
             None if call.sequences is None else call.index_dtypes,
             call.seq_q,
-            AttentionSpec(call.head_dim**-0.5, *window, call.top_left),
+            AttentionSpec(call.head_dim**-0.5, *window, call.top_left, softcap=call.softcap),
+            call.alibi,
+            call.sinks,
         )
 
 

@@ -19,7 +19,8 @@ class AttentionCase:
     """One call: dense with `batch`, `seq_q`, `seq_k`; packed with `lengths_q`, `lengths_k`.
 
     `arguments` are keyword arguments of `flashtile.attention` other than tensors. `key_lengths` are given as a tuple;
-    `bias`, `mask` and `alibi_slopes` as shapes, in which a name stands for a size: "b" batch, "h" heads, "q", "k".
+    `bias`, `mask` and `alibi_slopes` as shapes, in which a name stands for a size: "b" batch, "h" heads, "q", "k". Of
+    these and the sinks the gradients are compared too, but for the names in `constant`.
     """
 
     seq_q: int = 64
@@ -38,6 +39,7 @@ class AttentionCase:
     mask: str | None = None
     alibi_slopes: str | None = None
     sinks: bool = False
+    constant: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -52,6 +54,11 @@ class AttentionCase:
         lengths += "-sinks" if self.sinks else ""
         heads = f"h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}"
         return f"{sizes}-{heads}-{str(self.dtype)[6:]}{flags}{lengths}"
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Tensors beside q, k and v whose gradient is compared."""
+        return tuple(name for name in LEARNED if getattr(self, name) and name not in self.constant)
 
     @property
     def packed(self) -> bool:
@@ -149,11 +156,11 @@ def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | 
     tensors = dict(inputs.tensors)
     for name in LEARNED:
         if name in tensors:
-            given = tensors[name]
-            tensors[name] = given.to(dtype if dtype is torch.float64 else given.dtype).detach().requires_grad_()
+            given = tensors[name].to(dtype if dtype is torch.float64 else tensors[name].dtype)
+            tensors[name] = given.detach().requires_grad_(name in case.learned)
     function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
     out, lse = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
-    leaves = {"q": q, "k": k, "v": v, **{name: tensors[name] for name in LEARNED if name in tensors}}
+    leaves = {"q": q, "k": k, "v": v, **{name: tensors[name] for name in case.learned}}
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
     upstream = (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype))
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
@@ -200,7 +207,7 @@ def _cancelled(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Si
         "lse": Size(1, 1),
         "dq": Size(*(scale * a * b for a, b in zip(size(delta), size(inputs.k)))),
         "dk": Size(*(scale * a * b for a, b in zip(size(weighted), size(inputs.q)))),
-        **{f"d{name}": _rounded_as(case, inputs, name, by_scores) for name in LEARNED if name in inputs.tensors},
+        **{f"d{name}": _rounded_as(case, inputs, name, by_scores) for name in case.learned},
     }
 
 

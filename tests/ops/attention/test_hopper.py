@@ -21,7 +21,7 @@ from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from hopper_forms import BACKWARD_FORMS, FORMS
+from hopper_forms import BACKWARD_FORMS, FORMS, SCORE_FORMS
 from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
@@ -100,8 +100,8 @@ def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:
 def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
     q, k = (torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
     spec = AttentionSpec(1.0)
-    assert select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec).aligned
-    assert not select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec._replace(scale=-1.0)).aligned
+    assert select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec, False).aligned
+    assert not select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec._replace(scale=-1.0), False).aligned
 
 
 # Tiles and plans
@@ -176,7 +176,7 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:
     call = _CALL._replace(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=200, window_left=2**40, window_right=7)
-    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale = hopper_plan(call).scalars
+    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale, *_ = hopper_plan(call).scalars
     assert (batch, heads, group, rows_q, rows_k, tiles, lines) == (3, 6, 3, 1000, 200, 8, 18)
     assert (left, right) == (2**29, 7)
     assert scale == pytest.approx(128**-0.5 * 1.4426950408889634)
@@ -212,9 +212,9 @@ def _instructions(binary: Binary) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(binary))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | SCORE_FORMS)
 def test_machine_code(form: str) -> None:
-    call = FORMS[form]
+    call = (FORMS | SCORE_FORMS)[form]
     binary = compile_hopper(call)
     config = binary.variant.config
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v) <= _LIMIT

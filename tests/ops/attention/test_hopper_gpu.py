@@ -22,7 +22,7 @@ def _served(cases: dict[str, AttentionCase]) -> dict[str, AttentionCase]:
         name: case
         for name, case in cases.items()
         if case.key_lengths is None
-        and not (case.bias or case.mask or case.alibi_slopes or case.sinks or "softcap" in case.arguments)
+        and not (case.bias or case.mask)
         and "dropout_p" not in case.arguments
         and max(case.head_dim, case.head_dim_v) <= 256
         and case.head_dim % 8 == case.head_dim_v % 8 == 0
@@ -56,6 +56,43 @@ def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> Non
     lengths_q, lengths_k = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
     case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, lengths_q=lengths_q, lengths_k=lengths_k)
     check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+_SCORES = {
+    "softcap": {"arguments": {"softcap": 3.0}},
+    "alibi": {"alibi_slopes": "bh", "constant": ("alibi_slopes",)},
+    "sinks": {"sinks": True},
+    "all": {"alibi_slopes": "h", "constant": ("alibi_slopes",), "sinks": True, "arguments": {"softcap": 3.0}},
+}
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (90, None), "align": "top_left"}], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("scores", _SCORES)
+def test_scores_that_change(
+    scores: str, head_dim: int, head_dim_v: int, packed: bool, arguments: dict, dtype: torch.dtype
+) -> None:
+    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, heads_kv=2, dtype=dtype, **_SCORES[scores])
+    if packed:
+        case = replace(case, lengths_q=(129, 0, 300, 1, 64), lengths_k=(129, 33, 200, 1, 0))
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+def test_a_large_sink_and_rows_that_see_nothing_else() -> None:
+    q, k, v = (torch.randn(1, 96, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
+    sinks = torch.tensor([200.0, -torch.inf], device="cuda")
+    mine, expected = (
+        flashtile.attention(
+            q.to(dtype), k[:, :64].to(dtype), v[:, :64].to(dtype), sinks=sinks.to(wide), causal=True,
+            return_lse=True, backend=backend,
+        )
+        for dtype, wide, backend in ((_BF16, torch.float32, "hopper"), (torch.float64, torch.float64, "reference"))
+    )  # fmt: skip
+    assert (mine[1][:, 0] - 200).abs().max() < 1e-3 and (mine[1][:, 1, :32] == -torch.inf).all()
+    torch.testing.assert_close(mine[0].double(), expected[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(mine[1].double(), expected[1], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("batch", [1, 300])

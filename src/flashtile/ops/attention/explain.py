@@ -167,7 +167,8 @@ def explain(
     def choose(phase: Phase) -> BackendChoice:
         call = None
         if device_type == "cuda":
-            call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec)
+            learned = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
+            call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec, learned)
         return select.choose_backend(backend, device_type, q.dtype, devices.triton_missing(), interpreting, call)
 
     forward, backward = choose("forward"), choose("backward")
@@ -232,7 +233,7 @@ def _kernels(
     else:
         first = portable("forward")
     if backward == "hopper":
-        cut = hopper.choose_backward_config(*heads)
+        cut = hopper.choose_backward_config(*heads, spec.softcap > 0)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
     last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
     return first, portable("dq"), portable("dkdv"), *last

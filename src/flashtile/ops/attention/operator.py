@@ -250,7 +250,7 @@ def _backward(
 ) -> Gradients:
     """Runs the backward of the backend that serves the call."""
     dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
-    implementation = select.implementation("backward", q, k, v, side, spec, backend)
+    implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted.alibi_slopes)
     side = side if plain_side(side) else _readable_side(side)
     return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 

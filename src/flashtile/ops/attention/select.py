@@ -76,23 +76,40 @@ def _hopper_obstacle(
 
 
 def implementation(
-    phase: hopper.Phase, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+    phase: hopper.Phase,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    backend: str,
+    learned_slopes: bool = False,
 ) -> ModuleType:
-    """The module that serves a phase (`forward` or `backward`, its functions) of a call.
+    """The module that serves a phase (`forward` or `backward`, its functions) of a call. `learned_slopes`: the backward
+    is to give the gradient of `alibi_slopes`.
 
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
     """
     if not q.is_cuda:
         return _implementation(backend, q.device.type, q.dtype, None)
-    return _gpu_implementation(backend, q.device, phase, *_hopper_facts(q, k, v, side, spec))
+    return _gpu_implementation(
+        backend, q.device, phase, *_hopper_facts(q, k, v, side, spec), learned_slopes=learned_slopes
+    )
 
 
 def hopper_call(
-    phase: hopper.Phase, arch: str, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+    phase: hopper.Phase,
+    arch: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    learned_slopes: bool,
 ) -> hopper.HopperCall:
     """The facts that decide whether the Hopper kernels serve a call."""
-    return hopper.HopperCall(phase, arch, *_hopper_facts(q, k, v, side, spec))
+    return hopper.HopperCall(phase, arch, *_hopper_facts(q, k, v, side, spec))._replace(learned_slopes=learned_slopes)
 
 
 def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple:
@@ -103,9 +120,8 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
-    changes = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists
-    modified = spec.softcap > 0 or any(change is not None for change in changes)
-    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, modified
+    tables = side.bias is not None or side.mask is not None or side.block_lists is not None
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, tables
 
 
 @functools.lru_cache(maxsize=4096)

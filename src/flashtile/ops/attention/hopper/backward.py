@@ -35,7 +35,6 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_pieces import (
-    LOG2_E,
     ROWS,
     begin_turn,
     end_turn,
@@ -63,6 +62,7 @@ from flashtile.ops.attention.hopper.pieces import (
     release,
     tile_in_order,
 )
+from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 
 @aggregate
@@ -142,8 +142,9 @@ def step_of(walk, it, form):
 @gluon.jit
 def attention_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, statistics_desc, sums_desc, dk_desc, dv_desc,
-    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
+    scale_log2, cap_scale, stride_alibi_batch,
     KEYS: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr,
     SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -199,13 +200,14 @@ def attention_backward_kernel(
         walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
     )  # fmt: skip
     storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc)
-    seeing = (first, shift, seq_k, window_left, window_right, scale)
+    seeing = (first, shift, seq_k, window_left, window_right)
+    changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, seq_k - seq_q)
     if SPLIT_ROLES:
         probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
         probs_full = barriers(HANDOVERS, 1)
         probs_empty = barriers(HANDOVERS, WARPGROUP)
         fence_async_shared()
-        scoring = (walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty, seeing, storing)
+        scoring = (walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty, seeing, changing, storing)
         grading = (
             walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
             dscores, dscores_full, dscores_empty, scale, storing,
@@ -217,7 +219,10 @@ def attention_backward_kernel(
         )
     else:
         fence_async_shared()
-        working = (walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty, seeing, storing)
+        working = (
+            walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
+            seeing, changing, scale, storing,
+        )  # fmt: skip
         gl.warp_specialize(
             [(_sum_dq, summing), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working)), (_producer, producing)],
             [4, 4, 1],
@@ -258,13 +263,16 @@ def _producer(
 @gluon.jit
 def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     """dk and dv of the `WHICH`-th 64 keys, and their part of `dsᵀ` for `_sum_dq`."""
-    (walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty, seeing, storing) = inputs
+    (
+        walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
+        seeing, changing, scale, storing,
+    ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.WIDTH, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout.WIDTH, 16])
-    first, shift, keys, window_left, window_right, scale = seeing
+    first, shift, keys, window_left, window_right = seeing
     key = first + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     k_tile = matrix(k.tiles.index(WHICH), ROWS, k.WIDTH)
     v_tile = matrix(v.tiles.index(WHICH), ROWS, v.WIDTH)
@@ -274,7 +282,7 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     mbarrier.wait(k.full.index(WHICH), 0)
     mbarrier.wait(v.full.index(WHICH), 0)
     for it in range(walk.total):
-        _, tile = step_of(walk, it, form)
+        head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
         q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
@@ -283,17 +291,21 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
         s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
         lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
         s = warpgroup_mma_wait(0, [s])
-        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+        s, tanh = _modified(s, key, tile * form.M, head, walk, changing)
+        p = gl.exp2(s * changing[0] - lse[None, :])
         if (tile < walk.full_begin) | (tile >= walk.full_end):
             p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
         probs = pack(p, dtype)
+        factors = probs
+        if changing[1] is not None:
+            factors = pack(p * (1.0 - tanh * tanh), dtype)
         mbarrier.wait(dout.full.index(stage), phase)
         dp = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
         operand = gl.convert_layout(probs, gl.DotOperandLayout(0, dv_layout, 2), assert_trivial=True)
         dv = warpgroup_mma(operand, dout_tile, dv, is_async=True)
         delta = load_statistics(statistics.index(stage), 1, form.M, s_layout)
         dp = warpgroup_mma_wait(1, [dp])
-        ds = pack(unpack(probs, dtype) * (dp - delta[None, :]), dtype)
+        ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
         mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
         dscores.index(place * WARPGROUPS + WHICH).store(ds)
         fence_async_shared()
@@ -313,18 +325,18 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
 
 
 @gluon.jit
-def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, seeing, storing):
-    """dv of all keys, and `pᵀ` for `_sum_dk`."""
+def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, seeing, changing, storing):
+    """dv of all keys, and for `_sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    first, shift, keys, window_left, window_right, scale = seeing
+    first, shift, keys, window_left, window_right = seeing
     key = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     k_tile = matrix(k.tiles.index(0), ROWS, k.WIDTH)
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
     dv, dv_rest = wide_zeros(dout.WIDTH)
     mbarrier.wait(k.full.index(0), 0)
     for it in range(walk.total):
-        _, tile = step_of(walk, it, form)
+        head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
         q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
@@ -332,13 +344,17 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
         s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
         lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
         s = warpgroup_mma_wait(0, [s])
-        p = gl.exp2(s * (scale * LOG2_E) - lse[None, :])
+        s, tanh = _modified(s, key, tile * form.M, head, walk, changing)
+        p = gl.exp2(s * changing[0] - lse[None, :])
         if (tile < walk.full_begin) | (tile >= walk.full_end):
             p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
         release(q.empty.index(stage))
         probs = pack(p, dtype)
         mbarrier.wait(probs_empty.index(place), place_phase ^ 1)
-        probs_smem.index(place).store(probs)
+        if changing[1] is not None:
+            probs_smem.index(place).store(pack(p * (1.0 - tanh * tanh), dtype))
+        else:
+            probs_smem.index(place).store(probs)
         mbarrier.arrive(probs_full.index(place), count=1)
         mbarrier.wait(dout.full.index(stage), phase)
         dv, dv_rest = wide_product(probs, matrix(dout.tiles.index(stage), form.M, dout.WIDTH), dv, dv_rest)
@@ -397,6 +413,21 @@ def _sum_dk(
         dk_desc, k.tiles.index(0), dk, dk_rest, sequence, head_kv, begin_k, seq_k, first, k.WIDTH, form.PACKED
     )
     tma_store_wait(0)
+
+
+@gluon.jit
+def _modified(s, key, first_query, head, walk, changing):
+    """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
+    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, diagonal = changing
+    if cap_scale is not None:
+        s = capped(s, cap_scale)
+    tanh = s
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(
+            alibi_slopes_ptr, stride_alibi_batch, walk.sequence, walk.first_head + head, scale_log2, True
+        )  # fmt: skip
+        s = lowered_by_distance(s, key, first_query + diagonal, slope)
+    return s, tanh
 
 
 @gluon.jit

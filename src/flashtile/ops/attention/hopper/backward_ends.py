@@ -6,8 +6,9 @@ at `cu_seqlens_q[b] // M + b`. Letters as in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.backward_pieces import LOG2_E, ROWS
+from flashtile.ops.attention.hopper.backward_pieces import ROWS
 from flashtile.ops.attention.hopper.pieces import locate_tile
+from flashtile.ops.attention.hopper.scores import LOG2_E
 
 
 @gluon.constexpr_function

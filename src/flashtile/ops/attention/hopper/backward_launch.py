@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
@@ -23,6 +23,13 @@ from flashtile.ops.attention.hopper.configs import (
     aligned,
     choose_backward_config,
     tile_width,
+)
+from flashtile.ops.attention.hopper.score_parameters import (
+    LOG2_E,
+    ScoreVariant,
+    alibi_dimensions,
+    parameter_types,
+    score_scalars,
 )
 from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
@@ -45,6 +52,7 @@ class BackwardVariant(NamedTuple):
     has_dlse: bool
     ordered: bool
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
+    scores: ScoreVariant = ScoreVariant()
 
 
 class Launch(NamedTuple):
@@ -52,7 +60,7 @@ class Launch(NamedTuple):
 
     launch: Callable[..., None]
     programs: int
-    scalars: tuple[int | float, ...]
+    scalars: tuple[int | float | None, ...]
 
 
 class BackwardPlan(NamedTuple):
@@ -82,10 +90,11 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`. `wanted` is of
-    side inputs that these kernels do not serve (`configs.obstacle`)."""
+    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`. Of `wanted`
+    they serve the sinks (`configs.obstacle`)."""
     if not q.numel() or not k.numel() or not v.numel():
-        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        dsinks = torch.zeros_like(side.sinks) if wanted.sinks and side.sinks is not None else None
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
@@ -99,21 +108,32 @@ def backward(
         *packing(side),
         spec,
         dlse is not None,
+        alibi_dimensions(side),
     )
     dq, dk, dv, statistics, sums = (empty(*layout, q.device) for layout in plan.outputs)
     turns = torch.empty(plan.end.programs, dtype=torch.int32, device=q.device) if spec.deterministic else None
-    cu_seqlens_q, cu_seqlens_k, turns_ptr = map(_address, (side.cu_seqlens_q, side.cu_seqlens_k, turns))
-    pointers = map(_address, (out, dout, lse, dlse, statistics, sums))
+    cu_seqlens_q, cu_seqlens_k, turns_ptr = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k, turns))
+    slopes_ptr = pointer(side.alibi_slopes)
+    pointers = map(pointer, (out, dout, lse, dlse, statistics, sums))
     plan.begin.launch(plan.begin.programs, *pointers, turns_ptr, cu_seqlens_q, *plan.begin.scalars)
     moved = (q, k, v, dout, statistics, sums, dk, dv)
     descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
-    plan.main.launch(plan.main.programs, *descriptors, turns_ptr, cu_seqlens_q, cu_seqlens_k, *plan.main.scalars)
+    plan.main.launch(
+        plan.main.programs, *descriptors, turns_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, *plan.main.scalars
+    )
     plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv)
+    dsinks = _sink_gradient(statistics, side.sinks, lse) if wanted.sinks and side.sinks is not None else None
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _sink_gradient(statistics: Tensor, sinks: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of the sinks `[heads]`: minus the sum over rows of what the sink weighs times delta. `statistics`
+    holds lse and delta of each tile in the same order of rows, whichever it is."""
+    *batch, heads, _ = lse.shape
+    of_lse, delta = statistics.view(*batch, heads, -1, 2, statistics.shape[-1]).unbind(-2)
+    weights = torch.exp2((sinks * LOG2_E)[:, None, None] - of_lse)
+    by_head = (weights * delta).sum((-2, -1))
+    return -(by_head.sum(0) if batch else by_head)
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -131,13 +151,14 @@ def _plan(
     index_dtypes: tuple[torch.dtype, torch.dtype] | None,
     spec: AttentionSpec,
     has_dlse: bool,
+    alibi: int = 0,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
-    config = choose_backward_config(head_dim, head_dim_v)
+    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -150,6 +171,7 @@ def _plan(
         has_dlse,
         spec.deterministic,
         index_dtypes,
+        ScoreVariant(spec.softcap > 0, alibi > 0),
     )
     query_tiles = tiles_of(rows_q, config.block_m, batch, packed)
     key_tiles = tiles_of(rows_k, config.block_n, batch, packed)
@@ -158,11 +180,16 @@ def _plan(
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
     begin, main, end = (_launcher(kernel, variant, device) for kernel in ("begin", "main", "end"))
     common = (batch, heads, rows_q, query_tiles)
-    scalars = (batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles)
+    scalars = (
+        *(batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles),
+        *clipped_window(spec),
+        spec.scale,
+        *score_scalars(spec, heads, alibi),
+    )
     outputs = _outputs(variant, shapes, lines * query_tiles)
     return BackwardPlan(
         Launch(begin, query_tiles * lines, (*row_strides, *common)),
-        Launch(main, key_tiles * lines_kv, (*scalars, *clipped_window(spec), spec.scale)),
+        Launch(main, key_tiles * lines_kv, scalars),
         Launch(end, query_tiles * lines, (*common, spec.scale)),
         _makers(variant, shapes, strides, outputs),
         outputs,
@@ -287,6 +314,9 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         of = name.removesuffix("_desc")
         box = _boxes(variant)[of]
         return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of)), 1
+    of_scores = parameter_types(variant.scores)
+    if name in of_scores:
+        return of_scores[name], 1
     if name.startswith("stride_"):
         return "i32", 8
     return {

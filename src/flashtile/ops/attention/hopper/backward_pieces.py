@@ -17,8 +17,6 @@ from flashtile._backends.gluon import (
 )
 from flashtile.ops.attention.hopper.pieces import coordinates, matrix
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
 

@@ -71,7 +71,8 @@ class HopperCall(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
-        modified: there is a soft cap, a bias, a mask, a block mask, ALiBi or sinks.
+        tables: there is a bias, a mask or a block mask.
+        learned_slopes: the gradient of ALiBi's slopes is wanted.
     """
 
     phase: Phase
@@ -82,7 +83,8 @@ class HopperCall(NamedTuple):
     aligned: bool
     dropout: bool
     key_lengths: bool
-    modified: bool = False
+    tables: bool = False
+    learned_slopes: bool = False
 
 
 def obstacle(call: HopperCall) -> str | None:
@@ -97,8 +99,10 @@ def obstacle(call: HopperCall) -> str | None:
         return "it has no dropout"
     if call.key_lengths:
         return "it has no key_lengths; packed sequences (attention_varlen) do the same"
-    if call.modified:
-        return "it has no softcap, bias, alibi_slopes, mask, block_mask or sinks"
+    if call.tables:
+        return "it has no bias, mask or block_mask"
+    if call.phase == "backward" and call.learned_slopes:
+        return "it has no gradient of alibi_slopes"
     if call.head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
     if call.phase == "backward" and call.head_dim % 8:
@@ -212,15 +216,25 @@ _BACKWARD_ROWS = (
     (256, BackwardConfig(64, 64, 2, 1, 64, True, 208)),
 )
 
+#: The same with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
+_BACKWARD_CAPPED_ROWS = (
+    # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
+    (64, BackwardConfig(128, 64, 3, 2, 64, False, 208)),
+    # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
+    (128, BackwardConfig(64, 64, 3, 2, 64, True, 208)),
+    _BACKWARD_ROWS[2],
+)
+
 
 def tile_width(head_dim: int) -> int:
     """Columns of a tile of the backward: a power of two that a row of the swizzle divides."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
-def choose_backward_config(head_dim: int, head_dim_v: int) -> BackwardConfig:
+def choose_backward_config(head_dim: int, head_dim_v: int, softcap: bool = False) -> BackwardConfig:
     """The first row that holds the head."""
-    return next(config for widest, config in _BACKWARD_ROWS if max(head_dim, head_dim_v) <= widest)
+    rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
+    return next(config for widest, config in rows if max(head_dim, head_dim_v) <= widest)
 
 
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:

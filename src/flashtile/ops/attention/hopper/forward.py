@@ -11,10 +11,10 @@ tile, with `c = scale · log2(e)` (letters as in `pieces`)::
     l     = alpha·l + rowsum(p)       [M], kept as [M, 8]: each thread's own part
     o     = alpha·o + p v             [M, E]
 
-and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. `p v` of the tile before is in flight while the exponentials of a
-tile are computed. Key tiles come from the last to the first, so that the masked ones of the diagonal
-come first. It is one loop with a branch for masks: accumulators that pass from one loop to another make ptxas serialise
-their products.
+and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change `s` (`scores`); a sink joins `l` at the
+end. `p v` of the tile before is in flight while the exponentials of a tile are computed. Key tiles come from the last
+to the first, so that the masked ones of the diagonal come first. It is one loop with a branch for masks: accumulators
+that pass from one loop to another make ptxas serialise their products.
 
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
@@ -54,6 +54,7 @@ from flashtile.ops.attention.hopper.pieces import (
     tell_tile,
     tile_in_order,
 )
+from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
 
 
 @aggregate
@@ -84,15 +85,17 @@ class Form:
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
-    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, scale_log2,
+    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
+    scale_log2, cap_scale, stride_alibi_batch,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, OUT_IN_Q: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
-    programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0."""
+    programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
+    a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. What a call does not have is None."""
     form = Form(CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT)
     q = make_ring(q_desc, q_rest_desc, CONSUMERS, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
@@ -115,8 +118,8 @@ def attention_forward_kernel(
         batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     )  # fmt: skip
     consuming = (
-        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr,
-        heads, rows_q, rows_k, window_left, window_right, scale_log2,
+        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
+        batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -185,8 +188,8 @@ def _producer(
 def _consumer(WHICH: gl.constexpr, inputs):
     """Computes the `WHICH`-th 64 rows of each tile."""
     (
-        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr,
-        heads, rows_q, rows_k, window_left, window_right, scale_log2,
+        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
+        batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
     ) = inputs  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
     heard = 0
@@ -210,11 +213,15 @@ def _consumer(WHICH: gl.constexpr, inputs):
             first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
             form.HAS_LEFT, form.HAS_RIGHT,
         )  # fmt: skip
+        slope = alibi_slopes_ptr  # None stays None
+        if alibi_slopes_ptr is not None:
+            slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, scale_log2, sequence < batch)
         mbarrier.wait(q.full.index(WHICH), heard & 1)
         q_tile, q_rest = _take_queries(q, WHICH, s_layout, form)
         o, o_rest, row_sum, m_scaled, pair = _visit_key_tiles(
             q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
-            row, shift, seq_k, window_left, window_right, scale_log2, form,
+            row, shift, seq_k, window_left, window_right, scale_log2,
+            seq_k - seq_q, cap_scale, slope, form,
         )  # fmt: skip
         if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
             release(q.empty.index(WHICH))
@@ -222,7 +229,10 @@ def _consumer(WHICH: gl.constexpr, inputs):
         heard += 1
         tile = hear_tile(mailbox, heard, form.PACKED)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
-        inverse = gl.where(row_sum == 0.0, 0.0, 1.0 / row_sum)
+        own = 1.0
+        if sinks_ptr is not None:
+            row_sum, m_scaled, own = _join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch)
+        inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
         lse = gl.where(row_sum == 0.0, float("-inf"), m_scaled * LN_2 + gl.log(row_sum))
         if form.PACKED:
             offset = head.to(gl.int64) * rows_q + begin
@@ -286,7 +296,8 @@ def _start_values(p, o, o_rest, v, stage):
 @gluon.jit
 def _visit_key_tiles(
     q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
-    row, shift, keys, window_left, window_right, scale_log2, form,
+    row, shift, keys, window_left, window_right, scale_log2,
+    diagonal, cap_scale, slope, form,
 ):  # fmt: skip
     """The online softmax over the key tiles from the last to `key_begin`.
 
@@ -309,6 +320,7 @@ def _visit_key_tiles(
     s = warpgroup_mma_wait(0, [_start_scores(q_tile, q_rest, k, stage, zeros)])
     release(k.empty.index(stage))
     n = key_end - 1
+    s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
     if (n < full_begin) | (n >= full_end):
         s = mask_scores(
             s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
@@ -331,6 +343,7 @@ def _visit_key_tiles(
         o, o_rest = _start_values(p, o, o_rest, v, v_stage)
         s = warpgroup_mma_wait(PRODUCTS, [scores])
         release(k.empty.index(stage))
+        s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
         if (n < full_begin) | (n >= full_end):
             s = mask_scores(
                 s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
@@ -369,6 +382,27 @@ def _visit_key_tiles(
     mbarrier.wait(v.full.index(stage), phase)
     o, o_rest = _start_values(p, o, o_rest, v, stage)
     return o, o_rest, row_sum, m_scaled, pair + 1
+
+
+@gluon.jit
+def _modified(s, diagonal, first_key, cap_scale, slope):
+    """Scores with what changes them. `diagonal` `[M]`: the key that lies at no distance from each row."""
+    if cap_scale is not None:
+        s = capped(s, cap_scale)
+    if slope is not None:
+        s = lowered_by_distance(s, diagonal, first_key, slope)
+    return s
+
+
+@gluon.jit
+def _join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch):
+    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
+    rows past the end of a packed call (sequence number `batch`) have no sink."""
+    sink = gl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+    seen = gl.where(row_sum == 0.0, float("-inf"), m_scaled)
+    top = _finite(gl.maximum(seen, sink))
+    own = gl.exp2(seen - top)
+    return row_sum * own + gl.exp2(sink - top), top, own
 
 
 @gluon.jit

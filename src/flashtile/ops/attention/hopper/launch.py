@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
@@ -28,12 +28,16 @@ from flashtile.ops.attention.hopper.configs import (
     out_in_q,
 )
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
+from flashtile.ops.attention.hopper.score_parameters import (
+    ScoreVariant,
+    alibi_dimensions,
+    parameter_types,
+    score_scalars,
+)
 from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 __all__ = ["backward", "forward", "kernel_source"]
-
-LOG2_E = 1.4426950408889634
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
@@ -52,6 +56,7 @@ class Variant(NamedTuple):
     has_right: bool
     top_left: bool
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
+    scores: ScoreVariant
 
 
 class Plan(NamedTuple):
@@ -68,7 +73,7 @@ class Plan(NamedTuple):
     programs: int
     dynamic: bool
     makers: tuple[Callable[[int], tuple], ...]
-    scalars: tuple[int | float, ...]
+    scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
 
 
@@ -85,6 +90,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *packing(side),
         max_seqlen_q,
         spec,
+        alibi_dimensions(side),
+        side.sinks is not None,
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
@@ -99,8 +106,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *of_out(out.data_ptr()),
         lse.data_ptr(),
         _counter(q.device).data_ptr() if plan.dynamic else None,
-        None if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
-        None if cu_seqlens_k is None else cu_seqlens_k.data_ptr(),
+        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks)),
         *plan.scalars,
     )
     return out, lse
@@ -135,6 +141,8 @@ def _plan(
     index_dtypes: tuple[torch.dtype, torch.dtype] | None,
     max_seqlen_q: int,
     spec: AttentionSpec,
+    alibi: int = 0,
+    sinks: bool = False,
 ) -> Plan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
@@ -160,6 +168,7 @@ def _plan(
         spec.window_right is not None,
         spec.banded and spec.top_left,
         index_dtypes,
+        ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -172,7 +181,7 @@ def _plan(
     scalars = (
         *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
         *clipped_window(spec),
-        spec.scale * LOG2_E,
+        *score_scalars(spec, heads, alibi),
     )
     makers = _makers(variant, (*shapes, out_shape), (*strides, outputs[0].strides))
     return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs)
@@ -233,7 +242,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         name: "constexpr" if box is None else descriptor_type(variant.dtype, box) for name, box in zip(names, boxes)
     }
     cu_seqlens = variant.index_dtypes or (None, None)
-    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"}
+    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"} | parameter_types(variant.scores)
     types |= {
         f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
         for of, dtype in zip("qk", cu_seqlens)
@@ -252,7 +261,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         "TOP_LEFT": variant.top_left,
     }
     run_time = [name for name in names if name not in constants]
-    types |= {name: "i32" for name in run_time if name not in types} | {"scale_log2": "fp32"}
+    types |= {name: "i32" for name in run_time if name not in types}
     absent = dict.fromkeys(name for name in run_time if types[name] == "constexpr")
     multiples = tuple(16 if name == "counter_ptr" else 1 for name in run_time)
     return KernelSource(

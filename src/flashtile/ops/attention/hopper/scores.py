@@ -1,0 +1,42 @@
+"""What becomes of the products on their way to the softmax in the Hopper kernels: soft cap and ALiBi.
+
+Both kernels hold scores in units in which a factor of `scale_log2` is left to the exponential: products `q kᵀ`, or with
+a soft cap `tanh(q kᵀ · scale / softcap)`. What a call does not have is None when the kernel compiles.
+"""
+
+from flashtile._backends.gluon import gl, gluon
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def load_slope(alibi_slopes_ptr, stride_batch, sequence, head, scale_log2, seen):
+    """ALiBi's slope of one head of one sequence, in the units of scores; 0 where `seen` says that nothing is there."""
+    return gl.load(alibi_slopes_ptr + sequence * stride_batch + head, mask=seen, other=0.0) * (LOG2_E / scale_log2)
+
+
+@gluon.jit
+def capped(products, cap_scale):
+    """`tanh(products · cap_scale)`, to about 2⁻¹¹ of its value: less than 16-bit scores are rounded by. One instruction
+    of the unit for exponentials, where `1 - 2 / (1 + exp 2x)` is two."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [products * cap_scale], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def lowered_by_distance(scores, position, first, slope):
+    """Scores `[R, C]` minus `slope · |position - (first + c)|`, where `position` `[R]` and `first` count alike.
+
+    Columns are taken in eights: which eight is known when the kernel compiles, only the place within needs registers.
+    """
+    COLUMNS: gl.constexpr = scores.shape[1]
+    eights = gl.reshape(scores, [scores.shape[0], COLUMNS // 8, 8])
+    layout: gl.constexpr = eights.type.layout
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout))).to(gl.float32) * 8.0
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout))).to(gl.float32)
+    here = gl.convert_layout((position - first).to(gl.float32), of_row)
+    distance = (here[:, None, None] - within[None, None, :]) - eight[None, :, None]
+    lowered = gl.reshape(eights - slope * gl.abs(distance), scores.shape)
+    return gl.convert_layout(lowered, scores.type.layout, assert_trivial=True)
