@@ -1,0 +1,226 @@
+"""The meta-path finder that serves other libraries' module names, and what it refuses to take the place of.
+
+Only the top-level module goes through the finder. It is loaded as a package whose `__path__` is a folder of flashtile,
+so Python's own path finder loads the modules below it, under the names that the program asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
+from types import ModuleType
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Served:
+    """A module name and what it resolves to.
+
+    Attributes:
+        version: the major version whose names and meanings are served.
+        path: the module's file; of a package its `__init__.py`.
+        distribution: the name of the installed distribution that `importlib.metadata` tells.
+        release: its version.
+    """
+
+    version: int
+    path: Path
+    distribution: str
+    release: str
+
+    @property
+    def is_package(self) -> bool:
+        return self.path.name == "__init__.py"
+
+
+#: For each module name, its versions; the first is the default.
+SERVED: dict[str, tuple[Served, ...]] = {
+    "flash_attn": (
+        Served(2, _HERE / "flash_attn" / "__init__.py", "flash_attn", "2.8.3"),
+        Served(1, _HERE / "flash_attn_v1" / "__init__.py", "flash_attn", "1.0.9"),
+    ),
+    "flash_attn_interface": (Served(3, _HERE / "flash_attn_3" / "flash_attn_interface.py", "flash_attn_3", "3.0.0b1"),),
+}
+
+
+class ServedDistribution(Distribution):
+    """Metadata of a distribution whose modules flashtile serves; it has no files."""
+
+    def __init__(self, module: str, served: Served) -> None:
+        self._module = module
+        self._served = served
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            return (
+                f"Metadata-Version: 2.1\nName: {self._served.distribution}\nVersion: {self._served.release}\n"
+                f"Summary: The names of {self._module}, served by flashtile.compat\nRequires-Dist: torch\n"
+            )
+        if filename == "top_level.txt":
+            return f"{self._module}\n"
+        return None
+
+    def locate_file(self, path):
+        return self._served.path.parent / path
+
+
+@dataclass
+class _Installed:
+    """One name that is served now.
+
+    Attributes:
+        served: what it resolves to.
+        portions: folders of other distributions that add to the name without being it (namespace packages, such as
+            that of flash_attn.cute); their modules stay there.
+        replaced: the modules of that name that were there before.
+    """
+
+    served: Served
+    portions: list[str] = field(default_factory=list)
+    replaced: dict[str, ModuleType] = field(default_factory=dict)
+
+
+class Finder(DistributionFinder):
+    """Finds the modules that are installed, and tells their distributions."""
+
+    def __init__(self) -> None:
+        self.installed: dict[str, _Installed] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        entry = self.installed.get(fullname)
+        if entry is None:
+            return None
+        file = entry.served.path
+        locations = [str(file.parent), *entry.portions] if entry.served.is_package else None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        wanted = None if context is None else context.name
+        for module, entry in self.installed.items():
+            if wanted is None or _normalised(wanted) == _normalised(entry.served.distribution):
+                yield ServedDistribution(module, entry.served)
+
+    def invalidate_caches(self) -> None:
+        """There are none."""
+
+
+_finder = Finder()
+
+
+def install(name: str = "flash_attn", version: int | None = None, override: bool = False) -> None:
+    """Makes `import <name>` resolve to flashtile, in this process, until `uninstall`.
+
+    Call it before anything imports the name. A second call for the same version changes nothing.
+
+    Args:
+        name: "flash_attn" or "flash_attn_interface".
+        version: the major version whose names and meanings are served: 2 or 1 for "flash_attn", 3 for
+            "flash_attn_interface"; the first of these where left out.
+        override: take the place of a real installation, and of its modules where they were imported already. What
+            has taken names from those modules keeps them.
+
+    Raises:
+        ValueError: a name or version that is not served.
+        RuntimeError: the name is there already, from elsewhere or as another version, and override is False.
+    """
+    served = _served(name, version)
+    current = _finder.installed.get(name)
+    if current is not None:
+        if current.served is served:
+            return
+        if not override:
+            raise RuntimeError(
+                f"version: expected {current.served.version}, which is installed already as {name!r}, got "
+                f"{served.version}; call flashtile.compat.uninstall({name!r}) first, or pass override=True"
+            )
+        uninstall(name)
+    if not override:
+        _refuse_to_replace(name)
+    portions = _portions(name)
+    _finder.installed[name] = _Installed(served, portions, _taken_out(name))
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    importlib.invalidate_caches()
+
+
+def uninstall(name: str = "flash_attn") -> None:
+    """Undoes `install`: the name's modules are forgotten, and those that it replaced are back.
+
+    Modules that were imported meanwhile keep the functions that they took. A name that is not installed is no error.
+
+    Raises:
+        ValueError: a name that is never served.
+    """
+    _served(name, None)
+    entry = _finder.installed.pop(name, None)
+    if entry is None:
+        return
+    _taken_out(name)
+    sys.modules.update(entry.replaced)
+    if not _finder.installed:
+        sys.meta_path.remove(_finder)
+    importlib.invalidate_caches()
+
+
+def installed() -> dict[str, int]:
+    """The names that are served now, each with its major version."""
+    return {name: entry.served.version for name, entry in _finder.installed.items()}
+
+
+def _served(name: str, version: int | None) -> Served:
+    if name not in SERVED:
+        raise ValueError(f"name: expected one of {', '.join(map(repr, SERVED))}, got {name!r}")
+    versions = {served.version: served for served in SERVED[name]}
+    if version is None:
+        return SERVED[name][0]
+    if version not in versions:
+        raise ValueError(
+            f"version: expected {' or '.join(map(str, versions))} for {name!r}, got {version!r}; it is the major "
+            "version, a number"
+        )
+    return versions[version]
+
+
+def _refuse_to_replace(name: str) -> None:
+    """Raises where the name is there already, imported or on disk."""
+    module = sys.modules.get(name)
+    if module is not None:
+        where = getattr(module, "__file__", None) or "without a file"
+        raise RuntimeError(
+            f"{name}: expected it not to be imported yet, got the module of {where}; call "
+            "flashtile.compat.install before the first import, or pass override=True to take its place"
+        )
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.origin is not None:
+        raise RuntimeError(
+            f"{name}: expected it not to be installed, got {spec.origin}; remove that distribution, or pass "
+            "override=True to take its place"
+        )
+
+
+def _portions(name: str) -> list[str]:
+    """Folders of a namespace package of this name; none where it is a module, or not there."""
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None or spec.origin is not None:
+        return []
+    return list(spec.submodule_search_locations or ())
+
+
+def _taken_out(name: str) -> dict[str, ModuleType]:
+    """The modules of a name and all below it, which are no longer in `sys.modules`."""
+    names = [module for module in sys.modules if module == name or module.startswith(f"{name}.")]
+    return {module: sys.modules.pop(module) for module in names}
+
+
+def _normalised(name: str) -> str:
+    """A distribution's name as `importlib.metadata` compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()

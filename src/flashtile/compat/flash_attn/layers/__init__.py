@@ -1,0 +1,1 @@
+"""Layers of flash_attn: rotary position embedding."""

@@ -1,0 +1,1 @@
+"""Operations of flash_attn beside attention."""

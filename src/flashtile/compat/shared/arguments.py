@@ -1,0 +1,40 @@
+"""Arguments of flash_attn in the words of flashtile, and the error of those that are not served."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+
+
+def window(window_size: Any) -> Window:
+    """(left, right) with None where a side is unlimited, which flash_attn writes as a negative number."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}; -1 is an unlimited side")
+    left, right = (None if isinstance(side, int) and side < 0 else side for side in window_size)
+    return left, right
+
+
+def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
+    """Views of the parts of packed qkv or kv, which are the third dimension from the end."""
+    names = layout.split(", ")
+    if packed.dim() != len(names) + 3 or packed.shape[-3] != parts:
+        raise ValueError(
+            f"{name}: expected shape [{layout}, {parts}, heads, head_dim], got {list(packed.shape)}; stack its parts"
+        )
+    return packed.unbind(-3)
+
+
+def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:
+    """Raises for an argument that is not served."""
+    came = "a tensor" if isinstance(given, Tensor) else repr(given)
+    raise ValueError(f"{name}: expected {expected}, got {came}; {remedy}")
+
+
+def refuse_given(remedy: str, **arguments: object) -> None:
+    """Raises for the first of these arguments that is not None."""
+    for name, given in arguments.items():
+        if given is not None:
+            refuse(name, "None", given, remedy)

@@ -1,0 +1,154 @@
+"""Calls of attention with the arguments that flash_attn 2 and 3 have, dense and packed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.compat.shared import probs
+from flashtile.compat.shared.arguments import window
+from flashtile.compat.shared.keys import check_pages, gathered_keys
+from flashtile.compat.shared.probs import Scores
+
+#: Rows and columns of the weights that are returned are padded to multiples of it.
+PROBS_MULTIPLE = (128, 128)
+
+
+class Call(NamedTuple):
+    """The options of one call, as flash_attn has them."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+
+
+class Packed(NamedTuple):
+    """How the sequences of a packed call lie.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: `[batch + 1]`.
+        max_seqlen_q, max_seqlen_k: of the longest.
+        block_table: integers `[batch, pages of a sequence]` where keys and values lie in pages, or None.
+        leftpad_k: `[batch]`, how many keys at the beginning of each sequence do not count, or None.
+        seqused_k: `[batch]`, how many keys of each sequence are there, or None for all.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    block_table: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, return_probs: bool) -> Tensor | tuple[Tensor, ...]:
+    """`[B, Sq, H, D]` attention to `[B, Sk, G, D]`.
+
+    Returns:
+        out; with return_probs out, lse `[B, H, Sq]` and the weights (see `probs_of`).
+    """
+    if not return_probs:
+        return flashtile.attention(q, k, v, **_options(q, call))
+    seed = drawn_seed(q, call.dropout_p)
+    out, lse = flashtile.attention(q, k, v, **_options(q, call), dropout_seed=seed, return_lse=True)
+    return out, lse, probs_of(q, k, call, seed) if seed is not None else q.new_empty(0)
+
+
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, layout: Packed, call: Call, return_probs: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """`[total_q, H, D]` attention to `[total_k, G, D]`, or to pages of keys.
+
+    Returns:
+        out; with return_probs out, lse `[H, total_q]` and the weights.
+    """
+    k, v, layout = with_packed_keys(k, v, layout)
+    if not return_probs:
+        return flashtile.attention_varlen(q, k, v, **_lengths(layout), **_options(q, call))
+    seed = drawn_seed(q, call.dropout_p)
+    out, lse = flashtile.attention_varlen(
+        q, k, v, **_lengths(layout), **_options(q, call), dropout_seed=seed, return_lse=True
+    )
+    return out, lse, packed_probs_of(q, k, layout, call, seed) if seed is not None else q.new_empty(0)
+
+
+def with_packed_keys(k: Tensor, v: Tensor, layout: Packed) -> tuple[Tensor, Tensor, Packed]:
+    """The keys and values of a packed call as one sequence after another, where they lie otherwise."""
+    if layout.block_table is not None:
+        check_pages(k, v, layout.cu_seqlens_k, layout.block_table)
+    elif layout.leftpad_k is None and layout.seqused_k is None:
+        return k, v, layout
+    k, v, cu_seqlens_k = gathered_keys(
+        k, v, layout.cu_seqlens_k, layout.max_seqlen_k,
+        block_table=layout.block_table, lengths=layout.seqused_k, left_padding=layout.leftpad_k,
+    )  # fmt: skip
+    sequences = Packed(layout.cu_seqlens_q, cu_seqlens_k.to(layout.cu_seqlens_q.dtype), *layout[2:4])
+    return k, v, sequences
+
+
+def probs_of(q: Tensor, k: Tensor, call: Call, seed: Tensor | None) -> Tensor:
+    """The weights of a dense call, `[B, H, Sq', Sk']` with rows and columns padded to multiples of 128."""
+    return probs.attention_probs(q, k, _scores(call), seed, call.dropout_p, PROBS_MULTIPLE)
+
+
+def packed_probs_of(q: Tensor, k: Tensor, layout: Packed, call: Call, seed: Tensor | None) -> Tensor:
+    """Those of a packed call, each sequence from its start, padded to the longest and so on."""
+    return probs.packed_attention_probs(q, k, *layout[:4], _scores(call), seed, call.dropout_p, PROBS_MULTIPLE)
+
+
+def drawn_seed(q: Tensor, dropout_p: float) -> Tensor | None:
+    """The dropout seed of a call, drawn from torch's generator; None where nothing is dropped."""
+    return flashtile.draw_dropout_seed(q.device) if dropout_p else None
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, return_probs: bool):
+    """A forward by itself, not recorded by autograd.
+
+    Returns:
+        out, lse, the weights (empty where they were not asked for), and the dropout seed, `[2]` int64.
+    """
+    with torch.no_grad():
+        seed = drawn_seed(q, call.dropout_p)
+        options: dict[str, Any] = {**_options(q, call), "dropout_seed": seed, "return_lse": True}
+        if layout is None:
+            out, lse = flashtile.attention(q, k, v, **options)
+        else:
+            k, v, layout = with_packed_keys(k, v, layout)
+            out, lse = flashtile.attention_varlen(q, k, v, **_lengths(layout), **options)
+        weights = q.new_empty(0)
+        if return_probs:
+            weights = probs_of(q, k, call, seed) if layout is None else packed_probs_of(q, k, layout, call, seed)
+        return out, lse, weights, torch.zeros(2, dtype=torch.int64, device=q.device) if seed is None else seed
+
+
+def _options(q: Tensor, call: Call) -> dict[str, Any]:
+    slopes = call.alibi_slopes
+    if slopes is not None and slopes.dtype is torch.float32 and q.dtype is torch.float64:
+        slopes = slopes.double()  # slopes are float32 whatever q is
+    return {
+        "causal": bool(call.causal),
+        "window": window(call.window_size),
+        "scale": call.softmax_scale,
+        "dropout_p": call.dropout_p,
+        "softcap": call.softcap,
+        "alibi_slopes": slopes,
+        "deterministic": bool(call.deterministic),
+    }
+
+
+def _lengths(layout: Packed) -> dict[str, Any]:
+    return dict(zip(Packed._fields[:4], layout))
+
+
+def _scores(call: Call) -> Scores:
+    left, right = window(call.window_size)
+    band = (left, 0 if call.causal else right)
+    return Scores(call.softmax_scale, band, False, call.softcap, call.alibi_slopes)

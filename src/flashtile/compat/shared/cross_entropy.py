@@ -1,0 +1,74 @@
+"""Cross-entropy from a log-sum-exp that the caller has already: `precomputed_lse` of flash_attn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: Elements of logits that the backward makes wide at a time.
+_CHUNK = 1 << 24
+
+
+def cross_entropy_of_lse(
+    logits: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    label_smoothing: float,
+    logit_scale: float,
+    lse_square_scale: float,
+    ignore_index: int,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor]:
+    """Losses and their part of lse², float32 `[rows]` (float64 for float64), differentiable in the logits.
+
+    Args:
+        logits: `[rows, classes]`.
+        labels: integers `[rows]`.
+        lse: `[rows]`, the log-sum-exp of `logit_scale · logits`.
+        label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward: as `flashtile.cross_entropy`.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1] or lse.shape != labels.shape:
+        raise ValueError(
+            f"precomputed_lse: expected logits [rows, classes], labels and lse [rows], got {list(logits.shape)}, "
+            f"{list(labels.shape)} and {list(lse.shape)}; flatten them"
+        )
+    scalars = (label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward)
+    return _CrossEntropy.apply(logits, labels, lse.detach(), *scalars)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss, and the gradient from lse: `scale · (softmax · (1 + 2 · z · lse) - target)`."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, lse, smoothing, scale, lse_square_scale, ignore_index, inplace):
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        counts = labels != ignore_index
+        label = labels.masked_fill(~counts, 0).long()
+        lse = lse.to(wide)
+        of_label = logits.gather(1, label[:, None]).squeeze(1).to(wide) * scale
+        loss = lse - (1 - smoothing) * of_label
+        if smoothing:
+            loss = loss - smoothing * scale * logits.mean(1, dtype=wide)
+        z_loss = (lse_square_scale * lse.square()).masked_fill(~counts, 0)
+        ctx.save_for_backward(logits, label, counts, lse)
+        ctx.scalars = smoothing, scale, lse_square_scale, inplace
+        ctx.mark_non_differentiable(z_loss)
+        return loss.masked_fill(~counts, 0) + z_loss, z_loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss, _):
+        logits, label, counts, lse = ctx.saved_tensors
+        smoothing, scale, lse_square_scale, inplace = ctx.scalars
+        grad = logits if inplace else torch.empty_like(logits)
+        classes = logits.shape[1]
+        rows = max(_CHUNK // max(classes, 1), 1)
+        factor = (dloss.to(lse.dtype) * scale).masked_fill(~counts, 0)
+        for first in range(0, logits.shape[0], rows):
+            part = slice(first, first + rows)
+            probs = (logits[part].to(lse.dtype) * scale - lse[part, None]).exp_()
+            probs *= 1 + 2 * lse_square_scale * lse[part, None]
+            probs -= smoothing / classes
+            probs.scatter_add_(1, label[part, None], probs.new_full((probs.shape[0], 1), smoothing - 1))
+            grad[part] = (probs * factor[part, None]).masked_fill_(~counts[part, None], 0)
+        return grad, *(None,) * 7

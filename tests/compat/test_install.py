@@ -1,0 +1,209 @@
+"""Installing the names of flash_attn in a process, by call, by runner, by pytest plugin; and taking them away again."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata as metadata
+import importlib.util
+import sys
+
+import pytest
+
+import flashtile.compat
+from compat_cases import run_python
+from flashtile.compat.__main__ import main
+
+#: Distributions with modules of the name: one as if the real one were installed, one that only adds to it.
+REAL = {
+    "flash_attn/__init__.py": "__version__ = '2.0.0'\nwho = 'real'\n",
+    "flash_attn/layers.py": "who = 'real'\n",
+    "flash_attn-2.0.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.0.0\n",
+}
+NAMESPACE = {"flash_attn/cute/__init__.py": "who = 'cute'\n"}
+
+
+def loaded() -> set[str]:
+    return {name for name in sys.modules if name.split(".")[0] in ("flash_attn", "flash_attn_interface")}
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch):
+    """The process as it was before, with nothing of the name in it; what is on disk is only what a test puts there."""
+    before = {name: sys.modules.pop(name) for name in loaded()}
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not _has_flash_attn(place)])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    finders = list(sys.meta_path)
+    importlib.invalidate_caches()
+    yield
+    for name in ("flash_attn", "flash_attn_interface"):
+        flashtile.compat.uninstall(name)
+    assert sys.meta_path == finders
+    for name in loaded():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def _has_flash_attn(place):
+    return importlib.machinery.PathFinder.find_spec("flash_attn", [place]) is not None
+
+
+def folder_with(files, folder):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, "utf-8")
+    return str(folder)
+
+
+@pytest.fixture
+def real(tmp_path, monkeypatch):
+    """A folder with a real flash_attn in it, which can be imported."""
+    folder = folder_with(REAL, tmp_path / "site")
+    monkeypatch.syspath_prepend(folder)
+    return folder
+
+
+def test_nothing_is_served_unless_installed():
+    assert importlib.util.find_spec("flash_attn") is None
+    assert flashtile.compat.installed() == {}
+    assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("flashtile")]
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "name"), [(2, "2.8.3", "flash_attn_varlen_func"), (1, "1.0.9", "flash_attn_unpadded_func")]
+)
+def test_names_and_metadata(version, release, name):
+    flashtile.compat.install("flash_attn", version=version)
+    assert flashtile.compat.installed() == {"flash_attn": version}
+    assert importlib.util.find_spec("flash_attn") is not None
+    flash_attn = importlib.import_module("flash_attn")
+    interface = importlib.import_module("flash_attn.flash_attn_interface")
+    importlib.import_module("flash_attn.layers.rotary")
+    assert flash_attn.__version__ == release and flash_attn.__name__ == "flash_attn"
+    assert getattr(interface, name).__module__ == "flash_attn.flash_attn_interface"
+    for distribution in ("flash_attn", "flash-attn", "Flash.Attn"):
+        assert metadata.version(distribution) == release
+    assert metadata.metadata("flash_attn")["Name"] == "flash_attn"
+    assert "flash_attn" in [found.metadata["Name"] for found in metadata.distributions()]
+    assert metadata.packages_distributions()["flash_attn"] == ["flash_attn"]
+    flashtile.compat.install("flash_attn", version=version)
+    assert sys.modules["flash_attn"] is flash_attn, "a second installation changes nothing"
+
+    flashtile.compat.uninstall("flash_attn")
+    assert flashtile.compat.installed() == {} and not loaded()
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("flash_attn")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn")
+    flashtile.compat.uninstall("flash_attn")
+
+
+def test_another_version_needs_override():
+    flashtile.compat.install()
+    importlib.import_module("flash_attn")
+    with pytest.raises(RuntimeError, match="version: expected 2"):
+        flashtile.compat.install("flash_attn", 1)
+    assert flashtile.compat.installed() == {"flash_attn": 2}
+    flashtile.compat.install("flash_attn", 1, override=True)
+    assert importlib.import_module("flash_attn").__version__ == "1.0.9"
+
+
+def test_a_real_one_is_not_replaced_in_silence(real):
+    with pytest.raises(RuntimeError, match="expected it not to be installed"):
+        flashtile.compat.install("flash_attn")
+    imported = importlib.import_module("flash_attn")
+    layers = importlib.import_module("flash_attn.layers")
+    with pytest.raises(RuntimeError, match="expected it not to be imported yet"):
+        flashtile.compat.install("flash_attn")
+    assert imported.who == "real" and flashtile.compat.installed() == {}
+
+    flashtile.compat.install("flash_attn", override=True)
+    assert importlib.import_module("flash_attn").__version__ == metadata.version("flash_attn") == "2.8.3"
+    importlib.import_module("flash_attn.layers.rotary")
+    flashtile.compat.uninstall("flash_attn")
+    assert importlib.import_module("flash_attn") is imported
+    assert importlib.import_module("flash_attn.layers") is layers
+    assert metadata.version("flash_attn") == "2.0.0"
+
+
+def test_what_only_adds_to_the_name_stays(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(folder_with(NAMESPACE, tmp_path / "site"))
+    flashtile.compat.install("flash_attn")
+    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    assert importlib.import_module("flash_attn.cute").who == "cute"
+    importlib.import_module("flash_attn.bert_padding")
+
+
+def test_names_and_versions_are_checked():
+    with pytest.raises(ValueError, match="name: expected one of 'flash_attn'"):
+        flashtile.compat.install("xformers")
+    with pytest.raises(ValueError, match="version: expected 2 or 1"):
+        flashtile.compat.install("flash_attn", 4)
+    with pytest.raises(ValueError, match="name: expected one of"):
+        flashtile.compat.uninstall("torch")
+    assert flashtile.compat.installed() == {}
+
+
+SCRIPT = """
+import sys
+import beside
+import flash_attn
+print(flash_attn.__version__, __name__, sys.argv, beside.__name__)
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """A script, with a module that it finds beside it, in the working directory."""
+    (tmp_path / "program.py").write_text(SCRIPT, "utf-8")
+    (tmp_path / "beside.py").write_text("", "utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")  # as `python -m` has it
+    yield str(tmp_path / "program.py")
+    sys.modules.pop("beside", None)
+
+
+@pytest.mark.parametrize(
+    ("options", "release"),
+    [([], "2.8.3"), (["--version", "1"], "1.0.9"), (["--name", "flash_attn", "--version", "2"], "2.8.3")],
+)
+def test_runner(options, release, program, capsys):
+    arguments = ["--version", "7", "-m", "x"]
+    main([*options, program, *arguments])
+    assert capsys.readouterr().out == f"{release} __main__ {[program, *arguments]} beside\n"
+    main([*options, "-m", "program", "--size", "3"])
+    assert capsys.readouterr().out == f"{release} __main__ {[program, '--size', '3']} beside\n"
+
+
+def test_runner_as_a_command(program):
+    done = run_python("-m", "flashtile.compat", program, "--help")
+    assert done.stdout == f"2.8.3 __main__ {[program, '--help']} beside\n", done.stderr
+
+
+def test_runner_refuses(real, program, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([program])
+    assert left.value.code == 2 and "expected it not to be installed" in capsys.readouterr().err
+    main(["--override", program])
+    assert capsys.readouterr().out.startswith("2.8.3 ")
+    with pytest.raises(SystemExit):
+        main([])
+    assert "expected a script" in capsys.readouterr().err
+
+
+TEST = """
+import flash_attn
+
+def test_version():
+    from flash_attn.bert_padding import pad_input
+    assert flash_attn.__version__ == "1.0.9"
+"""
+
+
+def test_pytest_plugin(tmp_path, real):
+    (tmp_path / "conftest.py").write_text("import flash_attn\nassert flash_attn.__version__ == '1.0.9'\n", "utf-8")
+    (tmp_path / "test_it.py").write_text(TEST, "utf-8")
+    arguments = ["-m", "pytest", "-q", "-p", "flashtile.compat.pytest_plugin", "-p", "no:cacheprovider"]
+    done = run_python(*arguments, "--flash-attn-version", "1", cwd=tmp_path, path=real)
+    assert done.returncode == 4 and "expected it not to be installed" in done.stderr
+    done = run_python(*arguments, "--flash-attn-version", "1", "--flash-attn-override", cwd=tmp_path, path=real)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,327 @@
+"""flash_attn 2.8.3's attention functions: values and gradients by their definition, in all layouts and options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compat_cases import (
+    PLACES,
+    Meaning,
+    attention_by_definition,
+    check_against,
+    cumulative,
+    dropout_of,
+    normal,
+    packed_by_definition,
+    scores_by_definition,
+    visible_keys,
+)
+from flashtile.compat.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from flashtile.compat.flash_attn import flash_attn_interface as interface
+
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
+#: Arguments of a call, and what they mean.
+OPTIONS = {
+    "plain": ({}, Meaning()),
+    "causal": ({"causal": True}, Meaning(causal=True)),
+    "scale": ({"softmax_scale": 0.3, "deterministic": True}, Meaning(scale=0.3)),
+    "window": ({"window_size": (3, 2)}, Meaning(window=(3, 2))),
+    "left": ({"window_size": (2, -1), "causal": True}, Meaning(causal=True, window=(2, -1))),
+    "softcap": ({"softcap": 1.5, "window_size": (-1, 4)}, Meaning(softcap=1.5, window=(-1, 4))),
+    "alibi": ({"alibi_slopes": SLOPES, "causal": True}, Meaning(alibi_slopes=SLOPES, causal=True)),
+}
+options_and_meaning = pytest.mark.parametrize(("options", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
+places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+
+
+def on(device: str, options: dict) -> dict:
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
+@places
+@options_and_meaning
+def test_dense(options, meaning, device, dtype):
+    options = on(device, options)
+    q, k, v = normal(2, 9, 4, 12), normal(2, 14, 2, 12, seed=1), normal(2, 14, 2, 12, seed=2)
+    check_against(
+        lambda q, k, v: flash_attn_func(q, k, v, **options),
+        lambda q, k, v: attention_by_definition(q, k, v, meaning)[0],
+        [q, k, v], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda q, kv: flash_attn_kvpacked_func(q, kv, **options),
+        lambda q, kv: attention_by_definition(q, *kv.unbind(2), meaning)[0],
+        [q, torch.stack((k, v), 2)], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda qkv: flash_attn_qkvpacked_func(qkv, **options),
+        lambda qkv: attention_by_definition(*qkv.unbind(2), meaning)[0],
+        [normal(2, 9, 3, 4, 12)], device, dtype,
+    )  # fmt: skip
+
+
+@places
+@options_and_meaning
+def test_packed(options, meaning, device, dtype):
+    options = on(device, options)
+    lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 9, 11]
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    q, k, v = normal(17, 4, 12), normal(31, 2, 12, seed=1), normal(31, 2, 12, seed=2)
+    check_against(
+        lambda q, k, v: flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 11, **options),
+        lambda q, k, v: packed_by_definition(q, k, v, lengths_q, lengths_k, meaning)[0],
+        [q, k, v], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda q, kv: flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 9, 11, **options),
+        lambda q, kv: packed_by_definition(q, *kv.unbind(1), lengths_q, lengths_k, meaning)[0],
+        [q, torch.stack((k, v), 1)], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda qkv: flash_attn_varlen_qkvpacked_func(qkv, cu_q, 9, **options),
+        lambda qkv: packed_by_definition(*qkv.unbind(1), lengths_q, lengths_q, meaning)[0],
+        [normal(17, 3, 4, 12)], device, dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 40, 64, 111, 256])
+def test_head_sizes(head_dim):
+    q, k, v = (normal(1, 6, 2, head_dim, seed=seed) for seed in range(3))
+    check_against(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True),
+        lambda q, k, v: attention_by_definition(q, k, v, Meaning(causal=True))[0],
+        [q, k, v], "cpu", torch.float32,
+    )  # fmt: skip
+
+
+@places
+def test_lse_is_that_of_each_row(device, dtype):
+    q, k = normal(2, 5, 4, 8).to(device, dtype), normal(2, 7, 2, 8, seed=1).to(device, dtype)
+    out, lse, weights = flash_attn_func(q, k, k, return_attn_probs=True)
+    expected, expected_lse = attention_by_definition(q.double(), k.double(), k.double(), Meaning())
+    assert lse.shape == (2, 4, 5)
+    assert lse.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-3, atol=2e-3)
+    assert weights.shape == (0,), "weights come with dropout only"
+    assert out.shape == expected.shape
+    cu = cumulative([5, 5], device)
+    _, packed_lse, _ = flash_attn_varlen_func(
+        q.flatten(0, 1), k[:, :5].flatten(0, 1), k[:, :5].flatten(0, 1), cu, cu, 5, 5, return_attn_probs=True
+    )
+    assert packed_lse.shape == (4, 10)
+
+
+def test_rows_that_see_nothing_are_zero():
+    q, k = normal(1, 6, 2, 8).float().requires_grad_(), normal(1, 2, 2, 8).float().requires_grad_()
+    out, lse, _ = flash_attn_func(q, k, k, causal=True, return_attn_probs=True)
+    assert (out[:, :4] == 0).all() and lse[:, :, :4].isneginf().all()
+    assert (out[:, 4:] != 0).all()
+    out.sum().backward()
+    assert (q.grad[:, :4] == 0).all() and k.grad.isfinite().all()
+
+
+DROPOUT_P = 0.25
+DROPOUT_OPTIONS = {
+    name: (options, meaning) for name, (options, meaning) in OPTIONS.items() if name in ("plain", "causal", "window")
+} | {"all": (
+    {"softcap": 1.5, "alibi_slopes": SLOPES, "window_size": (4, 1)},
+    Meaning(softcap=1.5, alibi_slopes=SLOPES, window=(4, 1)),
+)}  # fmt: skip
+
+
+@places
+@pytest.mark.parametrize(("options", "meaning"), DROPOUT_OPTIONS.values(), ids=DROPOUT_OPTIONS.keys())
+def test_dropout(options, meaning, device, dtype):
+    options, seq_q, seq_k = on(device, options), 33, 40
+    meaning = Meaning(**{**meaning.__dict__, "dropout_p": DROPOUT_P})
+    kept = dropout_of(3, device, DROPOUT_P, 2, 4, seq_q, seq_k)
+
+    def dropped(q, k, v):
+        torch.manual_seed(3)
+        return flash_attn_func(q, k, v, DROPOUT_P, **options)
+
+    check_against(
+        dropped,
+        lambda q, k, v: attention_by_definition(q, k, v, meaning, kept)[0],
+        [normal(2, seq_q, 4, 16), normal(2, seq_k, 2, 16, seed=1), normal(2, seq_k, 2, 16, seed=2)], device, dtype,
+    )  # fmt: skip
+
+
+def softmax_from(S_dmask, scores):
+    """Weights and dropout as a test gets them from S_dmask: it normalises by blocks of keys, of which it sees one."""
+    seq_q, seq_k = scores.shape[-2:]
+    block = interface._get_block_size_n(scores.device, 16, True, False)
+    assert len(scores.split(block, dim=-1)) == 1
+    S_dmask = S_dmask[:, :, :seq_q, :seq_k].to(scores.dtype)
+    lse = scores.logsumexp(-1)
+    factor = (scores.amax(-1) - lse.masked_fill(lse.isneginf(), math.inf)).exp()
+    return S_dmask.abs() * factor.nan_to_num(0)[..., None], S_dmask >= 0
+
+
+@places
+@pytest.mark.parametrize(("options", "meaning"), DROPOUT_OPTIONS.values(), ids=DROPOUT_OPTIONS.keys())
+def test_weights_with_dropout(options, meaning, device, dtype):
+    options, seq_q, seq_k = on(device, options), 37, 30
+    q, k, v = (normal(2, *shape, seed=n).to(device, dtype) for n, shape in enumerate(
+        [(seq_q, 4, 16), (seq_k, 2, 16), (seq_k, 2, 16)]))  # fmt: skip
+    kept = dropout_of(4, device, DROPOUT_P, 2, 4, seq_q, seq_k)
+    torch.manual_seed(4)
+    out, _, S_dmask = flash_attn_func(q, k, v, DROPOUT_P, **options, return_attn_probs=True)
+    assert S_dmask.shape == (2, 4, 128, 128) and S_dmask.dtype is dtype
+    assert (S_dmask[:, :, seq_q:] == 0).all() and (S_dmask[..., seq_k:] == 0).all()
+    scores = scores_by_definition(q.double(), k.double(), meaning)
+    weights, dropout = softmax_from(S_dmask, scores)
+    expected = scores.softmax(-1).nan_to_num(0)
+    assert (weights - expected).abs().max() <= 4 * torch.finfo(dtype).eps
+    seen = visible_keys(seq_q, seq_k, meaning).to(device)
+    assert (dropout == kept)[seen.expand_as(kept)].all()
+    assert (weights[~seen.expand_as(kept)] == 0).all()
+    assert (out == 0).all(-1).any() == (seen.any(-1).logical_not().any().item())
+    torch.manual_seed(4)
+    assert torch.equal(out, flash_attn_func(q, k, v, DROPOUT_P, **options)), "asking for them changes nothing"
+    again, _, _ = flash_attn_func(q, k, v, DROPOUT_P, **options, return_attn_probs=True)
+    assert not torch.equal(out, again), "the next call draws other numbers"
+
+
+@places
+def test_weights_of_packed_sequences(device, dtype):
+    lengths_q, lengths_k = [5, 0, 33], [7, 4, 20]
+    q, k = normal(38, 4, 16).to(device, dtype), normal(31, 2, 16, seed=1).to(device, dtype)
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    kept = dropout_of(5, device, DROPOUT_P, 3, 4, 33, 20)
+    torch.manual_seed(5)
+    _, lse, S_dmask = flash_attn_varlen_func(
+        q, k, k, cu_q, cu_k, 33, 20, DROPOUT_P, causal=True, return_attn_probs=True
+    )
+    assert lse.shape == (4, 38) and S_dmask.shape == (3, 4, 128, 128)
+    for number, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k)):
+        rows = slice(int(cu_q[number]), int(cu_q[number + 1]))
+        columns = slice(int(cu_k[number]), int(cu_k[number + 1]))
+        meaning = Meaning(causal=True)
+        scores = scores_by_definition(q[None, rows].double(), k[None, columns].double(), meaning)
+        weights, dropout = softmax_from(S_dmask[number : number + 1], scores)
+        assert (weights - scores.softmax(-1).nan_to_num(0)).abs().sum() <= weights.numel() * torch.finfo(dtype).eps
+        seen = visible_keys(length_q, length_k, meaning).to(device)
+        assert (dropout[0] == kept[number, :, :length_q, :length_k])[:, seen].all()
+        rest = S_dmask[number].clone()
+        rest[:, :length_q, :length_k] = 0
+        assert (rest == 0).all()
+
+
+def paged(k, lengths, page_size, pages_each, device):
+    """Keys in pages in random order: pages, and the table, whose unused entries point nowhere."""
+    pages = torch.full((len(lengths) * pages_each + 3, page_size, *k.shape[1:]), math.nan, dtype=k.dtype)
+    order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(0))
+    table = torch.full((len(lengths), pages_each), -1, dtype=torch.int32)
+    start = used = 0
+    for sequence, length in enumerate(lengths):
+        for page in range(-(-length // page_size)):
+            table[sequence, page] = order[used]
+            rows = k[start + page * page_size : start + min(length, (page + 1) * page_size)]
+            pages[order[used], : len(rows)] = rows
+            used += 1
+        start += length
+    return pages.to(device), table.to(device)
+
+
+@places
+@options_and_meaning
+def test_pages(options, meaning, device, dtype):
+    options = on(device, options)
+    lengths_q, lengths_k = [5, 0, 9, 3], [7, 4, 33, 16]
+    q, k, v = normal(17, 4, 8), normal(60, 2, 8, seed=1), normal(60, 2, 8, seed=2)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    k_pages, table = paged(k, lengths_k, 16, 3, device)
+    v_pages, _ = paged(v, lengths_k, 16, 3, device)
+    out = flash_attn_varlen_func(q.to(device), k_pages, v_pages, cu_q, cu_k, 9, 33, **options, block_table=table)
+    contiguous = flash_attn_varlen_func(q.to(device), k.to(device), v.to(device), cu_q, cu_k, 9, 33, **options)
+    assert torch.equal(out, contiguous)
+
+
+def test_pages_have_gradients():
+    cu_q, cu_k = cumulative([3, 2]), cumulative([5, 20])
+    k, q = normal(25, 1, 4).float(), normal(5, 1, 4).float()
+    pages, table = paged(k, [5, 20], 16, 2, "cpu")
+    pages = pages.nan_to_num(0).requires_grad_()
+    flash_attn_varlen_func(q, pages, pages, cu_q, cu_k, 3, 20, block_table=table).sum().backward()
+    k = k.requires_grad_()
+    flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 20).sum().backward()
+    expected, _ = paged(k.grad, [5, 20], 16, 2, "cpu")
+    torch.testing.assert_close(pages.grad, expected.nan_to_num(0))
+
+
+def test_forward_by_itself():
+    q, k = normal(2, 9, 4, 8).float().requires_grad_(), normal(2, 12, 2, 8, seed=1).float()
+    torch.manual_seed(6)
+    out, lse, weights, rng_state = interface._flash_attn_forward(
+        q, k, k, 0.1, 0.4, True, -1, -1, 0.0, None, return_softmax=True
+    )
+    torch.manual_seed(6)
+    expected = flash_attn_func(q, k, k, 0.1, 0.4, True, return_attn_probs=True)
+    assert not out.requires_grad
+    for got, wanted in zip((out, lse, weights), expected):
+        assert torch.equal(got, wanted.detach())
+    assert rng_state.shape == (2,)
+    cu = cumulative([9, 9])
+    packed = interface._flash_attn_varlen_forward(
+        q.flatten(0, 1), q.flatten(0, 1), q.flatten(0, 1), cu, cu, 9, 9, 0.0, 0.4, True
+    )
+    rows = q.flatten(0, 1)
+    assert torch.equal(packed[0], flash_attn_varlen_func(rows, rows, rows, cu, cu, 9, 9, 0.0, 0.4, True))
+    assert packed[1].shape == (4, 18) and packed[2].numel() == 0
+
+
+def test_keys_left_out_at_both_ends():
+    q, k, v = normal(8, 2, 8).float(), normal(20, 2, 8, seed=1).float(), normal(20, 2, 8, seed=2).float()
+    cu_q, cu_k = cumulative([5, 3]), cumulative([12, 8])
+    out, _, _, _ = interface._flash_attn_varlen_forward(
+        q, k, v, cu_q, cu_k, 5, 12, 0.0, 0.3, True, leftpad_k=torch.tensor([2, 1]), seqused_k=torch.tensor([9, 8])
+    )
+    rows = [*range(2, 9), *range(13, 20)]
+    expected = flash_attn_varlen_func(q, k[rows], v[rows], cu_q, cumulative([7, 7]), 5, 7, 0.0, 0.3, True)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "names"),
+    [
+        (lambda q: flash_attn_qkvpacked_func(q), ValueError, "qkv: expected shape"),
+        (lambda q: flash_attn_kvpacked_func(q, q), ValueError, "kv: expected shape"),
+        (lambda q: flash_attn_func(q, q, q, window_size=3), TypeError, "window_size"),
+        (lambda q: flash_attn_func(q, q, q, window_size=(1.5, 0)), TypeError, "window"),
+        (lambda q: flash_attn_func(q, q, q, dropout_p=1.0), ValueError, "dropout_p"),
+        (lambda q: flash_attn_func(q, q, q, alibi_slopes=SLOPES[:1]), ValueError, "alibi_slopes"),
+        (lambda q: flash_attn_func(q, q[:, :, :1], q), ValueError, "v: expected"),
+    ],
+    ids=["qkv", "kv", "window", "side", "dropout", "slopes", "heads"],
+)
+def test_errors(call, error, names):
+    with pytest.raises(error, match=names):
+        call(torch.randn(1, 5, 2, 8))
+
+
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        (torch.tensor([[0]], dtype=torch.int32), "block_table: expected pages for the 20 keys"),
+        (torch.tensor([[0, 7]], dtype=torch.int32), "block_table: expected numbers from 0 to 2"),
+        (torch.tensor([[0, -1]], dtype=torch.int32), "block_table: expected numbers from 0 to 2"),
+        (torch.tensor([[0.0, 1.0]]), "block_table: expected int32"),
+        (torch.zeros(2, 2, dtype=torch.int32), "block_table: expected int32"),
+    ],
+)
+def test_wrong_pages(table, names):
+    q, pages = torch.randn(2, 1, 4), torch.randn(3, 16, 1, 4)
+    with pytest.raises(ValueError, match=names):
+        flash_attn_varlen_func(q, pages, pages, cumulative([2]), cumulative([20]), 2, 20, block_table=table)

@@ -1,0 +1,355 @@
+"""flash_attn 1.0.9's functions: packed calls with the diagonal at the first key, padded lse, weights in fragments."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compat_cases import (
+    PLACES,
+    Meaning,
+    attention_by_definition,
+    check_against,
+    cumulative,
+    dropout_of,
+    normal,
+    packed_by_definition,
+    scores_by_definition,
+    visible_keys,
+)
+from flashtile.compat.flash_attn_v1 import flash_attn_interface as interface
+from flashtile.compat.flash_attn_v1 import flash_attn_triton
+from flashtile.compat.flash_attn_v1.bert_padding import pad_input, unpad_input
+from flashtile.compat.flash_attn_v1.flash_attention import FlashAttention, FlashMHA
+from flashtile.compat.flash_attn_v1.flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_unpadded_func,
+    flash_attn_unpadded_kvpacked_func,
+    flash_attn_unpadded_qkvpacked_func,
+    flash_attn_unpadded_qkvpacked_split_func,
+)
+from flashtile.compat.flash_attn_v1.flash_blocksparse_attention import FlashBlocksparseAttention, FlashBlocksparseMHA
+from flashtile.compat.flash_attn_v1.flash_blocksparse_attn_interface import (
+    convert_blockmask,
+    flash_blocksparse_attn_func,
+    layout_of,
+)
+from flashtile.compat.flash_attn_v1.fused_softmax import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+
+places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+OPTIONS = {
+    "plain": ({}, Meaning(top_left=True)),
+    "causal": ({"causal": True, "deterministic": True}, Meaning(causal=True, top_left=True)),
+    "scale": ({"softmax_scale": 0.2}, Meaning(scale=0.2, top_left=True)),
+}
+LENGTHS_Q, LENGTHS_K = [5, 0, 9, 3], [7, 4, 6, 11]
+
+
+@places
+@pytest.mark.parametrize(("options", "meaning"), OPTIONS.values(), ids=OPTIONS.keys())
+def test_packed(options, meaning, device, dtype):
+    cu_q, cu_k = cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device)
+    q, k, v = normal(17, 4, 12), normal(28, 4, 12, seed=1), normal(28, 4, 12, seed=2)
+    check_against(
+        lambda q, k, v: flash_attn_unpadded_func(q, k, v, cu_q, cu_k, 9, 11, 0.0, **options),
+        lambda q, k, v: packed_by_definition(q, k, v, LENGTHS_Q, LENGTHS_K, meaning)[0],
+        [q, k, v], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda q, kv: flash_attn_unpadded_kvpacked_func(q, kv, cu_q, cu_k, 9, 11, 0.0, **options),
+        lambda q, kv: packed_by_definition(q, *kv.unbind(1), LENGTHS_Q, LENGTHS_K, meaning)[0],
+        [q, torch.stack((k, v), 1)], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda qkv: flash_attn_unpadded_qkvpacked_func(qkv, cu_q, 9, 0.0, **options),
+        lambda qkv: packed_by_definition(*qkv.unbind(1), LENGTHS_Q, LENGTHS_Q, meaning)[0],
+        [normal(17, 3, 4, 12)], device, dtype,
+    )  # fmt: skip
+
+
+def test_the_legacy_function():
+    qkv, cu = normal(17, 3, 2, 8).float(), cumulative(LENGTHS_Q)
+    expected = flash_attn_unpadded_qkvpacked_func(qkv, cu, 9, 0.0, 0.3, True)
+    assert torch.equal(flash_attn_func(qkv, cu, 0.0, 9, 0.3, True), expected)
+
+
+@places
+@pytest.mark.parametrize("first", [0, 2, 4])
+def test_split(first, device, dtype):
+    cu = cumulative(LENGTHS_Q, device)
+    meaning = Meaning(causal=True, top_left=True)
+    longest = [max(part, default=0) for part in (LENGTHS_Q[:first], LENGTHS_Q[first:])]
+    check_against(
+        lambda qkv: flash_attn_unpadded_qkvpacked_split_func(qkv, cu, *longest, first, 0.0, causal=True),
+        lambda qkv: packed_by_definition(*qkv.unbind(1), LENGTHS_Q, LENGTHS_Q, meaning)[0],
+        [normal(17, 3, 4, 12)], device, dtype,
+    )  # fmt: skip
+
+
+@places
+def test_split_with_dropout_and_weights(device, dtype):
+    qkv, cu, p = normal(17, 3, 2, 16).to(device, dtype), cumulative(LENGTHS_Q, device), 0.25
+    kept = dropout_of(8, device, p, 2, 2, 5, 5)
+    torch.manual_seed(8)
+    out, lse, first, rest = flash_attn_unpadded_qkvpacked_split_func(qkv, cu, 5, 9, 2, p, return_attn_probs=True)
+    assert out.shape == (17, 2, 16) and lse.shape == (4, 2, 16)
+    assert first.shape == rest.shape == (2, 2, 16, 64)
+    weights, dropout = softmax_from(first[:1], scores_by_definition(*qkv[None, :5].double().unbind(2)[:2], Meaning()))
+    assert torch.equal(dropout[0], kept[0])
+    expected = torch.einsum("bhqk,bkhd->bqhd", weights * dropout / (1 - p), qkv[None, :5, 2].to(weights.dtype))
+    torch.testing.assert_close(out[:5], expected[0].to(dtype), rtol=2e-2, atol=2e-2)
+    torch.manual_seed(8)
+    again = flash_attn_unpadded_qkvpacked_split_func(qkv, cu, 5, 9, 2, p)
+    assert torch.equal(out, again)
+    whole = flash_attn_unpadded_qkvpacked_func(qkv, cu, 9, 0.0, return_attn_probs=True)[1]
+    torch.testing.assert_close(lse, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_split_runs_on_two_streams(dtype, monkeypatch):
+    """Large enough that the streams overlap, many times over, so that a missing wait would show."""
+    lengths = [700, 300, 1100, 90, 513, 2000]
+    qkv, cu = torch.randn(sum(lengths), 3, 8, 64, device="cuda", dtype=dtype), cumulative(lengths, "cuda")
+    streams = []
+    make = torch.cuda.Stream
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda *given, **named: streams.append(make(*given, **named)) or streams[-1]
+    )
+    expected = None
+    for _ in range(20):
+        x = qkv.clone().requires_grad_()
+        out = flash_attn_unpadded_qkvpacked_split_func(x, cu, 1100, 2000, 3, 0.0, causal=True, deterministic=True)
+        (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
+        expected = expected or (out.detach().clone(), grad.clone())
+        assert torch.equal(out, expected[0]) and torch.equal(grad, expected[1])
+    assert len(streams) == 20
+    whole = flash_attn_unpadded_qkvpacked_func(qkv, cu, 2000, 0.0, causal=True)
+    torch.testing.assert_close(expected[0], whole)
+
+
+def softmax_from(S_dmask, scores):
+    """Weights and dropout as a test of flash_attn 1 gets them: by the inverse of the layout, from one block of keys."""
+    batch, heads, rows, columns = S_dmask.shape
+    block = interface._get_block_size(S_dmask.device, 16, True)
+    loops = -(-columns // block)
+    mmas = columns // 64 if columns <= block else block // 64
+    # b h (loop nsteps mmas_n warps_n eight t r c0 c1) -> b h (nsteps r eight) (loop mmas_n warps_n c0 t c1)
+    flat = S_dmask.reshape(batch, heads, loops, rows // 16, mmas, 4, 8, 4, 2, 2, 2)
+    logical = flat.permute(0, 1, 3, 8, 6, 2, 4, 5, 9, 7, 10).reshape(batch, heads, rows, columns)
+    seq_q, seq_k = scores.shape[-2:]
+    assert (logical[:, :, seq_q:] == 0).all() and (logical[..., seq_k:] == 0).all()
+    logical = logical[:, :, :seq_q, :seq_k].to(scores.dtype)
+    lse = scores.logsumexp(-1)
+    factor = (scores.amax(-1) - lse.masked_fill(lse.isneginf(), math.inf)).exp()
+    return logical.abs() * factor.nan_to_num(0)[..., None], logical >= 0
+
+
+@places
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_weights(p, causal, device, dtype):
+    lengths_q, lengths_k = [33, 5, 0], [70, 4, 9]
+    q, k = normal(38, 2, 16).to(device, dtype), normal(83, 2, 16, seed=1).to(device, dtype)
+    cu_q, cu_k = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    kept = dropout_of(5, device, p, 3, 2, 33, 70)
+    torch.manual_seed(5)
+    out, lse, S_dmask = flash_attn_unpadded_func(q, k, k, cu_q, cu_k, 33, 70, p, causal=causal, return_attn_probs=True)
+    assert lse.shape == (3, 2, 48) and S_dmask.shape == (3, 2, 48, 128) and S_dmask.dtype is dtype
+    for number, (length_q, length_k) in enumerate(zip(lengths_q, lengths_k)):
+        rows = slice(int(cu_q[number]), int(cu_q[number + 1]))
+        columns = slice(int(cu_k[number]), int(cu_k[number + 1]))
+        meaning = Meaning(causal=causal, top_left=True, dropout_p=p)
+        scores = scores_by_definition(q[None, rows].double(), k[None, columns].double(), meaning)
+        weights, dropout = softmax_from(S_dmask[number : number + 1], scores)
+        assert (weights - scores.softmax(-1)).abs().sum() <= max(weights.numel(), 1) * torch.finfo(dtype).eps
+        seen = visible_keys(length_q, length_k, meaning).to(device)
+        mask = kept[number, :, :length_q, :length_k] if p else torch.ones_like(dropout[0])
+        assert torch.equal(dropout[0][:, seen], mask[:, seen])
+        torch.testing.assert_close(lse[number, :, :length_q].double(), scores.logsumexp(-1)[0], rtol=2e-3, atol=2e-3)
+        assert lse[number, :, length_q:].isneginf().all()
+        plain = attention_by_definition(
+            *(t[None].double() for t in (q[rows], k[columns], k[columns])), meaning, mask[None]
+        )
+        torch.testing.assert_close(out[rows].double(), plain[0][0], rtol=2e-2, atol=2e-2)
+
+
+def test_forward_by_itself():
+    q, cu = normal(17, 2, 8).float(), cumulative(LENGTHS_Q)
+    out = torch.full_like(q, math.nan)
+    generator = torch.Generator().manual_seed(4)
+    result, lse, rng_state, weights = interface._flash_attn_forward(
+        q, q, q, out, cu, cu, 9, 9, 0.25, 0.4, True, True, generator=generator
+    )
+    assert result is out and lse.shape == (4, 2, 16) and rng_state.shape == (2,)
+    again = interface._flash_attn_forward(
+        q, q, q, torch.empty_like(q), cu, cu, 9, 9, 0.25, 0.4, True, False, 3, torch.Generator().manual_seed(4)
+    )
+    assert torch.equal(again[0], out) and torch.equal(again[2], rng_state) and again[3] is None
+    assert weights.shape == (4, 2, 16, 64)
+
+
+@places
+@pytest.mark.parametrize("shape", [(1, 1, 1, 14), (2, 4, 9, 14), (1, 4, 1, 14), None], ids=str)
+def test_bias(shape, device, dtype):
+    q, k, v = normal(2, 9, 4, 12), normal(2, 14, 4, 12, seed=1), normal(2, 14, 4, 12, seed=2)
+    inputs = [q, k, v] if shape is None else [q, k, v, normal(*shape, seed=3)]
+    check_against(
+        lambda q, k, v, bias=None: flash_attn_triton.flash_attn_func(q, k, v, bias, True, 0.3),
+        lambda q, k, v, bias=None: attention_by_definition(
+            q, k, v, Meaning(scale=0.3, causal=True, top_left=True, bias=bias))[0],
+        inputs, device, dtype,
+    )  # fmt: skip
+
+
+def test_packed_layouts_with_bias():
+    qkv, bias = normal(2, 9, 3, 4, 12).float(), normal(1, 4, 1, 9).float()
+    q, k, v = qkv.unbind(2)
+    expected = flash_attn_triton.flash_attn_func(q, k, v, bias, causal=True)
+    assert torch.equal(flash_attn_triton.flash_attn_qkvpacked_func(qkv, bias, True), expected)
+    assert torch.equal(flash_attn_triton.flash_attn_kvpacked_func(q, qkv[:, :, 1:], bias, True), expected)
+    out, lse, scale = flash_attn_triton._flash_attn_forward(q, k, v, bias, True)
+    assert torch.equal(out, expected) and lse.shape == (2, 4, 128) and scale == 1 / math.sqrt(12)
+
+
+MASK = torch.arange(9) < torch.tensor([[9], [4], [0]])
+
+
+@places
+def test_module(device, dtype):
+    module, mask = FlashAttention(softmax_scale=0.3).to(device), MASK.to(device)
+    check_against(
+        lambda qkv: module(qkv, causal=True)[0],
+        lambda qkv: attention_by_definition(*qkv.unbind(2), Meaning(scale=0.3, causal=True))[0],
+        [normal(3, 9, 3, 2, 8)], device, dtype,
+    )  # fmt: skip
+
+    def masked(qkv):
+        rows = qkv[mask]
+        out = packed_by_definition(*rows.unbind(1), [9, 4, 0], [9, 4, 0], Meaning(scale=0.3))[0]
+        return torch.zeros_like(qkv[:, :, 0]).index_put((mask,), out)
+
+    check_against(lambda qkv: module(qkv, mask)[0], masked, [normal(3, 9, 3, 2, 8)], device, dtype)
+    rows, indices, cu, longest = unpad_input(normal(3, 9, 3, 2, 8).to(device, dtype), mask)
+    packed, weights = module(rows, cu_seqlens=cu, max_s=longest)
+    padded, _ = module(normal(3, 9, 3, 2, 8).to(device, dtype), mask)
+    assert weights is None and torch.equal(pad_input(packed, indices, 3, 9), padded)
+
+
+def test_module_drops_in_training_only():
+    module, qkv = FlashAttention(attention_dropout=0.5), normal(2, 9, 3, 2, 8).float()
+    torch.manual_seed(0)
+    first = module(qkv)[0]
+    assert not torch.equal(first, module(qkv)[0])
+    torch.manual_seed(0)
+    assert torch.equal(first, module(qkv)[0])
+    module.eval()
+    assert torch.equal(module(qkv)[0], FlashAttention()(qkv)[0])
+    with pytest.raises(ValueError, match="need_weights"):
+        module(qkv, need_weights=True)
+    with pytest.raises(ValueError, match="cu_seqlens: expected max_s"):
+        module(qkv.flatten(0, 1), cu_seqlens=cumulative([9, 9]))
+
+
+def test_mha():
+    module = FlashMHA(16, 2, causal=True)
+    assert set(module.state_dict()) == {"Wqkv.weight", "Wqkv.bias", "out_proj.weight", "out_proj.bias"}
+    x = normal(3, 9, 16).float()
+    qkv = module.Wqkv(x).unflatten(-1, (3, 2, 8))
+    expected = module.out_proj(attention_by_definition(*qkv.unbind(2), Meaning(causal=True))[0].flatten(2))
+    out, weights = module(x)
+    torch.testing.assert_close(out, expected)
+    assert weights is None
+
+
+def test_lists_of_tiles():
+    layout = torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 1]])
+    lists = convert_blockmask(layout, causal=False)
+    # row · 4 + 2 · last of its row + first of its row
+    assert lists.tolist() == [[1, 13, -1, -1], [11, 12, -1, -1], [2, 14, -1, -1]]
+    assert lists.dtype is torch.int32
+    assert torch.equal(layout_of(lists), layout.bool())
+    with pytest.raises(ValueError, match="causal"):
+        convert_blockmask(layout, causal=True)
+
+
+class Config:
+    """A sparsity configuration: tiles at random, with those of the diagonal."""
+
+    def make_layout(self, length):
+        layout = torch.rand(-(-length // 16), -(-length // 256), generator=torch.Generator().manual_seed(0)) < 0.5
+        layout[torch.arange(len(layout)), torch.arange(len(layout)) // 16] = True
+        return layout
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("convert", [True, False])
+def test_blocksparse(convert, causal):
+    lengths = [300, 40]
+    layout = Config().make_layout(300)
+    dense = layout.repeat_interleave(16, 0).repeat_interleave(256, 1)
+    cu = cumulative(lengths)
+
+    def plain(qkv):
+        outs = []
+        for first, length in ((0, 300), (300, 40)):
+            bias = torch.zeros(length, length).masked_fill(~dense[:length, :length], -math.inf)
+            q, k, v = qkv[None, first : first + length].unbind(2)
+            outs.append(attention_by_definition(q, k, v, Meaning(scale=0.3, causal=causal, bias=bias))[0][0])
+        return torch.cat(outs)
+
+    mask = layout if convert else convert_blockmask(layout, causal=False)
+    check_against(
+        lambda qkv: flash_blocksparse_attn_func(qkv, cu, mask, 0.0, 300, 0.3, causal, convert_mask=convert),
+        plain, [normal(340, 3, 2, 8)], "cpu", torch.float32,
+    )  # fmt: skip
+
+
+def test_blocksparse_modules():
+    attention = FlashBlocksparseAttention(Config(), softmax_temp=0.3, max_seq_length=512)
+    qkv, cu = normal(1, 300, 3, 2, 8).float(), cumulative([300])
+    out, weights = attention(qkv, causal=True)
+    expected = flash_blocksparse_attn_func(qkv[0], cu, Config().make_layout(300), 0.0, 300, 0.3, True)
+    torch.testing.assert_close(out[0], expected)
+    assert weights is None
+    with pytest.raises(ValueError, match="max_seq_length"):
+        attention(normal(1, 600, 3, 2, 8).float())
+    with pytest.raises(ValueError, match="attn_mask"):
+        attention(qkv, attn_mask=torch.ones(300, 300))
+    mha = FlashBlocksparseMHA(16, 2, Config())
+    x = normal(1, 300, 16).float()
+    inner = mha.inner_attn(mha.Wqkv(x).unflatten(-1, (3, 2, 8)))[0]
+    torch.testing.assert_close(mha(x, x, x)[0], mha.out_proj(inner.flatten(2)))
+    with pytest.raises(ValueError, match="x_ignored_"):
+        mha(x, x.clone(), x)
+    with pytest.raises(TypeError, match="depth"):
+        FlashBlocksparseMHA(16, 2, Config(), depth=3)
+
+
+def test_softmax():
+    x, mask = normal(2, 3, 5, 5).float(), torch.rand(2, 1, 5, 5) < 0.3
+    mask[..., 0] = False
+    torch.testing.assert_close(scaled_masked_softmax(x, mask, 0.5), (x * 0.5).masked_fill(mask, -math.inf).softmax(-1))
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(
+        scaled_upper_triang_masked_softmax(x, None, 0.5), (x * 0.5).masked_fill(causal, -math.inf).softmax(-1)
+    )
+    with pytest.raises(ValueError, match="mask"):
+        scaled_upper_triang_masked_softmax(x, mask, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x[:, 0], cu, 9, 0.0), "qkv: expected shape"),
+        (lambda x, cu: flash_attn_unpadded_qkvpacked_split_func(x, cu, 9, 9, 5, 0.0), "batch_size0: expected from 0"),
+        (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x, cu, 8, 0.0), "max_seqlen"),
+        (lambda x, cu: flash_attn_unpadded_qkvpacked_func(x, cu, 9, -0.5), "dropout_p"),
+    ],
+    ids=["qkv", "batch", "longest", "dropout"],
+)  # fmt: skip
+def test_errors(call, names):
+    with pytest.raises(ValueError, match=names):
+        call(torch.randn(17, 3, 2, 8), cumulative(LENGTHS_Q))
