@@ -155,6 +155,49 @@ def flash_attn_varlen_qkvpacked_func(
     return calls.packed(q, k, v, layout, call, return_attn_probs)
 
 
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Output:
+    """One step of decoding, by `flashtile.attention_with_kv_cache`, where shapes and meanings are told.
+
+    `k` and `v`, `[batch, seq_new, heads_kv, head_dim]`, are written to the caches in place from `cache_seqlens` on.
+    Nothing is recorded for a backward.
+
+    Args:
+        cache_seqlens: `cache_lengths` there.
+        cache_batch_idx: `cache_batch_indices`.
+        cache_leftpad: `cache_left_padding`.
+        block_table: int32 `[batch, pages]`; the caches are then pages of any multiple of 16 rows.
+        num_splits: 0 chooses by the sizes.
+        return_softmax_lse: also return lse, float32 `[batch, heads, seq_q]`.
+    """
+    call = Call(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    return calls.with_cache(
+        q, k_cache, v_cache, k, v, call, return_softmax_lse, cache_lengths=cache_seqlens,
+        cache_batch_indices=cache_batch_idx, cache_left_padding=cache_leftpad, block_table=block_table,
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=bool(rotary_interleaved),
+        num_splits=num_splits or None,
+    )  # fmt: skip
+
+
 def _get_block_size_n(device: object, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
     """Keys of a block of `S_dmask`: all of them, because its elements refer to the maximum of the whole row."""
     return 1 << 30

@@ -80,6 +80,30 @@ def packed(
     return out, lse, packed_probs_of(q, k, layout, call, seed) if seed is not None else q.new_empty(0)
 
 
+@torch.no_grad()
+def with_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    call: Call,
+    return_lse: bool,
+    **places: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """Attention to a cache, to which k and v are appended first; `places` are further arguments of
+    `flashtile.attention_with_kv_cache`. Not recorded by autograd.
+
+    Returns:
+        out, or (out, lse `[B, H, Sq]`).
+    """
+    options = _options(q, call)
+    del options["dropout_p"], options["deterministic"]
+    return flashtile.attention_with_kv_cache(
+        q, k_cache, v_cache, k, v, **options, **places, return_lse=bool(return_lse)
+    )
+
+
 def with_packed_keys(k: Tensor, v: Tensor, layout: Packed) -> tuple[Tensor, Tensor, Packed]:
     """The keys and values of a packed call as one sequence after another, where they lie otherwise."""
     if layout.block_table is not None:
