@@ -97,11 +97,9 @@ def with_cache(
     Returns:
         out, or (out, lse `[B, H, Sq]`).
     """
-    options = _options(q, call)
+    options = _options(q, call) | places | {"return_lse": bool(return_lse)}
     del options["dropout_p"], options["deterministic"]
-    return flashtile.attention_with_kv_cache(
-        q, k_cache, v_cache, k, v, **options, **places, return_lse=bool(return_lse)
-    )
+    return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, **options)
 
 
 def with_packed_keys(k: Tensor, v: Tensor, layout: Packed) -> tuple[Tensor, Tensor, Packed]:
