@@ -130,7 +130,7 @@ def check_against(
 
 
 def _results(function: Callable[..., Any], inputs: list[Tensor], device: str, dtype: torch.dtype) -> list[Tensor]:
-    leaves = [x.to(device, dtype).requires_grad_() for x in inputs]
+    leaves = [x.detach().to(device, dtype, copy=True).requires_grad_() for x in inputs]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     upstream = [normal(*out.shape, seed=9).to(out) for out in outputs]

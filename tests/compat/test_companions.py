@@ -1,0 +1,434 @@
+"""flash_attn's functions beside attention: padding, rotary, norms, losses, linear layers, by their definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from compat_cases import PLACES, check_against, normal
+from flashtile.compat.flash_attn import bert_padding
+from flashtile.compat.flash_attn.layers import rotary
+from flashtile.compat.flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flashtile.compat.flash_attn.ops import fused_dense, layer_norm, rms_norm
+from flashtile.compat.flash_attn.ops.triton import cross_entropy as triton_cross_entropy
+from flashtile.compat.flash_attn.ops.triton import layer_norm as triton_norm
+from flashtile.compat.flash_attn.ops.triton.rotary import apply_rotary
+from flashtile.compat.flash_attn_v1 import bert_padding as bert_padding_v1
+from flashtile.compat.flash_attn_v1.layers import rotary as rotary_v1
+from flashtile.compat.flash_attn_v1.losses.cross_entropy import CrossEntropyLoss as CrossEntropyLossV1
+from flashtile.compat.flash_attn_v1.losses.cross_entropy_apex import CrossEntropyLossApex
+
+places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]])
+
+
+# Padding
+
+
+@pytest.mark.parametrize("mask", [MASK, MASK.bool()], ids=["int", "bool"])
+def test_unpad(mask):
+    x = normal(3, 4, 2)
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, mask)
+    assert torch.equal(rows, x[MASK.bool()])
+    assert indices.tolist() == [0, 1, 3, 8] and cu_seqlens.tolist() == [0, 3, 3, 4] and longest == 3
+    assert used.tolist() == [3, 0, 1] and cu_seqlens.dtype is used.dtype is torch.int32
+    assert torch.equal(bert_padding.pad_input(rows, indices, 3, 4), x * MASK[..., None])
+    assert len(bert_padding_v1.unpad_input(x, mask)) == 4
+    for one, two in zip(bert_padding_v1.unpad_input(x, mask), (rows, indices, cu_seqlens, longest)):
+        assert (one == two) if isinstance(one, int) else torch.equal(one, two)
+
+
+def test_unused_rows_are_kept_and_not_counted():
+    x, unused = normal(3, 4, 2), torch.tensor([[0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest, used = bert_padding.unpad_input(x, MASK, unused)
+    assert indices.tolist() == [0, 1, 2, 3, 4, 8] and torch.equal(rows, x.flatten(0, 1)[indices])
+    assert cu_seqlens.tolist() == [0, 4, 5, 6] and longest == 4 and used.tolist() == [3, 0, 1]
+
+
+def test_concatenated_sequences():
+    x = normal(2, 6, 2)
+    in_length = torch.tensor([[2, 3, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
+    rows, indices, cu_seqlens, longest = bert_padding.unpad_input_for_concatenated_sequences(x, in_length)
+    assert indices.tolist() == [0, 1, 2, 3, 4, 6] and torch.equal(rows, x.flatten(0, 1)[indices])
+    assert cu_seqlens.tolist() == [0, 2, 5, 6] and cu_seqlens.dtype is torch.int32 and longest == 3
+
+
+@places
+def test_rows_by_number(device, dtype):
+    index = torch.tensor([4, 0, 2], device=device)
+    check_against(
+        lambda x: bert_padding.index_first_axis(x, index), lambda x: x[index], [normal(6, 2, 3)], device, dtype
+    )
+    check_against(
+        lambda x: bert_padding.index_put_first_axis(x, index, 6),
+        lambda x: x.new_zeros(6, 2, 3).index_copy(0, index, x), [normal(3, 2, 3)], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda x: bert_padding.index_first_axis_residual(x, index), lambda x: (x[index], x.clone()),
+        [normal(6, 2, 3)], device, dtype,
+    )  # fmt: skip
+
+
+# Rotary
+
+
+def tables(positions: int, pairs: int, device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    angles = torch.outer(torch.arange(positions).double(), 0.3 ** torch.arange(pairs).double())
+    return [angles.cos().to(device, dtype), angles.sin().to(device, dtype)]
+
+
+def turned(x, cos, sin, interleaved):
+    """The definition, pair by pair."""
+    cos, sin, pairs = cos[:, None].to(x), sin[:, None].to(x), cos.shape[-1]
+    a, b = (x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]) if interleaved else (
+        x[..., :pairs], x[..., pairs : 2 * pairs])  # fmt: skip
+    both = (a * cos - b * sin, a * sin + b * cos)
+    joined = torch.stack(both, -1).flatten(-2) if interleaved else torch.cat(both, -1)
+    return torch.cat((joined, x[..., 2 * pairs :]), -1)
+
+
+@places
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary(interleaved, device, dtype):
+    cos, sin = tables(12, 3, device, dtype)
+    x = normal(2, 7, 4, 10)
+    for function in (rotary.apply_rotary_emb, rotary_v1.apply_rotary_emb_func, rotary.apply_rotary_emb_torch):
+        check_against(
+            lambda x, function=function: function(x, cos[:7], sin[:7], interleaved),
+            lambda x: turned(x, cos[:7], sin[:7], interleaved), [x], device, dtype,
+        )  # fmt: skip
+    check_against(
+        lambda x: rotary.apply_rotary_emb(x, cos, sin, interleaved, seqlen_offsets=3),
+        lambda x: turned(x, cos[3:10], sin[3:10], interleaved), [x], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda x: apply_rotary(x, cos, sin, 3, interleaved=interleaved, conjugate=True),
+        lambda x: turned(x, cos[3:10], -sin[3:10], interleaved), [x], device, dtype,
+    )  # fmt: skip
+
+
+@places
+def test_rotary_in_place(device, dtype):
+    cos, sin = tables(12, 3, device, dtype)
+    qkv, grouped = normal(2, 7, 3, 4, 10), normal(2, 7, 8, 10)
+
+    def expected(qkv):
+        q, k, v = qkv.unbind(2)
+        return torch.stack((turned(q, cos[:7], sin[:7], False), turned(k, cos[:7], sin[:7], False), v), 2)
+
+    for function in (rotary.apply_rotary_emb_qkv_, rotary_v1.apply_rotary_emb_qkv_):
+        check_against(
+            lambda x, function=function: function(x.clone(), cos[:7], sin[:7]), expected, [qkv], device, dtype
+        )
+    x = qkv.to(device, dtype, copy=True)
+    assert rotary.apply_rotary_emb_qkv_(x, cos[:7], sin[:7]) is x and not torch.equal(x, qkv.to(x))
+    check_against(
+        lambda x: rotary.apply_rotary_emb_qkv_(x.clone(), cos, sin, seqlen_offsets=2, num_heads_q=4),
+        lambda x: torch.cat((turned(x[:, :, :6], cos[2:9], sin[2:9], False), x[:, :, 6:]), 2),
+        [grouped], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda kv: rotary.apply_rotary_emb_kv_(kv.clone(), cos, sin, True, 1),
+        lambda kv: torch.stack((turned(kv[:, :, 0], cos[1:8], sin[1:8], True), kv[:, :, 1]), 2),
+        [qkv[:, :, 1:]], device, dtype,
+    )  # fmt: skip
+
+
+def test_rotary_module():
+    qkv = normal(2, 7, 3, 4, 10).float()
+    module = rotary.RotaryEmbedding(6, 100.0)
+    angles = torch.outer(torch.arange(9.0), 100.0 ** (-torch.arange(0, 6, 2) / 6))
+    cos, sin = angles.cos()[2:], angles.sin()[2:]
+    out = module(qkv.clone(), seqlen_offset=2)
+    torch.testing.assert_close(out[:, :, 0], turned(qkv[:, :, 0], cos, sin, False))
+    q, kv = module(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=2)
+    torch.testing.assert_close(torch.cat((q[:, :, None], kv), 2), out)
+    torch.testing.assert_close(rotary_v1.RotaryEmbedding(6, 100.0)(qkv.clone(), 2), out)
+    with pytest.raises(ValueError, match="pos_idx_in_fp32"):
+        rotary_v1.RotaryEmbedding(6, pos_idx_in_fp32=False)
+    with pytest.raises(ValueError, match="cos"):
+        rotary.apply_rotary_emb_torch(qkv[:, :, 0], *tables(7, 6, "cpu", torch.float32))
+
+
+# Norms
+
+
+def normed(rms, x, weight, bias, eps):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    out = F.rms_norm(wide, x.shape[-1:], eps=eps) if rms else F.layer_norm(wide, x.shape[-1:], eps=eps)
+    out = out * weight.to(wide)
+    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+
+
+@places
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("prenorm", [False, True])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_norm_functions(parallel, prenorm, rms, device, dtype):
+    x, residual, weight, bias = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
+    inputs = [x, residual, weight, bias]
+    if parallel:
+        inputs += [normal(2, 5, 12, seed=4), normal(12, seed=5), normal(12, seed=6)]
+
+    def function(x, residual, weight, bias, *second):
+        named = dict(zip(("x1", "weight1", "bias1"), second))
+        run = triton_norm.rms_norm_fn if rms else triton_norm.layer_norm_fn
+        return run(x, weight, bias, residual, **named, prenorm=prenorm)
+
+    def plain(x, residual, weight, bias, *second):
+        total = x + residual + (second[0] if second else 0)
+        outs = [normed(rms, total, weight, bias, 1e-6)]
+        outs += [normed(rms, total, second[1], second[2], 1e-6)] if second else []
+        return tuple(outs + [total] * prenorm)
+
+    check_against(function, plain, inputs, device, dtype)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize("parallel", [False, True])
+def test_norm_references_are_the_functions(parallel, rms):
+    x, residual, x1 = (normal(5, 12, seed=seed).float() for seed in range(3))
+    weight, bias, weight1 = (normal(12, seed=seed).float() for seed in range(3))
+    run = triton_norm.rms_norm_fn if rms else triton_norm.layer_norm_fn
+    reference = triton_norm.rms_norm_ref if rms else triton_norm.layer_norm_ref
+    second = {"x1": x1, "weight1": weight1} if parallel else {"rowscale": normal(5).float()}
+    options = {"eps": 1e-3, "dropout_p": 0.25, "prenorm": True, "zero_centered_weight": True}
+    results = run(x, weight, bias, residual, **second, **options, return_dropout_mask=True)
+    masks = {"dropout_mask": results[-2], "dropout_mask1": results[-1]}
+    assert (results[-1] is None) is not parallel
+    expected = reference(x, weight, bias, residual, **second, **options, **masks, upcast=True)
+    for got, wanted in zip(results[:-2], expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+    plain = run(x, weight, bias, prenorm=True, return_dropout_mask=True)
+    assert len(plain) == 4 and plain[2] is plain[3] is None, "no masks without dropout"
+    with pytest.raises(ValueError, match="rowscale"):
+        reference(x, weight, bias, x1=x1, rowscale=x[:, 0])
+
+
+@places
+def test_norm_dtypes_and_buffers(device, dtype):
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    x, weight = normal(5, 12).to(device, dtype), normal(12).to(device, dtype)
+    out, total = triton_norm.rms_norm_fn(x, weight, None, prenorm=True, out_dtype=wide, residual_in_fp32=True)
+    assert out.dtype is wide and total.dtype is wide
+    exact = normed(True, x.to(wide), weight.to(wide), None, 1e-6)
+    assert (out - exact).abs().max() <= 32 * torch.finfo(wide).eps, "not rounded to the dtype of x on the way"
+    narrow = triton_norm.rms_norm_fn(x.to(wide), weight, None, out_dtype=dtype)
+    assert torch.equal(narrow, out.to(dtype))
+    buffer, sums = torch.empty_like(x), torch.empty_like(x)
+    results = triton_norm.layer_norm_fn(x, weight, None, x, prenorm=True, out=buffer, residual_out=sums)
+    assert results[0] is buffer and results[1] is sums and torch.equal(sums, x + x)
+    leaf = weight.clone().requires_grad_()
+    triton_norm.layer_norm_fn(x, leaf, None, out=torch.empty_like(x)).sum().backward()
+    assert leaf.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match="out: expected"):
+        triton_norm.layer_norm_fn(x, weight, None, out=x[:1])
+    with pytest.raises(ValueError, match="residual_out"):
+        triton_norm.layer_norm_fn(x, weight, None, residual_out=sums)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_norm_and_linear_layer(rms):
+    x, residual, weight, bias = normal(5, 12), normal(5, 12, seed=1), normal(12, seed=2), normal(12, seed=3)
+    matrix, linear_bias = normal(7, 12, seed=4), normal(7, seed=5)
+    check_against(
+        lambda x, r, w, b, m, c: triton_norm.layer_norm_linear_fn(x, w, b, m, c, r, prenorm=True, is_rms_norm=rms),
+        lambda x, r, w, b, m, c: (F.linear(normed(rms, x + r, w, b, 1e-6), m, c), x + r),
+        [x, residual, weight, bias, matrix, linear_bias], "cpu", torch.float32,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        out = triton_norm.layer_norm_linear_fn(*(t.float() for t in (x, weight, bias, matrix, linear_bias)))
+    assert out.dtype is torch.bfloat16
+
+
+@places
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_dropout_add_norm(rms, device, dtype):
+    module = rms_norm if rms else layer_norm
+    name = "rms_norm" if rms else "layer_norm"
+    x0, residual, weight = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2)
+    check_against(
+        lambda x, w: rms_norm.rms_norm(x, w, 1e-3) if rms else layer_norm.layer_norm(x, w, None, 1e-3),
+        lambda x, w: normed(rms, x, w, None, 1e-3), [x0, weight], device, dtype,
+    )  # fmt: skip
+    check_against(
+        lambda x, r, w: getattr(module, f"dropout_add_{name}")(x, r, w, None, 0.0, 1e-3, prenorm=True),
+        lambda x, r, w: (normed(rms, x + r, w, None, 1e-3), x + r), [x0, residual, weight], device, dtype,
+    )  # fmt: skip
+    x, r, w = (t.to(device, dtype) for t in (x0, residual, weight))
+    z, total, mask = getattr(module, f"dropout_add_{name}")(
+        x, r, w, None, 0.25, 1e-3, prenorm=True, return_dropout_mask=True
+    )
+    assert mask.dtype is torch.uint8 and mask.shape == x.shape and 0 < mask.float().mean() < 1
+    torch.testing.assert_close(total, (x.to(r) * mask / 0.75 + r).to(dtype), rtol=1e-2, atol=1e-2)
+    assert z.shape == x.shape
+    parallel = getattr(module, f"dropout_add_{name}_parallel_residual")
+    results = parallel(x, None, r, w, None, None, None, 0.0, 1e-3, True, return_dropout_mask=True)
+    assert len(results) == 5 and results[1] is None
+    assert all(mask.dtype is torch.uint8 and mask.all() for mask in results[3:])
+    z0, z1 = parallel(x, r, None, w, None, w + 1, None, 0.0, 1e-3)
+    torch.testing.assert_close(z1 - z0, normed(rms, x + r, torch.ones_like(w), None, 1e-3), rtol=2e-2, atol=2e-2)
+
+
+def test_dropout_add_norm_of_some_rows():
+    x0, residual, weight = normal(3, 12).float(), normal(5, 12, seed=1).float(), normal(12, seed=2).float()
+    takes, gives = torch.tensor([0, 1, 0, 3, 2], dtype=torch.int32), torch.tensor([2, 0, 1, 0, 0], dtype=torch.int32)
+    z, x = layer_norm.dropout_add_layer_norm_subset(
+        x0, residual, weight, None, 0.0, 1e-3, x0_subset=takes, out_subset=gives, rowscale_const=2.0, out_numrows=2,
+        prenorm=True,
+    )  # fmt: skip
+    expected = residual.clone()
+    expected[[1, 3, 4]] += 2 * x0[[0, 2, 1]]
+    torch.testing.assert_close(x, expected)
+    torch.testing.assert_close(z, normed(False, expected[[2, 0]], weight, None, 1e-3))
+
+
+def test_norm_modules():
+    x, residual = normal(2, 5, 12).float(), normal(2, 5, 12, seed=1).float()
+    ones = torch.ones(12)
+    for module, expected in (
+        (rms_norm.RMSNorm(12), normed(True, x, ones, None, 1e-5)),
+        (triton_norm.RMSNorm(12), normed(True, x, ones, None, 1e-5)),
+        (triton_norm.RMSNorm(12, zero_centered_weight=True), normed(True, x, ones, None, 1e-5)),
+    ):
+        torch.testing.assert_close(module(x), expected)
+        assert set(module.state_dict()) == {"weight"}
+    for module, rms in ((layer_norm.DropoutAddLayerNorm, False), (rms_norm.DropoutAddRMSNorm, True)):
+        z, total = module(12, prenorm=True, p=0.5).eval()(x, residual)
+        torch.testing.assert_close(total, x + residual)
+        torch.testing.assert_close(z, normed(rms, total, ones, None, 1e-5))
+    dropping = triton_norm.RMSNorm(12, dropout_p=0.5)
+    _, total = dropping(x, residual, prenorm=True)
+    assert not torch.equal(total, x + residual)
+    assert torch.equal(dropping.eval()(x, residual, prenorm=True)[1], x + residual)
+
+
+# Losses
+
+
+def losses(logits, labels, smoothing=0.0, scale=1.0, z=0.0):
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    lse = logits.logsumexp(-1)
+    counted = labels != -100
+    of_label = logits.gather(1, labels.masked_fill(~counted, 0)[:, None])[:, 0]
+    loss = lse - (1 - smoothing) * of_label - smoothing * logits.mean(1) + z * lse.square()
+    return loss.masked_fill(~counted, 0)
+
+
+LABELS = torch.tensor([3, 0, -100, 10, 7])
+
+
+@places
+@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.1, "logit_scale": 0.7, "lse_square_scale": 1e-2}], ids=str
+)
+def test_losses_of_rows(options, given, device, dtype):
+    labels, scale = LABELS.to(device), options.get("logit_scale", 1.0)
+
+    def function(logits):
+        wide = logits.detach().to(torch.promote_types(dtype, torch.float32)) * scale
+        lse = wide.logsumexp(-1) if given else None
+        loss, z_loss = triton_cross_entropy.cross_entropy_loss(logits, labels, lse, **options)
+        expected = options.get("lse_square_scale", 0.0) * wide.logsumexp(-1).square() * (labels != -100)
+        torch.testing.assert_close(z_loss, expected)
+        assert not z_loss.requires_grad
+        return loss
+
+    names = ("label_smoothing", "logit_scale", "lse_square_scale")
+    values = [options.get(name, default) for name, default in zip(names, (0.0, 1.0, 0.0))]
+    check_against(function, lambda logits: losses(logits, labels, *values), [normal(5, 11)], device, dtype)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_loss_module(reduction, given):
+    logits = normal(5, 11).float()
+    each = losses(logits, LABELS, 0.1, 1.0, 1e-2)
+    expected = {"mean": each.sum() / 4, "sum": each.sum(), "none": each}[reduction]
+    module = CrossEntropyLoss(-100, reduction, 0.1, lse_square_scale=1e-2, return_z_loss=True)
+    loss, z_loss = module(logits, LABELS, logits.logsumexp(-1) if given else None)
+    torch.testing.assert_close(loss, expected)
+    assert z_loss.shape == loss.shape
+    with pytest.raises(ValueError, match="reduction"):
+        CrossEntropyLoss(reduction="max")
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["lse-made", "lse-given"])
+def test_loss_gradient_in_place(given):
+    leaf = normal(5, 11).float().requires_grad_()
+    logits = leaf * 1.0
+    loss, _ = triton_cross_entropy.cross_entropy_loss(
+        logits, LABELS, logits.detach().logsumexp(-1) if given else None, inplace_backward=True
+    )
+    kept = logits.detach()
+    loss.sum().backward()
+    torch.testing.assert_close(kept, leaf.grad)
+    expected = torch.autograd.grad(losses(leaf, LABELS).sum(), leaf)[0]
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_losses_of_version_1():
+    logits = normal(5, 11).float()
+    assert CrossEntropyLossApex is CrossEntropyLossV1
+    torch.testing.assert_close(
+        CrossEntropyLossV1(label_smoothing=0.1)(logits, LABELS), losses(logits, LABELS, 0.1).sum() / 4
+    )
+    torch.testing.assert_close(CrossEntropyLossV1(reduction="none")(logits, LABELS), losses(logits, LABELS))
+    with pytest.raises(ValueError, match="reduction"):
+        CrossEntropyLossV1(reduction="sum")
+
+
+def test_a_given_lse_needs_one_process():
+    with pytest.raises(ValueError, match="precomputed_lse"):
+        triton_cross_entropy.cross_entropy_loss(normal(5, 11), LABELS, normal(5), process_group=object())
+    with pytest.raises(ValueError, match="precomputed_lse"):
+        triton_cross_entropy.cross_entropy_loss(normal(5, 11), LABELS, normal(4))
+
+
+# Linear layers
+
+
+@pytest.mark.parametrize("name", ["gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_perceptron(level, name):
+    activation = {
+        "gelu_approx": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "sqrelu": lambda x: F.relu(x).square(),
+    }[name]  # fmt: skip
+    x, weight1, weight2 = normal(2, 5, 6), normal(8, 6, seed=1), normal(4, 8, seed=2)
+    bias1, bias2 = normal(8, seed=3), normal(4, seed=4)
+    check_against(
+        lambda x, w1, w2, b1, b2: fused_dense.fused_mlp_func(x, w1, w2, b1, b2, name, checkpoint_lvl=level),
+        lambda x, w1, w2, b1, b2: F.linear(activation(F.linear(x, w1, b1)), w2, b2),
+        [x, weight1, weight2, bias1, bias2], "cpu", torch.float32,
+    )  # fmt: skip
+
+
+def test_linear_modules():
+    x = normal(2, 5, 6).float()
+    dense = fused_dense.FusedDense(6, 4, return_residual=True)
+    out, residual = dense(x)
+    torch.testing.assert_close(out, F.linear(x, dense.weight, dense.bias))
+    assert torch.equal(residual, x)
+    torch.testing.assert_close(fused_dense.fused_dense_func(x, dense.weight, dense.bias), out)
+    mlp = fused_dense.FusedMLP(6, activation="relu", heuristic=-1)
+    assert set(mlp.state_dict()) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"} and mlp.fc1.out_features == 24
+    torch.testing.assert_close(mlp(x), mlp.fc2(mlp.fc1(x).relu()))
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda x, w: fused_dense.fused_dense_func(x, w, process_group=object()), "process_group"),
+        (lambda x, w: fused_dense.FusedDense(6, 4)(x, object()), "process_group"),
+        (lambda x, w: fused_dense.fused_mlp_func(x, w, w.t(), process_group=object()), "process_group"),
+        (lambda x, w: fused_dense.fused_mlp_func(x, w, w.t(), activation="gelu"), "activation"),
+        (lambda x, w: fused_dense.fused_mlp_func(x, w.requires_grad_(), w.t(), save_pre_act=False), "save_pre_act"),
+        (lambda x, w: fused_dense.FusedMLP(6)(x, object()), "process_group"),
+    ],
+    ids=["dense", "module", "mlp", "activation", "kept", "mlp-module"],
+)
+def test_what_linear_layers_refuse(call, names):
+    with pytest.raises(ValueError, match=names):
+        call(torch.randn(2, 6), torch.randn(4, 6))

@@ -1,0 +1,216 @@
+"""The names that are served have the arguments and defaults of flash_attn 2.8.3 and 1.0.9."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from compat_cases import arguments_of
+
+_V2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+_V2_RAW = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+_V1 = "dropout_p, softmax_scale=None, causal=False, return_attn_probs=False, deterministic=False"
+_SEQLENS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+_DROPOUT_ADD = "x0, residual, weight, bias, dropout_p, epsilon"
+_PRENORM = "prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
+_NORM = (
+    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, "
+    "prenorm=False"
+)
+_NORM_OUT = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
+_NORM_REF = f"{_NORM}, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False"
+_SUBSET = "layerscale=None, x0_subset=None, out_subset=None, rowscale_const=1.0, out_numrows=0"
+_PARALLEL = "x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon"
+_PLACE = "device=None, dtype=None"
+_DROPOUT_ADD_MODULE = f"hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, {_PLACE}"
+_DENSE = {
+    "fused_dense_func": "x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True",
+    "FusedDense": f"in_features, out_features, bias=True, return_residual=False, {_PLACE}",
+    "FusedDense.forward": "self, x, process_group=None",
+    "fused_mlp_func": "x, weight1, weight2, bias1=None, bias2=None, activation='gelu_approx', save_pre_act=True, "
+    "return_residual=False, checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True",
+    "FusedMLP": "in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, "
+    f"activation='gelu_approx', return_residual=False, checkpoint_lvl=0, heuristic='auto', {_PLACE}",
+    "FusedMLP.forward": "self, x, process_group=None",
+}
+_LAYER_NORM = {
+    "layer_norm": "x, weight, bias, epsilon",
+    "dropout_add_layer_norm": f"{_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM}",
+    "dropout_add_layer_norm_subset": f"{_DROPOUT_ADD}, {_SUBSET}, {_PRENORM}",
+    "dropout_add_layer_norm_parallel_residual": f"{_PARALLEL}, {_PRENORM}",
+    "DropoutAddLayerNorm": _DROPOUT_ADD_MODULE,
+    "DropoutAddLayerNorm.forward": "self, x0, residual=None",
+}
+_RMS_NORM = {
+    "rms_norm": "x, weight, epsilon",
+    "dropout_add_rms_norm": f"{_DROPOUT_ADD}, rowscale=None, layerscale=None, {_PRENORM}",
+    "dropout_add_rms_norm_subset": f"{_DROPOUT_ADD}, {_SUBSET}, {_PRENORM}",
+    "dropout_add_rms_norm_parallel_residual": f"{_PARALLEL}, {_PRENORM}",
+    "RMSNorm": f"hidden_size, eps=1e-05, {_PLACE}",
+    "RMSNorm.forward": "self, x",
+    "DropoutAddRMSNorm": _DROPOUT_ADD_MODULE,
+    "DropoutAddRMSNorm.forward": "self, x0, residual=None",
+}
+_INDICES = {
+    "index_first_axis": "input, indices",
+    "index_put_first_axis": "values, indices, first_axis_dim",
+    "index_first_axis_residual": "input, indices",
+    "pad_input": "hidden_states, indices, batch, seqlen",
+}
+_TRITON = {
+    "flash_attn_func": "q, k, v, bias=None, causal=False, softmax_scale=None",
+    "flash_attn_kvpacked_func": "q, kv, bias=None, causal=False, softmax_scale=None",
+    "flash_attn_qkvpacked_func": "qkv, bias=None, causal=False, softmax_scale=None",
+    "_flash_attn_forward": "q, k, v, bias=None, causal=False, softmax_scale=None",
+}
+_ATTENTION = {
+    "flash_attn_func": f"q, k, v, {_V2}",
+    "flash_attn_kvpacked_func": f"q, kv, {_V2}",
+    "flash_attn_qkvpacked_func": f"qkv, {_V2}",
+    "flash_attn_varlen_func": f"q, k, v, {_SEQLENS}, {_V2}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {_SEQLENS}, {_V2}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_V2}",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+}
+
+#: Module -> name -> arguments, of a class those of its constructor.
+VERSION_2 = {
+    "": _ATTENTION,
+    "flash_attn_interface": _ATTENTION
+    | {
+        "_get_block_size_n": "device, head_dim, is_dropout, is_causal",
+        "_flash_attn_forward": f"q, k, v, {_V2_RAW}, return_softmax",
+        "_flash_attn_varlen_forward": f"q, k, v, {_SEQLENS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+        "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
+        "seqused_k=None, zero_tensors=False",
+    },
+    "flash_attn_triton": _TRITON,
+    "bert_padding": _INDICES
+    | {
+        "unpad_input": "hidden_states, attention_mask, unused_mask=None",
+        "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
+    },
+    "layers.rotary": {
+        "rotate_half": "x, interleaved=False",
+        "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+        "apply_rotary_emb": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None",
+        "apply_rotary_emb_func": "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+        "max_seqlen=None",
+        "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
+        "num_heads_q=None",
+        "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+        "RotaryEmbedding.forward": "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
+    },
+    "ops.triton.rotary": {
+        "apply_rotary": "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, "
+        "inplace=False, conjugate=False",
+    },
+    "ops.triton.layer_norm": {
+        "layer_norm_fn": f"{_NORM}, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, {_NORM_OUT}",
+        "rms_norm_fn": f"{_NORM}, residual_in_fp32=False, zero_centered_weight=False, {_NORM_OUT}",
+        "layer_norm_ref": _NORM_REF,
+        "rms_norm_ref": _NORM_REF,
+        "layer_norm_linear_fn": "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-06, "
+        "prenorm=False, residual_in_fp32=False, is_rms_norm=False",
+        "RMSNorm": f"hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, {_PLACE}",
+        "RMSNorm.forward": "self, x, residual=None, prenorm=False, residual_in_fp32=False",
+    },
+    "ops.triton.cross_entropy": {
+        "cross_entropy_loss": "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, "
+        "lse_square_scale=0.0, ignore_index=-100, inplace_backward=False, process_group=None",
+    },
+    "losses.cross_entropy": {
+        "CrossEntropyLoss": "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, "
+        "lse_square_scale=0.0, inplace_backward=False, process_group=None, return_z_loss=False",
+        "CrossEntropyLoss.forward": "self, input, target, precomputed_lse=None",
+    },
+    "ops.fused_dense": _DENSE,
+    "ops.layer_norm": _LAYER_NORM,
+    "ops.rms_norm": _RMS_NORM,
+}
+VERSION_1 = {
+    "flash_attn_interface": {
+        "flash_attn_unpadded_func": f"q, k, v, {_SEQLENS}, {_V1}",
+        "flash_attn_unpadded_kvpacked_func": f"q, kv, {_SEQLENS}, {_V1}",
+        "flash_attn_unpadded_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {_V1}",
+        "flash_attn_unpadded_qkvpacked_split_func": f"qkv, cu_seqlens, max_seqlen0, max_seqlen1, batch_size0, {_V1}",
+        "flash_attn_func": "qkv, cu_seqlens, dropout_p, max_s, softmax_scale=None, causal=False, "
+        "return_attn_probs=False",
+        "_get_block_size": "device, head_dim, is_dropout",
+        "_flash_attn_forward": f"q, k, v, out, {_SEQLENS}, dropout_p, softmax_scale, causal, return_softmax, "
+        "num_splits=0, generator=None",
+    },
+    "flash_attention": {
+        "FlashAttention": "softmax_scale=None, attention_dropout=0.0",
+        "FlashAttention.forward": "self, qkv, key_padding_mask=None, causal=False, cu_seqlens=None, max_s=None, "
+        "need_weights=False",
+        "FlashMHA": f"embed_dim, num_heads, bias=True, batch_first=True, attention_dropout=0.0, causal=False, {_PLACE}",
+        "FlashMHA.forward": "self, x, key_padding_mask=None, need_weights=False",
+    },
+    "flash_attn_triton": _TRITON,
+    "flash_blocksparse_attn_interface": {
+        "convert_blockmask": "blockmask, causal",
+        "flash_blocksparse_attn_func": "qkv, cu_seqlens, blockmask, dropout_p, max_s, softmax_scale=None, "
+        "causal=False, return_attn_probs=False, convert_mask=True",
+    },
+    "flash_blocksparse_attention": {
+        "FlashBlocksparseAttention": "sparsity_config, softmax_temp=None, attention_dropout=0.0, max_seq_length=2048, "
+        f"{_PLACE}",
+        "FlashBlocksparseAttention.forward": "self, qkv, attn_mask=None, key_padding_mask=None, causal=False, "
+        "cu_seqlens=None, max_s=None, need_weights=False, convert_mask=True",
+        "FlashBlocksparseMHA": "embed_dim, num_heads, sparsity_config, bias=True, batch_first=True, "
+        f"attention_dropout=0.0, causal=False, max_seq_length=2048, {_PLACE}, **kwargs",
+        "FlashBlocksparseMHA.forward": "self, x, x_ignored_, x_ignored_1_, attn_mask=None, key_padding_mask=None, "
+        "need_weights=False",
+    },
+    "fused_softmax": {
+        "scaled_upper_triang_masked_softmax": "inputs, _, scale",
+        "scaled_masked_softmax": "inputs, mask, scale",
+    },
+    "bert_padding": _INDICES | {"unpad_input": "hidden_states, attention_mask"},
+    "layers.rotary": {
+        "rotate_half": "x, interleaved=False",
+        "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+        "apply_rotary_emb_func": "x, cos, sin, interleaved=False, inplace=False",
+        "apply_rotary_emb_qkv_": "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False",
+        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, pos_idx_in_fp32=True, device=None",
+        "RotaryEmbedding.forward": "self, qkv, seqlen_offset=0",
+    },
+    "losses.cross_entropy": {
+        "CrossEntropyLoss": "ignore_index=-100, reduction='mean', label_smoothing=0.0, inplace_backward=False, "
+        "process_group=None",
+        "CrossEntropyLoss.forward": "self, input, target",
+    },
+    "losses.cross_entropy_apex": {
+        "CrossEntropyLossApex": "ignore_index=-100, reduction='mean', label_smoothing=0.0, inplace_backward=False, "
+        "process_group=None",
+    },
+    "ops.fused_dense": _DENSE,
+    "ops.layer_norm": _LAYER_NORM,
+    "ops.rms_norm": _RMS_NORM,
+}
+SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1}
+NAMES = [
+    (".".join(part for part in ("flashtile.compat", tree, module) if part), name, arguments)
+    for tree, modules in SERVED.items()
+    for module, names in modules.items()
+    for name, arguments in names.items()
+]
+
+
+@pytest.mark.parametrize(("module", "name", "arguments"), NAMES, ids=[f"{m[17:]}.{n}" for m, n, _ in NAMES])
+def test_arguments(module, name, arguments):
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert arguments_of(found) == arguments
+    assert found.__doc__
