@@ -22,7 +22,7 @@ from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.plans import SideShape, Table
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
 
@@ -65,6 +65,7 @@ class Call(NamedTuple):
     sums_slopes: bool = False
     block_tile: tuple[int, int] | None = None
     patterns: bool = True
+    origin: Origin | None = None
 
 
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
@@ -87,7 +88,13 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
     window = (call.window_left, call.window_right)
     block_shape = None if call.block_tile is None else (1, 1, *call.block_tile)
     spec = AttentionSpec(
-        call.head_dim**-0.5, *window, call.top_left, call.dropout_p, softcap=call.softcap, block_shape=block_shape
+        call.head_dim**-0.5,
+        *window,
+        call.top_left,
+        call.dropout_p,
+        softcap=call.softcap,
+        block_shape=block_shape,
+        origin=call.origin,
     )
     with (
         mock.patch.object(triton_plan, "device_facts", return_value=device),

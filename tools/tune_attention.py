@@ -72,6 +72,8 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         alibi=False,
         block_tile=(0, 0),
         patterns=False,
+        placed=False,
+        aligned=True,
         pattern_multiple=16,
         sinks=False,
         sums_slopes=False,

@@ -5,6 +5,7 @@ from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
 from flashtile.ops.attention.inspection import attention_probs
+from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
@@ -18,6 +19,7 @@ from flashtile.ops.softmax.merge import OnlineSoftmax, logsumexp_merge, online_s
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionPart",
     "BlockMask",
     "Explanation",
     "OnlineSoftmax",
@@ -27,6 +29,8 @@ __all__ = [
     "apply_rotary_kv",
     "apply_rotary_qkv",
     "attention",
+    "attention_backward",
+    "attention_part",
     "attention_probs",
     "attention_varlen",
     "attention_with_kv_cache",

@@ -19,6 +19,7 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 from flashtile.ops.attention.plans import Table
+from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.plan import TableVariant
 from machine_code import Call, compile_call, sass, serialised_products
@@ -199,6 +200,14 @@ _FEATURES = {
     "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "patterns": True, "whole": True}),
     "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"patterns": False}),
     "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"block_tile": (192, 64)}),
+    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"has_left": True}),
+    "part": _Feature(
+        Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),
+        {"placed": True, "aligned": True},
+    ),
+    "odd_part": _Feature(
+        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"placed": True, "aligned": False}
+    ),
     "everything": _Feature(
         Call(
             head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,

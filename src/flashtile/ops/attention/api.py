@@ -144,7 +144,7 @@ def attention(
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
-        dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(None, None, q.shape[1], k.shape[1], key_lengths, dropout_seed)
     if bias is not None or mask is not None or alibi_slopes is not None or sinks is not None:
@@ -243,7 +243,7 @@ def attention_varlen(
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each sequence")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
-        dropout_p, dropout_seed = _resolve_dropout(dropout_p, dropout_seed, q.device)
+        dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
     side = SideInputs(
         cu_seqlens_q,
@@ -342,9 +342,7 @@ def add_block_mask(
     return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))
 
 
-def _resolve_dropout(
-    dropout_p: float, dropout_seed: Tensor | None, device: torch.device
-) -> tuple[float, Tensor | None]:
+def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:
     """The probability as a float, and the seed that goes with it: None where nothing is dropped."""
     dropout_p = checks.resolve_dropout(dropout_p, dropout_seed, device)
     if not dropout_p:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, plain_side
 from flashtile.ops.common import dispatch
 
 _SIDE_SCHEMA = (
@@ -24,7 +24,7 @@ _SIDE_SCHEMA = (
 )
 _SPEC_SCHEMA = (
     "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
-    "float softcap, int[]? block_shape"
+    "float softcap, int[]? block_shape, int[]? origin"
 )
 
 _library = torch.library.Library("flashtile", "DEF")
@@ -81,6 +81,26 @@ def _run_forward(
     if dispatch.unobserved(q, k, v):
         return _forward(q, k, v, side, spec, backend)
     return _forward_op(q, k, v, *side, *spec, backend)
+
+
+def run_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    wanted: Wanted,
+    backend: str,
+) -> Gradients:
+    """Runs the backward from given results, which autograd does not record."""
+    if dispatch.unobserved(q, k, v, dout):
+        return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
+    grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
+    return Gradients(*grads[:3], *(grad if wants else None for grad, wants in zip(grads[3:], wanted)))
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
@@ -295,6 +315,8 @@ def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
     if spec.block_shape is not None:
         batch, heads, tile_q, tile_k = spec.block_shape
         spec = spec._replace(block_shape=(batch, heads, tile_q, tile_k))  # the dispatcher passes a list
+    if spec.origin is not None:
+        spec = spec._replace(origin=Origin(*spec.origin))
     return SideInputs(*rest[:_SIDE]), spec, rest[_SPEC]
 
 

@@ -17,10 +17,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.checks import check_dropout_seed, resolve_dropout
 from flashtile.ops.common.philox import draw_dropout_seed, keep_threshold, philox_words
 
-__all__ = ["draw_dropout_seed", "dropout_mask", "keep_rows", "keep_threshold", "keep_tile", "philox_words"]
+__all__ = [
+    "draw_dropout_seed",
+    "dropout_mask",
+    "keep_rows",
+    "keep_threshold",
+    "keep_tile",
+    "philox_words",
+    "positions",
+    "sequence_heads",
+]
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
@@ -73,6 +83,22 @@ def keep_rows(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tenso
     kept = kept.unflatten(3, (-1, 8)).permute(1, 2, 3, 0, 4).flatten(2)  # [n, rows, 16 · groups of columns]
     first_column = columns.start % 16
     return kept[:, :, first_column : first_column + len(columns)]
+
+
+def sequence_heads(sequences: range, heads: range, all_heads: int, origin: Origin | None) -> Tensor:
+    """`sequence · heads + head` of some matrices of a call, int64 `[sequences · heads]`, numbered as in the larger call
+    that `origin` places it in."""
+    first, all_heads = (0, all_heads) if origin is None else (origin.matrix, origin.heads)
+    sequence = torch.arange(sequences.start, sequences.stop)
+    return (first + sequence[:, None] * all_heads + torch.arange(heads.start, heads.stop)).flatten()
+
+
+def positions(rows: range, columns: range, origin: Origin | None) -> tuple[range, range]:
+    """Rows and columns of a tile as they are numbered in the larger call."""
+    if origin is None:
+        return rows, columns
+    row, column = origin.row, origin.column
+    return range(rows.start + row, rows.stop + row), range(columns.start + column, columns.stop + column)
 
 
 def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:

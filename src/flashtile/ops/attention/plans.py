@@ -99,8 +99,8 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
 
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
     """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
-    left, right = spec.window_left, spec.window_right
-    return min(left or 0, WIDEST_WINDOW), min(right or 0, WIDEST_WINDOW)
+    left, right = (max(-WIDEST_WINDOW, min(side or 0, WIDEST_WINDOW)) for side in (spec.window_left, spec.window_right))
+    return left, right
 
 
 def packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtype] | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.philox import keep_tile
+from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.dispatch import autograd_in_operator
 
@@ -102,8 +102,9 @@ def _forward_dense(
         lse = torch.logsumexp(scores, dim=-1, keepdim=True).masked_fill(blind, float("-inf"))
         probs = torch.softmax(scores, dim=-1).masked_fill(blind, 0)
     if side.dropout_seed is not None:
-        sequence_head = torch.arange(batch * heads, device=q.device) + first_sequence * heads
-        kept = keep_tile(side.dropout_seed, spec.dropout_p, sequence_head, range(seq_q), range(seq_k))
+        matrices = sequence_heads(range(first_sequence, first_sequence + batch), range(heads), heads, spec.origin)
+        rows, columns = positions(range(seq_q), range(seq_k), spec.origin)
+        kept = keep_tile(side.dropout_seed, spec.dropout_p, matrices.to(q.device), rows, columns)
         probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
     # Masking out as well keeps whatever gradient comes from above out of those rows.
     out = (probs.to(q.dtype) @ v).masked_fill(blind, 0).transpose(1, 2).contiguous()
@@ -119,7 +120,8 @@ def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tens
     if side.bias is not None:
         scores = scores + side.bias[..., :seq_q, :seq_k]
     if side.alibi_slopes is not None:
-        diagonal = torch.arange(seq_q, device=q.device)[:, None] + seq_k - seq_q
+        shift = seq_k - seq_q + (0 if spec.origin is None else spec.origin.diagonal)
+        diagonal = torch.arange(seq_q, device=q.device)[:, None] + shift
         distance = (diagonal - torch.arange(seq_k, device=q.device)).abs()
         scores = scores - side.alibi_slopes.unsqueeze(-1).unsqueeze(-1) * distance
     return scores

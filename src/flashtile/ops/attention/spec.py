@@ -25,6 +25,26 @@ from torch import Tensor
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
 
+
+class Origin(NamedTuple):
+    """Where a call lies in a larger one, of which it computes a rectangle of the scores: what positions mean there.
+
+    The band needs none of it, because it is shifted instead: a side of the window may then be negative.
+
+    Attributes:
+        row, column: number of the first query and of the first key, for the dropout bits.
+        diagonal: added to seq_k - seq_q, for the distances of ALiBi.
+        matrix: `sequence · heads + head` of the first sequence and head, for the dropout bits.
+        heads: of the larger call.
+    """
+
+    row: int
+    column: int
+    diagonal: int
+    matrix: int
+    heads: int
+
+
 BACKENDS = ("auto", "reference", "cpu", "triton", "hopper")
 
 
@@ -33,13 +53,14 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         scale: factor on `q kᵀ`.
-        window_left: keys visible left of the diagonal; `None` = all.
-        window_right: keys visible right of the diagonal; `None` = all, 0 = causal.
+        window_left: keys visible left of the diagonal; `None` = all, negative = only keys so far right of it.
+        window_right: keys visible right of the diagonal; `None` = all, 0 = causal, negative likewise.
         top_left: the diagonal starts at the first key (else it ends at the last key).
         dropout_p: probability that an attention weight is dropped, in [0, 1).
         deterministic: the gradients must be the same, bit for bit, in every run.
         softcap: bound of the scores before bias and ALiBi; 0 = none.
         block_shape: (batch or 1, heads or 1, tile_q, tile_k) of the block mask; None without one.
+        origin: where the call lies in a larger one; None where that changes nothing.
     """
 
     scale: float
@@ -50,6 +71,7 @@ class AttentionSpec(NamedTuple):
     deterministic: bool = False
     softcap: float = 0.0
     block_shape: tuple[int, int, int, int] | None = None
+    origin: Origin | None = None
 
     @property
     def banded(self) -> bool:

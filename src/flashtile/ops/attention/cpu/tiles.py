@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.philox import keep_tile
+from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Scores carry a factor log₂e, because PyTorch's `exp2` takes a third of the time of its `exp`.
@@ -75,7 +75,7 @@ class Block(NamedTuple):
         tile_keys: C.
         sequence_head: `sequence · H + head` of each stacked query head, int64 `[N·G]`; None without dropout.
         sequence: number of the first batch entry or sequence.
-        diagonal: seq_k - seq_q, the key at which ALiBi's distance from row 0 is 0.
+        diagonal: the key at which ALiBi's distance from row 0 is 0; seq_k - seq_q, but in a part of a larger call.
     """
 
     batches: slice
@@ -156,14 +156,14 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Itera
                 first_sequence = segment.sequence + first - segment.batches.start
                 yield Block(
                     batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group, tile_rows, tile_keys,
-                    _sequence_heads(first_sequence, batches, of_q, heads) if spec.dropout_p else None,
-                    first_sequence, segment.diagonal,
+                    _sequence_heads(first_sequence, batches, of_q, heads, spec) if spec.dropout_p else None,
+                    first_sequence, segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal),
                 )  # fmt: skip
 
 
-def _sequence_heads(first_sequence: int, batches: slice, of_q: slice, heads: int) -> Tensor:
-    sequence = torch.arange(first_sequence, first_sequence + batches.stop - batches.start)
-    return (sequence[:, None] * heads + torch.arange(of_q.start, of_q.stop)).flatten()
+def _sequence_heads(first_sequence: int, batches: slice, of_q: slice, heads: int, spec: AttentionSpec) -> Tensor:
+    sequences = range(first_sequence, first_sequence + batches.stop - batches.start)
+    return sequence_heads(sequences, range(of_q.start, of_q.stop), heads, spec.origin)
 
 
 def query_tiles(block: Block) -> Iterator[range]:
@@ -235,7 +235,8 @@ def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
 def keep_weights(block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """Which weights of a tile dropout keeps: bool `[N, G·R, C]`."""
     assert side.dropout_seed is not None and block.sequence_head is not None
-    kept = keep_tile(side.dropout_seed, spec.dropout_p, block.sequence_head, rows, range(keys.start, keys.stop))
+    at = positions(rows, range(keys.start, keys.stop), spec.origin)
+    kept = keep_tile(side.dropout_seed, spec.dropout_p, block.sequence_head, *at)
     return kept.reshape(-1, block.group * len(rows), kept.shape[-1])
 
 

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
 from flashtile.ops.attention.triton.scores import (
+    alibi_diagonal,
     alibi_distance,
     load_slope,
     modified_scores,
@@ -33,6 +34,7 @@ from flashtile.ops.attention.triton.scores import (
 )
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
+    dropout_matrix,
     head_pointer,
     kept_weights,
     key_tile_ranges,
@@ -62,13 +64,15 @@ def attention_dq_kernel(
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DQ_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, HAS_DLSE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, HAS_DLSE: tl.constexpr,
+    PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -112,6 +116,7 @@ def attention_dq_kernel(
     begin, full_begin, full_end, end = key_tile_ranges(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
+    origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
     bias, mask, slope = None, None, None
     if bias_ptr is not None:
         offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
@@ -121,7 +126,7 @@ def attention_dq_kernel(
         mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-    modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
     blocks = None
     if TILE_Q:
         entry, last_entry = line_entries(
@@ -134,10 +139,10 @@ def attention_dq_kernel(
         q_base, dout_base, k_base, v_base,
         lse, delta, rows_left, begin, full_begin, full_end, end,
         first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
-        dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
         SUMS_SLOPES=slope_sums_ptr is not None,
     )  # fmt: skip
     if slope_sums_ptr is not None:
@@ -153,12 +158,13 @@ def _sum_dq(
     q_base, dout_base, k_base, v_base,
     lse, delta, rows_left, begin, full_begin, full_end, end,
     first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
-    dropout_seed_ptr, sequence_head, keep_threshold,
+    dropout_seed_ptr, sequence_head, origin, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
     SUMS_SLOPES: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +213,9 @@ def _sum_dq(
             )
             probs = tl.where(visible, probs, 0.0)
         if DROPOUT:
-            kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
+            kept = kept_weights(
+                dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
+            )
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
@@ -233,13 +241,14 @@ def attention_dkdv_kernel(
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DK_ROW: tl.constexpr, STRIDE_DV_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -278,6 +287,7 @@ def attention_dkdv_kernel(
             dout_ptr, sequence, begin_q, head, stride_dout_batch, STRIDE_DOUT_ROW, stride_dout_head, PACKED
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
+        origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
         bias, mask, slope = None, None, None
         if bias_ptr is not None:
             offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
@@ -287,7 +297,7 @@ def attention_dkdv_kernel(
             mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+        modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
         blocks = None
         if TILE_Q:
             entry, last_entry = line_entries(
@@ -300,10 +310,10 @@ def attention_dkdv_kernel(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
             begin, full_begin, full_end, end,
             first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
-            dropout_seed_ptr, sequence * heads + head, keep_threshold,
+            dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+            HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -325,12 +335,13 @@ def _sum_dkdv(
     dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
     begin, full_begin, full_end, end,
     first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
-    dropout_seed_ptr, sequence_head, keep_threshold,
+    dropout_seed_ptr, sequence_head, origin, keep_threshold,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, STRIDE_Q_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
@@ -381,7 +392,9 @@ def _sum_dkdv(
         weights = probs
         if DROPOUT:
             kept = tl.trans(
-                kept_weights(dropout_seed_ptr, sequence_head, start, first, keep_threshold, BLOCK_M, BLOCK_N)
+                kept_weights(
+                    dropout_seed_ptr, sequence_head, start, first, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
+                )
             )
             weights = tl.where(kept, probs * keep_scale, 0.0)
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)

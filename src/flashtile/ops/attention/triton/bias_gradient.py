@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.blocks import EMPTY, apply_pattern, kind_of_tile, line_entries
-from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
+from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores, table_offset
 from flashtile.ops.attention.triton.tiles import (
+    dropout_matrix,
     head_pointer,
     kept_weights,
     key_tile_ranges,
@@ -40,13 +41,14 @@ def attention_dbias_kernel(
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
     sums_batch, sums_heads, sums_rows, sums_columns, longest_q, longest_k, parts,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
@@ -88,9 +90,10 @@ def attention_dbias_kernel(
             softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
             stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
             block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+            origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
             STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_E, BLOCK_M, BLOCK_N, CHUNK,
-            PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, HAS_KEY_LENGTHS, DROPOUT, PRECISION,
+            PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, HAS_KEY_LENGTHS, DROPOUT, ALIGNED, PRECISION,
             STRIDE_BIAS_COLUMN, STRIDE_MASK_COLUMN, TILE_Q, TILE_K, PATTERNS,
         )  # fmt: skip
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -118,12 +121,13 @@ def _score_gradients(
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
@@ -179,6 +183,7 @@ def _score_gradients(
         statistics = statistics_ptr + 4 * (row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + row)
         lse = tl.load(statistics, mask=row < seq_q, other=float("inf"))
         delta = tl.load(statistics + 1, mask=row < seq_q, other=0.0)
+        origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
         bias, mask, slope = None, None, None
         if bias_ptr is not None:
             offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
@@ -188,7 +193,7 @@ def _score_gradients(
             mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+        modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
         scores = modified_scores(
             scores, scale, row, column, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False
         )[0]
@@ -202,7 +207,14 @@ def _score_gradients(
         probs = tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0)
         if DROPOUT:
             kept = kept_weights(
-                dropout_seed_ptr, sequence * heads + head, first, start, keep_threshold, BLOCK_M, BLOCK_N
+                dropout_seed_ptr,
+                dropout_matrix(sequence, head, heads, origin),
+                first,
+                start,
+                keep_threshold,
+                BLOCK_M,
+                BLOCK_N,
+                ALIGNED,
             )
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])

@@ -23,10 +23,11 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
-from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
+from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores, table_offset
 from flashtile.ops.attention.triton.tiles import (
     LN_2,
     LOG2_E,
+    dropout_matrix,
     head_pointer,
     kept_weights,
     key_tile_ranges,
@@ -53,13 +54,14 @@ def attention_forward_kernel(
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -86,6 +88,7 @@ def attention_forward_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
 
+    origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
     bias, mask, slope = None, None, None
     if bias_ptr is not None:
         offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
@@ -95,7 +98,7 @@ def attention_forward_kernel(
         mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-    modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
     blocks = None
     if TILE_Q:
         entry, last_entry = line_entries(
@@ -111,10 +114,10 @@ def attention_forward_kernel(
     acc, row_max, row_sum = _visit_key_tiles(
         q_base, k_base, v_base, begin, full_begin, full_end, end,
         first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
-        dropout_seed_ptr, sequence * heads + head, keep_threshold,
+        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -135,11 +138,12 @@ def attention_forward_kernel(
 def _visit_key_tiles(
     q_base, k_base, v_base, begin, full_begin, full_end, end,
     first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
-    dropout_seed_ptr, sequence_head, keep_threshold,
+    dropout_seed_ptr, sequence_head, origin, keep_threshold,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
@@ -195,7 +199,9 @@ def _visit_key_tiles(
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
         if DROPOUT:
-            kept = kept_weights(dropout_seed_ptr, sequence_head, first, start, keep_threshold, BLOCK_M, BLOCK_N)
+            kept = kept_weights(
+                dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
+            )
             probs = tl.where(kept, probs, 0.0)
         v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)

@@ -20,7 +20,7 @@ from flashtile._backends.devices import DeviceFacts, device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.plans import Layout, SideShape, Table, clipped_window, side_shape, tiles_of
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.configs import (
@@ -56,6 +56,8 @@ _TABLE_TYPES = {**ELEMENT_TYPES, torch.bool: "u8"}
 _ENDLESS = 2**30
 #: What tells a kernel where its part of a block mask's lists is.
 _BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
+#: Where the call lies in a larger one.
+_ORIGIN_SCALARS = tuple(f"origin_{name}" for name in Origin._fields)
 #: Programs of the bias's gradient that fill any GPU.
 _FILLING = 512
 
@@ -104,6 +106,8 @@ class Variant(NamedTuple):
     alibi: bool
     block_tile: tuple[int, int]
     patterns: bool
+    placed: bool
+    aligned: bool
     pattern_multiple: int
     sinks: bool
     sums_slopes: bool
@@ -206,6 +210,8 @@ def _plan(
         side.alibi > 0,
         block_tile,
         side.patterns,
+        spec.origin is not None,
+        spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
         power_of_two_factor(side.pattern_misalignment),
         side.sinks and kernel == "forward",
         sums_slopes,
@@ -231,6 +237,7 @@ def _plan(
         **_table_scalars("mask", side.mask),
         "stride_alibi_batch": heads if side.alibi == 2 else 0,
         **_block_scalars(kernel, spec, rows_q, rows_k, side.block_entries),
+        **dict(zip(_ORIGIN_SCALARS, spec.origin or (None,) * len(_ORIGIN_SCALARS))),
         **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
     }
     outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
@@ -412,6 +419,7 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
         "ALL_VISIBLE": variant.all_visible,
         "HAS_KEY_LENGTHS": variant.key_lengths_dtype is not None,
         "DROPOUT": variant.dropout,
+        "ALIGNED": variant.aligned,
         "HAS_DLSE": variant.has_dlse,
         "PRECISION": variant.precision,
         "MODIFIED": variant.softcap or variant.alibi or variant.bias is not None or variant.mask is not None,
@@ -459,6 +467,7 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
         "alibi_slopes_ptr": ("*fp32", variant.alibi),
         "block_lists_ptr": ("*i32", any(variant.block_tile)),
         **dict.fromkeys(_BLOCK_SCALARS, ("i32", any(variant.block_tile))),
+        **dict.fromkeys(_ORIGIN_SCALARS, ("i32", variant.placed)),
         "stride_alibi_batch": ("i32", variant.alibi),
         "sinks_ptr": ("*fp32", variant.sinks),
         "slope_sums_ptr": ("*fp32", variant.sums_slopes),

@@ -4,7 +4,7 @@ Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`; `row` `[M]` and `
 and keys within their sequence. `modifiers` holds all that changes the scores of one head of one
 sequence; what a call does not have is None there, and costs nothing::
 
-    (softcap, bias, mask, slope, seq_k - seq_q)
+    (softcap, bias, mask, slope, diagonal)
     bias, mask: (pointer, offset, row stride, column stride, rows, columns)
 """
 
@@ -32,6 +32,15 @@ def _load_table(table, row, column, OTHER: tl.constexpr, TRANSPOSED: tl.constexp
     tile = tl.load(pointers, mask=inside, other=OTHER)
     # Read by rows and turned round on chip: read by columns it would not be fetched ahead.
     return tl.trans(tile) if TRANSPOSED else tile
+
+
+@triton.jit
+def alibi_diagonal(seq_q, seq_k, origin):
+    """The key at which ALiBi's distance from row 0 is 0. `origin`: where in a larger call this one lies."""
+    diagonal = seq_k - seq_q
+    if origin[2] is not None:
+        diagonal += origin[2]
+    return diagonal
 
 
 @triton.jit
@@ -63,7 +72,7 @@ def modified_scores(products, scale, row, column, modifiers, PRECISE: tl.constex
 
 @triton.jit
 def alibi_distance(row, column, modifiers, TRANSPOSED: tl.constexpr):
-    """`|i + seq_k - seq_q - j|`."""
+    """`|i + diagonal - j|`."""
     diagonal = row + modifiers[4]
     if TRANSPOSED:
         distance = diagonal[None, :] - column[:, None]

@@ -1,0 +1,302 @@
+"""Attention in parts: a rectangle of the scores of a larger call, and the backward from given results.
+
+Whoever divides a call over devices or passes computes rectangles with `attention_part`, puts them together by their
+log-sum-exp (`flashtile.logsumexp_merge`), and gets each rectangle's gradients from the results of the whole with
+`attention_backward`: the weights `exp(score - lse)` of a rectangle need nothing of the other ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention import checks
+from flashtile.ops.attention.api import (
+    DENSE_LAYOUT,
+    PACKED_LAYOUT,
+    Align,
+    Window,
+    add_score_inputs,
+    build_spec,
+    resolve_dropout,
+)
+from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Which rectangle of a larger call's scores a call computes: its own q, k and v are slices of the larger call's.
+
+    Attributes:
+        row: number of the first query within its sequence.
+        column: number of the first key.
+        seq_q: queries of the whole sequence.
+        seq_k: keys of the whole sequence.
+        head: number of the first query head.
+        heads: query heads of the larger call; None = as many as here.
+        sequence: number of the first batch entry or packed sequence.
+    """
+
+    row: int
+    column: int
+    seq_q: int
+    seq_k: int
+    head: int = 0
+    heads: int | None = None
+    sequence: int = 0
+
+
+def attention_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: AttentionPart,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of some queries to some keys of a larger call, each weight as the larger call has it but for the sum.
+
+    Diagonal, window, dropout bits, distances of ALiBi and key lengths are those of the larger call: `logsumexp_merge`
+    of parts whose keys make up all keys gives its result. Sinks have no part here, as they belong to no key: merge
+    `out = 0` with `lse = sinks`. Differentiable in q, k, v, bias and alibi_slopes, also through `lse`.
+
+    Args:
+        q: `[batch, rows, heads_q, head_dim]`; with cu_seqlens `[total, heads_q, head_dim]`.
+        k: `[batch, columns, heads_kv, head_dim]`, or packed.
+        v: `[batch, columns, heads_kv, head_dim_v]`, or packed.
+        part: where these lie in the larger call.
+        cu_seqlens: `[sequences + 1]`, of queries and keys alike: whole packed sequences, so that row and column of the
+            part must be 0, and seq_q and seq_k say nothing.
+        max_seqlen: upper bound of their lengths, as for `attention_varlen`.
+        dropout_seed: must be given where dropout_p is not 0, the same to all parts.
+        key_lengths: `[batch]`, counted in the larger call's keys.
+        bias: the rectangle of the larger call's, broadcasts to `[batch, heads_q, rows, columns]`; mask likewise.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, of the heads here.
+
+    The other arguments are those of `attention`.
+
+    Returns:
+        out `[batch, rows, heads_q, head_dim_v]`, softmax over the keys here, and lse `[batch, heads_q, rows]`; packed
+        `[total, heads_q, head_dim_v]` and `[heads_q, total]`.
+
+    Raises:
+        TypeError, ValueError: as `attention`, and where the part does not lie in the larger call.
+    """
+    side, spec = _described(
+        q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
+        softcap, bias, alibi_slopes, mask, None, deterministic, backend,
+    )  # fmt: skip
+    return run_attention(q, k, v, side, spec, backend)
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    part: AttentionPart | None = None,
+    *,
+    dlse: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Gradients:
+    """The gradients of attention from its results: what a call, or a part of one, adds to those of its inputs.
+
+    With `delta = rowsum(dout · out) - dlse` and the weights `p = exp(score - lse)`::
+
+        dv = pᵀ dout        dscore = p · (dout vᵀ - delta)        dq = scale · dscore k        dk = scale · dscoreᵀ q
+
+    `out` and `lse` may be of more keys than are here: gradients of parts then add up to those of the whole. Nothing
+    here is recorded by autograd.
+
+    Args:
+        dout: `[batch, rows, heads_q, head_dim_v]`, gradient of out.
+        q: as for `attention`, or with `part` for `attention_part`.
+        k: likewise.
+        v: likewise.
+        out: `[batch, rows, heads_q, head_dim_v]`, over all keys that lse counts.
+        lse: `[batch, heads_q, rows]`, float32 (float64 for float64).
+        part: where these lie in a larger call; None = they are all of it.
+        dlse: gradient of lse, in its shape; None = 0.
+        bias: its gradient comes back where it requires one; likewise alibi_slopes and sinks.
+        sinks: `[heads_q]`: the sinks that lse counts. Their gradient is of the rows: ask one part of each row for it.
+
+    The other arguments are those of `attention_part`.
+
+    Returns:
+        A tuple with fields q, k, v, bias, alibi_slopes and sinks, each in its input's shape and dtype; the last three
+        are None where not wanted.
+
+    Raises:
+        TypeError, ValueError: as `attention_part`, where dout, out, lse or dlse do not fit, and for the backend
+            "reference", which does not compute from results.
+
+    Reference:
+        Dao, "FlashAttention-2" (2023), algorithm 2; Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+    """
+    side, spec = _described(
+        q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
+        softcap, bias, alibi_slopes, mask, sinks, deterministic, backend,
+    )  # fmt: skip
+    _check_results(dout, q, v, out, lse, dlse)
+    if backend == "reference":
+        raise ValueError(
+            "backend: expected one that computes gradients from out and lse, got 'reference', which differentiates its "
+            "own forward; take 'auto' or 'cpu'"
+        )
+    wanted = Wanted(*(given is not None and given.requires_grad for given in (bias, alibi_slopes, sinks)))
+    with torch.no_grad():
+        return run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
+
+
+def _described(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: AttentionPart | None,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+    causal: bool,
+    align: Align,
+    window: Window | None,
+    scale: float | None,
+    dropout_p: float,
+    dropout_seed: Tensor | None,
+    key_lengths: Tensor | None,
+    softcap: float | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    deterministic: bool,
+    backend: str,
+) -> tuple[SideInputs, AttentionSpec]:
+    """What a call means, as operators take it."""
+    checks.check_tensors(q=q, k=k, v=v)
+    checks.check_qkv(q, k, v, DENSE_LAYOUT if cu_seqlens is None else PACKED_LAYOUT)
+    packed = cu_seqlens is not None
+    batch = q.shape[0] if cu_seqlens is None else checks.check_cu_seqlens(cu_seqlens, cu_seqlens, q.device)
+    if dropout_p and dropout_seed is None:
+        raise ValueError(
+            "dropout_seed: expected a seed beside dropout_p, the same for all parts and for the backward, got None; "
+            "draw one with flashtile.draw_dropout_seed"
+        )
+    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
+    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
+    rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
+    if part is not None:
+        spec = _placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
+        if key_lengths is not None and part.column:
+            key_lengths = (key_lengths - part.column).clamp(min=0)
+    longest_q, longest_k = (rows, columns) if max_seqlen is None else (max_seqlen, max_seqlen)
+    checks.check_max_seqlen("max_seqlen", max_seqlen)
+    side = SideInputs(cu_seqlens, cu_seqlens, longest_q, longest_k, key_lengths, dropout_seed)
+    if any(given is not None for given in (bias, mask, alibi_slopes, sinks)):
+        if packed and not (bias is None and mask is None):
+            checks.check_longest(max_seqlen, max_seqlen)
+        sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
+        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
+    return side, spec
+
+
+def _placed(
+    spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, alibi: bool
+) -> AttentionSpec:
+    """The spec of a part: the band shifted, and where positions matter otherwise, the place."""
+    if packed:
+        if part.row or part.column:
+            raise ValueError(
+                f"part: expected row and column 0 with cu_seqlens, got {part.row} and {part.column}; a part of a "
+                "sequence is a dense call"
+            )
+        shift = distance = 0
+    else:
+        _check_place(part, rows, columns)
+        distance = part.row + part.seq_k - part.seq_q - part.column
+        shift = part.row - part.column if spec.top_left else distance
+        spec = _shifted(spec, shift, rows, columns)
+        distance -= columns - rows
+    all_heads = heads if part.heads is None else part.heads
+    if part.head < 0 or part.sequence < 0 or part.head + heads > all_heads:
+        raise ValueError(
+            f"part: expected heads {part.head} to {part.head + heads} within the {all_heads} of the larger call, and a "
+            f"sequence of at least 0, got sequence {part.sequence}"
+        )
+    if not (spec.dropout_p or alibi):
+        return spec
+    matrix = part.sequence * all_heads + part.head
+    return spec._replace(origin=Origin(part.row, part.column, distance, matrix, all_heads))
+
+
+def _check_place(part: AttentionPart, rows: int, columns: int) -> None:
+    for name, first, count, whole in (
+        ("row", part.row, rows, part.seq_q), ("column", part.column, columns, part.seq_k),
+    ):  # fmt: skip
+        if first < 0 or first + count > whole:
+            raise ValueError(
+                f"part: expected {name}s {first} to {first + count} within the {whole} of the whole sequence; {name} "
+                "counts from its start"
+            )
+
+
+def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> AttentionSpec:
+    """The band counted from the rectangle's own corner; sides that hide nothing of it are left out."""
+    left = None if spec.window_left is None else spec.window_left - shift
+    right = None if spec.window_right is None else spec.window_right + shift
+    if left is not None and left >= rows - 1:
+        left = None
+    if right is not None and right >= columns - 1:
+        right = None
+    # Of a square both alignments are the same: one of them, so that they share what is compiled.
+    return spec._replace(window_left=left, window_right=right, top_left=rows != columns)
+
+
+def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
+    checks.check_tensors(dout=dout, out=out, lse=lse)
+    rows = (*q.shape[:-1], v.shape[-1])
+    statistics = torch.float64 if q.dtype is torch.float64 else torch.float32
+    given = [("dout", dout, rows, q.dtype), ("out", out, rows, q.dtype), ("lse", lse, lse_shape(q), statistics)]
+    if dlse is not None:
+        checks.check_tensors(dlse=dlse)
+        given.append(("dlse", dlse, lse_shape(q), statistics))
+    for name, tensor, shape, dtype in given:
+        if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name}: expected {dtype} {tuple(shape)} on {q.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
+                f"{tensor.device}; pass what attention with return_lse=True gives, and gradients like it"
+            )

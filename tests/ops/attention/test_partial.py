@@ -1,0 +1,240 @@
+"""Parts of a call: rectangles of the scores whose merged results, and summed gradients, are those of the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import AttentionPart, attention_backward, attention_part
+from flashtile.testing import AttentionCase, Inputs, assert_close, make_inputs, run
+from flashtile.testing.cases import _cancelled
+from flashtile.testing.tolerance import Size
+
+_ROWS, _COLUMNS = (0, 32, 48, 80), (0, 16, 64, 96)  # where the whole is cut
+_ODD_ROWS, _ODD_COLUMNS = (0, 37, 80), (0, 21, 96)
+_WHOLE = AttentionCase(seq_q=80, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=16)
+
+_CASES = {
+    "plain": _WHOLE,
+    "causal": replace(_WHOLE, arguments={"causal": True}),
+    "top-left": replace(_WHOLE, arguments={"causal": True, "align": "top_left"}),
+    "window": replace(_WHOLE, arguments={"window": (20, 7)}),
+    "narrow-window": replace(_WHOLE, arguments={"window": (5, None), "causal": True}),
+    "ahead": replace(_WHOLE, arguments={"window": (3, 30), "align": "top_left"}),
+    "key-lengths": replace(_WHOLE, key_lengths=(70, 10)),
+    "softcap": replace(_WHOLE, arguments={"softcap": 2.0, "causal": True}),
+    "alibi": replace(_WHOLE, alibi_slopes="bh", arguments={"causal": True, "align": "top_left"}),
+    "bias": replace(_WHOLE, bias="1hqk"),
+    "mask": replace(_WHOLE, mask="b1qk", arguments={"window": (30, 30)}),
+    "dropout": replace(_WHOLE, arguments={"dropout_p": 0.3, "causal": True}),
+    "dropout-alibi": replace(_WHOLE, alibi_slopes="h", arguments={"dropout_p": 0.2, "window": (40, 4)}),
+}
+
+
+def _rectangle(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+    tensor = tensor[..., rows, :] if tensor.shape[-2] > 1 else tensor
+    return tensor[..., columns] if tensor.shape[-1] > 1 else tensor
+
+
+def _options(case: AttentionCase, inputs: Inputs, backend: str) -> dict[str, Any]:
+    """The arguments that all parts share."""
+    names = ("dropout_seed", "key_lengths", "alibi_slopes")
+    return {
+        **case.arguments,
+        **{name: inputs.tensors[name] for name in names if name in inputs.tensors},
+        "backend": backend,
+    }
+
+
+def _tables(inputs: Inputs, rows: slice, columns: slice) -> dict[str, Tensor]:
+    """Bias and mask of a rectangle; the bias wants its gradient."""
+    tables = {n: _rectangle(inputs.tensors[n], rows, columns) for n in ("bias", "mask") if n in inputs.tensors}
+    return {n: t.clone().requires_grad_() if n == "bias" else t for n, t in tables.items()}
+
+
+def _forward_in_parts(case: AttentionCase, inputs: Inputs, backend: str) -> list[Tensor]:
+    """out and lse of each rectangle."""
+    found: list[Tensor] = []
+    for rows, columns in ((slice(*r), slice(*c)) for r in pairwise(_ODD_ROWS) for c in pairwise(_ODD_COLUMNS)):
+        part = AttentionPart(rows.start, columns.start, case.seq_q, case.seq_k)
+        options = _options(case, inputs, backend) | _tables(inputs, rows, columns)
+        found += attention_part(inputs.q[:, rows], inputs.k[:, columns], inputs.v[:, columns], part, **options)
+    return [t.detach() for t in found]
+
+
+def _in_parts(case: AttentionCase, inputs: Inputs, backend: str, cuts_q: tuple, cuts_k: tuple) -> dict[str, Tensor]:
+    """out, lse and gradients of a case, of which each call computes one rectangle."""
+    arguments = _options(case, inputs, backend)
+    slopes = inputs.tensors.get("alibi_slopes")
+    if slopes is not None:
+        arguments["alibi_slopes"] = slopes.clone().requires_grad_()
+
+    def of(rows: slice, columns: slice) -> tuple[AttentionPart, dict[str, Any]]:
+        part = AttentionPart(rows.start, columns.start, case.seq_q, case.seq_k)
+        return part, arguments | _tables(inputs, rows, columns)
+
+    grid = [[(slice(*r), slice(*c)) for c in pairwise(cuts_k)] for r in pairwise(cuts_q)]
+    results: dict[str, list[Tensor]] = {"out": [], "lse": []}
+    totals = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in
+              (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v))}  # fmt: skip
+    totals |= {
+        f"d{name}": torch.zeros_like(inputs.tensors[name], dtype=torch.float64)
+        for name in ("bias", "alibi_slopes") if name in inputs.tensors
+    }  # fmt: skip
+    for line in grid:
+        q = inputs.q[:, line[0][0]]
+        parts = []
+        for rows, columns in line:
+            part, options = of(rows, columns)
+            parts.append(attention_part(q, inputs.k[:, columns], inputs.v[:, columns], part, **options))
+        out, lse = flashtile.logsumexp_merge([p[0].detach() for p in parts], [p[1].detach() for p in parts])
+        results["out"].append(out)
+        results["lse"].append(lse)
+        for rows, columns in line:
+            part, options = of(rows, columns)
+            grads = attention_backward(
+                inputs.dout[:, rows], q, inputs.k[:, columns], inputs.v[:, columns], out, lse, part,
+                dlse=inputs.dlse[..., rows], **options,
+            )  # fmt: skip
+            totals["dq"][:, rows] += grads.q
+            totals["dk"][:, columns] += grads.k
+            totals["dv"][:, columns] += grads.v
+            if grads.bias is not None:
+                _rectangle(totals["dbias"], rows, columns).add_(grads.bias)
+            if grads.alibi_slopes is not None:
+                totals["dalibi_slopes"] += grads.alibi_slopes
+    dtypes = {"dalibi_slopes": inputs.tensors["alibi_slopes"].dtype} if slopes is not None else {}
+    summed = {name: total.to(dtypes.get(name, case.dtype)) for name, total in totals.items()}
+    return {"out": torch.cat(results["out"], 1), "lse": torch.cat(results["lse"], -1), **summed}
+
+
+def _check(case: AttentionCase, backend: str, cuts: tuple, device: str = "cpu") -> None:
+    inputs = make_inputs(case, device)
+    actual = _in_parts(case, inputs, backend, *cuts)
+    oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
+    cancelled = _cancelled(case, inputs, oracle["out"])
+    for name, value in actual.items():
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
+
+
+@pytest.mark.parametrize("cuts", [(_ROWS, _COLUMNS), (_ODD_ROWS, _ODD_COLUMNS)], ids=["16", "odd"])
+@pytest.mark.parametrize("name", _CASES)
+def test_parts_make_up_the_whole(name, cuts):
+    _check(_CASES[name], "cpu", cuts)
+
+
+@pytest.mark.parametrize("name", _CASES)
+def test_the_reference_computes_the_same_parts(name):
+    case = replace(_CASES[name], dtype=torch.float64)
+    inputs = make_inputs(case)
+    found = _forward_in_parts(case, inputs, "reference")
+    for actual, expected in zip(found, _forward_in_parts(case, inputs, "cpu"), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", _CASES)
+def test_parts_of_the_portable_kernels_make_up_the_whole(name):
+    cuts = (_ODD_ROWS, _ODD_COLUMNS) if name in ("dropout", "alibi") else (_ROWS, _COLUMNS)
+    _check(replace(_CASES[name], batch=1, heads=2, heads_kv=1, key_lengths=_CASES[name].key_lengths and (70,)),
+           "triton", cuts)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cuts", [(_ROWS, _COLUMNS), (_ODD_ROWS, _ODD_COLUMNS)], ids=["16", "odd"])
+@pytest.mark.parametrize("name", _CASES)
+def test_parts_on_a_gpu(name, cuts):
+    _check(replace(_CASES[name], dtype=torch.float16), "triton", cuts, "cuda")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["plain", "causal", "top-left", "window", "narrow-window", "ahead"])
+def test_parts_of_the_hopper_kernels(name, deterministic):
+    """Shifted bands, whose sides may be negative, over more than one tile."""
+    case = replace(_CASES[name], seq_q=640, seq_k=768, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+    window = case.arguments.get("window")
+    scaled = window and tuple(None if side is None else 8 * side for side in window)
+    arguments = {**case.arguments, "deterministic": deterministic} | ({"window": scaled} if window else {})
+    case = replace(case, arguments=arguments)
+    for cuts in (((0, 256, 384, 640), (0, 128, 512, 768)), ((0, 301, 640), (0, 170, 768))):
+        _check(case, "hopper", cuts, "cuda")
+
+
+def test_dropout_bits_are_those_of_the_larger_call():
+    """Heads, sequence, row and column count; with values that are a unit matrix the output shows the mask."""
+    seed = torch.tensor([5, 7])
+    mask = flashtile.dropout_mask(seed, 0.5, batch=3, heads=8, seq_q=40, seq_k=40)
+    q, k = torch.zeros(1, 20, 2, 16), torch.zeros(1, 16, 2, 16)
+    v = torch.eye(16)[None, :, None].expand(1, 16, 2, 16)
+    part = AttentionPart(row=20, column=13, seq_q=40, seq_k=40, head=6, heads=8, sequence=2)
+    for backend in ("cpu", "reference"):
+        out, _ = attention_part(q, k, v, part, dropout_p=0.5, dropout_seed=seed, backend=backend)
+        assert torch.equal(out[0].transpose(0, 1) != 0, mask[2, 6:, 20:, 13:29])
+
+
+def test_packed_sequences_of_some_heads():
+    """Heads of a packed call apart drop the same weights as together."""
+    case = AttentionCase(lengths_q=(20, 0, 33), heads=4, heads_kv=4, arguments={"dropout_p": 0.4, "causal": True})
+    inputs = make_inputs(case)
+    seed, cu_seqlens = inputs.tensors["dropout_seed"], inputs.tensors["cu_seqlens_q"]
+    whole = flashtile.attention_varlen(
+        inputs.q, inputs.k, inputs.v, cu_seqlens, causal=True, dropout_p=0.4, dropout_seed=seed
+    )
+    for head in (0, 2):
+        q, k, v = (t[:, head : head + 2] for t in (inputs.q, inputs.k, inputs.v))
+        part = AttentionPart(0, 0, 0, 0, head, 4)
+        out, lse = attention_part(q, k, v, part, cu_seqlens=cu_seqlens, causal=True, dropout_p=0.4, dropout_seed=seed)
+        torch.testing.assert_close(out, whole[:, head : head + 2])
+        assert lse.shape == (2, 53)
+
+
+def test_backward_from_results_is_that_of_autograd():
+    """Of a whole call, with sinks, to the bit."""
+    case = replace(_WHOLE, sinks=True, bias="bhqk", alibi_slopes="h", arguments={"causal": True})
+    inputs = make_inputs(case)
+    expected = run(case, inputs, "cpu")
+    learned = {name: t.clone().requires_grad_() for name, t in inputs.tensors.items()}
+    found = attention_backward(
+        inputs.dout, inputs.q, inputs.k, inputs.v, expected["out"], expected["lse"], dlse=inputs.dlse, causal=True,
+        backend="cpu", **learned,
+    )  # fmt: skip
+    for name, grad in found._asdict().items():
+        assert torch.equal(grad, expected[f"d{name}"]), name
+        assert not grad.requires_grad
+
+
+def test_a_part_is_differentiable():
+    q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    part = AttentionPart(3, 2, 16, 16)
+    assert torch.autograd.gradcheck(lambda *t: attention_part(*t, part, window=(2, 1), backend="cpu"), (q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments", "message"),
+    [
+        (AttentionPart(12, 0, 16, 8), {}, "part: expected rows 12 to 20 within the 16"),
+        (AttentionPart(0, 1, 8, 8), {}, "part: expected columns 1 to 9 within the 8"),
+        (AttentionPart(0, 0, 8, 8, head=1), {}, "part: expected heads 1 to 3 within the 2"),
+        (AttentionPart(0, 0, 8, 8), {"dropout_p": 0.1}, "dropout_seed: expected a seed beside dropout_p"),
+    ],
+)
+def test_what_does_not_fit_is_refused(part, arguments, message):
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=message):
+        attention_part(q, q, q, part, **arguments)
+
+
+def test_results_that_do_not_fit_are_refused():
+    q = torch.randn(1, 8, 2, 4)
+    out, lse = flashtile.attention(q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match=r"lse: expected torch.float32 \(1, 2, 8\)"):
+        attention_backward(q, q, q, q, out, lse.transpose(1, 2))
+    with pytest.raises(ValueError, match="part: expected row and column 0 with cu_seqlens"):
+        attention_part(q[0], q[0], q[0], AttentionPart(1, 0, 8, 8), cu_seqlens=torch.tensor([0, 8]))
