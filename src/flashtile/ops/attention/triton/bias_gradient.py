@@ -207,15 +207,9 @@ def _score_gradients(
         probs = tl.where(visible, tl.exp2(scores - lse[:, None]), 0.0)
         if DROPOUT:
             kept = kept_weights(
-                dropout_seed_ptr,
-                dropout_matrix(sequence, head, heads, origin),
-                first,
-                start,
-                keep_threshold,
-                BLOCK_M,
-                BLOCK_N,
-                ALIGNED,
-            )
+                dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), first, start, origin, keep_threshold,
+                BLOCK_M, BLOCK_N, ALIGNED,
+            )  # fmt: skip
             dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
     return dscores

@@ -1,0 +1,12 @@
+"""Beyond one GPU, on torch.distributed: attention over a sequence that is cut over ranks."""
+
+from flashtile.distributed.context_parallel import context_parallel_attention
+from flashtile.distributed.sharding import mean_over_shards, sequence_positions, shard_sequence, unshard_sequence
+
+__all__ = [
+    "context_parallel_attention",
+    "mean_over_shards",
+    "sequence_positions",
+    "shard_sequence",
+    "unshard_sequence",
+]

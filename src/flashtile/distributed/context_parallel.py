@@ -1,0 +1,357 @@
+"""Attention over a sequence that is cut over ranks: what a user calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import flashtile
+from flashtile.distributed.engine import Call, ContextAttention
+from flashtile.distributed.exchange import Alone, Exchange
+from flashtile.distributed.heads import check_heads, gather_heads, scatter_heads, shared_out
+from flashtile.distributed.layout import Layout, LayoutKind
+from flashtile.distributed.places import STRATEGIES, Places, agree, places_of, replicated
+from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule, ring_schedule
+
+Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
+Align = Literal["bottom_right", "top_left"]
+Window = tuple[int | None, int | None]
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    class Options(TypedDict, total=False):
+        """The optional arguments, for type checkers: with `return_lse` a call returns a pair."""
+
+        strategy: Strategy
+        layout: LayoutKind
+        cu_seqlens: Sequence[int] | Tensor | None
+        causal: bool
+        align: Align
+        window: Window | None
+        scale: float | None
+        dropout_p: float
+        dropout_seed: Tensor | None
+        key_lengths: Tensor | None
+        softcap: float | None
+        bias: Tensor | None
+        alibi_slopes: Tensor | None
+        mask: Tensor | None
+        sinks: Tensor | None
+        reduce_gradients: bool
+        deterministic: bool
+        backend: str
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, return_lse: Literal[False] = False, **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mesh: DeviceMesh,
+    strategy: Strategy = "ring",
+    layout: LayoutKind = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    reduce_gradients: bool = True,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence of which each rank has a shard: the result of `flashtile.attention` on one GPU.
+
+    Every rank of the mesh calls it with its shard of q, k and v (`shard_sequence` cuts them), and gets its shard of the
+    output. Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`, once.
+
+    Strategies, for `N` ranks:
+
+    - "ring": keys and values of the other ranks arrive one after another, while those before are computed. No limits.
+    - "all_to_all": ranks exchange tokens for heads, and each computes all tokens of `heads / N` heads. `N` divides the
+      query heads; key/value heads are repeated where there are fewer than ranks.
+    - "all_gather": every rank gathers all keys and values first. The least messages, the most memory.
+    - "ring_all_to_all": a mesh of two dimensions: a ring along the first, heads exchanged along the second.
+
+    Args:
+        q: `[batch, seq_q / N, heads_q, head_dim]`, this rank's shard; with cu_seqlens `[total / N, heads_q, head_dim]`.
+        k: `[batch, seq_k / N, heads_kv, head_dim]`, or packed.
+        v: `[batch, seq_k / N, heads_kv, head_dim_v]`, or packed.
+        mesh: DeviceMesh of the ranks, of one dimension, or of two for "ring_all_to_all".
+        strategy: as above.
+        layout: how sequences are cut: "zigzag" (balanced under a causal mask) or "contiguous".
+        cu_seqlens: cumulative lengths of packed documents in the whole sequence, the same on all ranks, as numbers or a
+            tensor on the CPU: the host plans with them. Documents may be cut anywhere. Queries and keys are the same
+            tokens then.
+        causal, align, window: as of `flashtile.attention`, for the whole sequence.
+        dropout_seed: the same on all ranks; drawn on the first when left out. The mask is that of one GPU.
+        key_lengths: `[batch]`, or one for each document, of the whole sequence.
+        bias: broadcasts to the scores of the whole sequence, the same on all ranks; or with the `seq_q / N` rows of
+            this shard, in its order, and all keys ("ring" and "all_gather"). With cu_seqlens it counts within each
+            document: `[1, heads_q, longest, longest]`. mask likewise.
+        alibi_slopes: `[heads_q]`, `[batch, heads_q]` or `[documents, heads_q]`, the same on all ranks.
+        sinks: `[heads_q]`, the same on all ranks.
+        return_lse: also return the log-sum-exp of this shard's rows.
+        reduce_gradients: gradients of bias (but with rows of this shard), alibi_slopes and sinks are those of all ranks
+            together. False leaves each rank its part, for FSDP or DDP to add up like those of other parameters.
+
+    The other arguments are those of `flashtile.attention`.
+
+    Returns:
+        out `[batch, seq_q / N, heads_q, head_dim_v]`, or packed; with `return_lse` also lse `[batch, heads_q,
+        seq_q / N]`, packed `[heads_q, total / N]`, float32.
+
+    Raises:
+        TypeError, ValueError: as `flashtile.attention`; a strategy cannot serve the call; or, before anything is
+            exchanged, ranks have come with different calls (asked once for each kind of call).
+        RuntimeError: a transfer failed or timed out (the process group's timeout); it names rank and step.
+
+    Reference:
+        Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023); zigzag: Brandon et al., "Striped
+        Attention" (2023), which balances likewise; Jacobs et al., "DeepSpeed Ulysses" (2023); Fang, Zhao, "USP" (2024).
+    """
+    places = places_of(mesh)
+    packed = cu_seqlens is not None
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, packed)
+    _check_strategy(strategy, places, q.shape[-2], k.shape[-2])
+    documents = () if cu_seqlens is None else _documents(cu_seqlens, q.shape[0] * places.ranks)
+    bias, mask = (_of_four(name, table) for name, table in (("bias", bias), ("mask", mask)))
+    length_q, length_k = (t.shape[-3] * places.ranks for t in (q, k))
+    row_sharded = _row_sharded(bias, mask, strategy, places.ranks, length_q, packed)
+    band = {"causal": causal, "align": align, "window": window}
+    settings = {
+        "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "deterministic": deterministic, "backend": backend,
+    }  # fmt: skip
+    named = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
+        "key_lengths": key_lengths, "dropout_seed": dropout_seed,
+    }  # fmt: skip
+    _check_agreement(places, named, band | settings | {"strategy": strategy, "layout": layout}, documents)
+    if dropout_p and dropout_seed is None:
+        dropout_seed = flashtile.draw_dropout_seed(q.device)
+        places.from_first(dropout_seed, "forward, the dropout seed")
+    adds_up = reduce_gradients
+    bias = replicated(places, "bias", bias, adds_up and not row_sharded)
+    alibi_slopes = replicated(places, "alibi_slopes", alibi_slopes, adds_up)
+    sinks = replicated(places, "sinks", sinks, adds_up)
+    positional = bool(dropout_p) or any(t is not None for t in (bias, mask, alibi_slopes, key_lengths))
+    longest = _longest(documents, bias, mask)
+    right = 0 if causal else (None if window is None else window[1])
+    ring = places.groups[0].size if strategy != "all_to_all" else 1
+    problem = Problem(
+        Layout(length_q, ring, layout),
+        Layout(length_k, ring, layout),
+        (None if window is None else window[0], right),
+        align == "top_left",
+        documents,
+        positional,
+    )
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
+    heads = q.shape[-2]
+    call = Call(
+        _schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
+        dropout_seed, mask, 0, heads, row_sharded, longest,
+    )  # fmt: skip
+    statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    run = _run if strategy in ("ring", "all_gather") else functools.partial(_run_by_heads, places, layout)
+    out, lse = run(call, q, k, v, bias, *statistics)
+    if packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _run(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return ContextAttention.apply(call, q, k, v, bias, slopes, sinks)
+
+
+def _run_by_heads(
+    places: Places,
+    kind: LayoutKind,
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Exchanges tokens for heads before and after."""
+    group = places.groups[-1]
+    own = len(places.groups) == 1
+    cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) if own else None for t in (q, k))
+    heads = q.shape[2] // group.size
+    here = slice(group.rank * heads, (group.rank + 1) * heads)
+
+    def of_heads(tensor: Tensor | None, dim: int) -> Tensor | None:
+        if tensor is None or tensor.shape[dim] == 1:
+            return tensor
+        return tensor.narrow(dim, here.start, heads)
+
+    q = scatter_heads(group, q, cut_q)
+    k, v = (scatter_heads(group, shared_out(t, group.size), cut_k) for t in (k, v))
+    slopes = None if slopes is None else slopes[..., here]
+    sinks = None if sinks is None else sinks[here]
+    changed = {**call.__dict__, "head": here.start, "mask": of_heads(call.mask, 1)}
+    out, lse = _run(Call(**changed), q, k, v, of_heads(bias, 1), slopes, sinks)
+    lse = gather_heads(group, lse.transpose(1, 2).unsqueeze(-1), cut_q).squeeze(-1).transpose(1, 2)
+    return gather_heads(group, out, cut_q), lse
+
+
+@functools.lru_cache(maxsize=256)
+def _schedule(strategy: str, problem: Problem) -> Schedule:
+    return gathered_schedule(problem) if strategy == "all_gather" else ring_schedule(problem, strategy)
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    return head_dim**-0.5 if scale is None else scale
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under `torch.autocast` in its dtype, as `flashtile.attention`."""
+    device = getattr(getattr(q, "device", None), "type", "cpu")
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """As far as the shards must be known here; the calls that they are for check the rest."""
+    dims = 3 if packed else 4
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != dims:
+            layout = "[tokens, heads, head_dim]" if packed else "[batch, seq, heads, head_dim]"
+            raise ValueError(
+                f"{name}: expected {dims} dimensions {layout}, got shape {tuple(tensor.shape)}; cu_seqlens says which "
+                "of the layouts it is"
+            )
+    if packed and q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"k: expected the tokens of q, {q.shape[0]}, with cu_seqlens, got {k.shape[0]}; documents attend to "
+            "themselves"
+        )
+
+
+def _check_strategy(strategy: str, places: Places, heads: int, heads_kv: int) -> None:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    two = strategy == "ring_all_to_all"
+    if len(places.groups) != 1 + two:
+        raise ValueError(
+            f"mesh: expected {1 + two} dimensions for strategy={strategy!r}, got {len(places.groups)}; "
+            + ("make it with init_device_mesh(..., (ring, heads))" if two else "take one of them, or 'ring_all_to_all'")
+        )
+    if strategy in ("all_to_all", "ring_all_to_all"):
+        check_heads(heads, heads_kv, places.groups[-1].size)
+
+
+def _documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens: expected numbers or a tensor on the CPU, got one on {cu_seqlens.device}; reading it "
+                "would make the host wait, so keep the lengths of a batch on the host"
+            )
+        cu_seqlens = cu_seqlens.tolist()
+    documents = tuple(int(edge) for edge in cu_seqlens)
+    if not documents or documents[0] != 0 or any(b < a for a, b in pairwise(documents)):
+        raise ValueError(f"cu_seqlens: expected cumulative lengths from 0 that never decrease, got {documents}")
+    if documents[-1] > total:
+        raise ValueError(
+            f"cu_seqlens: expected at most the {total} tokens of all shards at its end, got {documents[-1]}"
+        )
+    return documents
+
+
+def _longest(documents: tuple[int, ...], *tables: Tensor | None) -> int | None:
+    """What bias and mask of packed documents count up to; None without them."""
+    given = [table for table in tables if table is not None]
+    if not documents or not given:
+        return None
+    sizes = [size for table in given for size in table.shape[-2:] if size > 1]
+    return max(sizes, default=max((b - a for a, b in pairwise(documents)), default=0))
+
+
+def _of_four(name: str, table: Tensor | None) -> Tensor | None:
+    """A bias or mask with all four dimensions."""
+    if table is None or table.dim() == 4:
+        return table
+    if table.dim() > 4:
+        raise ValueError(f"{name}: expected at most 4 dimensions, got shape {tuple(table.shape)}")
+    return table[(None,) * (4 - table.dim())]
+
+
+def _row_sharded(
+    bias: Tensor | None, mask: Tensor | None, strategy: str, ranks: int, length_q: int, packed: bool
+) -> bool:
+    """Whether bias and mask have the rows of this shard alone."""
+    if packed or ranks == 1:
+        return False
+    rows = {name: t.shape[-2] for name, t in (("bias", bias), ("mask", mask)) if t is not None and t.shape[-2] > 1}
+    for name, size in rows.items():
+        if size not in (length_q, length_q // ranks):
+            raise ValueError(
+                f"{name}: expected the {length_q} rows of the whole sequence, or the {length_q // ranks} of this "
+                f"shard, got {size}"
+            )
+    sharded = {name for name, size in rows.items() if size != length_q}
+    if not sharded:
+        return False
+    if len(sharded) != len(rows):
+        raise ValueError("bias, mask: expected both with the rows of this shard, or with all, got one of each")
+    if strategy not in ("ring", "all_gather"):
+        raise ValueError(
+            f"{sharded.pop()}: expected the {length_q} rows of the whole sequence with strategy={strategy!r}, got "
+            f"{length_q // ranks}; every rank computes all rows of some heads"
+        )
+    return True
+
+
+def _check_agreement(
+    places: Places, tensors: dict[str, Tensor | None], settings: dict[str, Any], documents: tuple[int, ...]
+) -> None:
+    described = {
+        name: None if t is None else (tuple(t.shape), str(t.dtype), t.requires_grad and torch.is_grad_enabled())
+        for name, t in tensors.items()
+    }
+    window = settings["window"]
+    settings = settings | {"window": None if window is None else tuple(window), "packed": bool(documents)}
+    values = {name: t for name, t in tensors.items() if t is not None and name in ("key_lengths", "dropout_seed")}
+    agree(places, described | settings, values | {"cu_seqlens": documents})

@@ -1,0 +1,355 @@
+"""Runs a schedule on one rank, forward and backward, and the autograd.Function over it. Shapes as everywhere, packed
+tensors as a batch of one::
+
+    q [batch, rows, heads, head_dim]    k, v [batch, keys, heads_kv, head_dim]    lse [batch, heads, rows]
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import flashtile
+from flashtile.distributed.exchange import Exchange, Message, Pending
+from flashtile.distributed.merge import RunningMerge, Sum
+from flashtile.distributed.schedule import Schedule, Transfer, Work
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as one rank sees it, without the tensors that have a gradient.
+
+    Attributes:
+        schedule: of all ranks.
+        exchange: with the others.
+        options: arguments of `flashtile.attention` that all parts share: scale, dropout_p, softcap, deterministic,
+            backend.
+        band: likewise causal, align, window; only parts of the sequence have them.
+        key_lengths: `[batch]`, or one for each document, of the whole sequence.
+        dropout_seed: the same on all ranks.
+        mask: see `table`.
+        head: number of the first query head here.
+        heads: query heads of the whole call.
+        row_sharded: bias and mask have the rows of this shard, in its order, instead of all rows.
+        longest: the longest document that bias and mask of a packed call are made for; None without them.
+    """
+
+    schedule: Schedule
+    exchange: Exchange
+    options: dict[str, Any]
+    band: dict[str, Any]
+    key_lengths: Tensor | None
+    dropout_seed: Tensor | None
+    mask: Tensor | None
+    head: int
+    heads: int
+    row_sharded: bool
+    longest: int | None
+
+    @property
+    def packed(self) -> bool:
+        return bool(self.schedule.problem.documents)
+
+    def works(self, step: int) -> Sequence[Work]:
+        return self.schedule.steps[step].work[self.exchange.rank]
+
+    def table(self, tensor: Tensor | None, work: Work) -> Tensor | None:
+        """The rectangle of a bias or mask `[batch | 1, heads | 1, rows | 1, keys | 1]` that a call reads."""
+        if tensor is None or work.mode == "packed":
+            return tensor
+        rows = work.rows[1] - work.rows[0]
+        if tensor.shape[-2] > 1:
+            first = work.rows[0] if self.row_sharded else work.row
+            tensor = tensor[..., first : first + rows, :]
+        if tensor.shape[-1] > 1:
+            tensor = tensor[..., work.column : work.column + work.keys[1] - work.keys[0]]
+        return tensor
+
+    def of_documents(self, tensor: Tensor | None, work: Work) -> Tensor | None:
+        """The entries of a call's documents in a tensor that has one for each."""
+        if tensor is None or not self.packed:
+            return tensor
+        return tensor[work.document : work.document + max(1, len(work.lengths))]
+
+    def arguments(self, work: Work, bias: Tensor | None, slopes: Tensor | None, device: torch.device) -> dict[str, Any]:
+        """The keyword arguments of a call of `flashtile.attention_part`."""
+        positional = self.schedule.problem.positional
+        part = flashtile.AttentionPart(
+            work.row, work.column, work.seq_q, work.seq_k, self.head, self.heads, work.document
+        )
+        band = self.band
+        if not positional and work.mode in ("all", "causal"):
+            # A call of its own: rows and keys need not be neighbours in the sequence.
+            rows, keys = work.rows[1] - work.rows[0], work.keys[1] - work.keys[0]
+            part = flashtile.AttentionPart(0, 0, rows, keys, self.head, self.heads)
+            band = {"causal": work.mode == "causal", "align": "top_left"}
+        packed: dict[str, Any] = {}
+        if work.mode == "packed":
+            part = flashtile.AttentionPart(0, 0, 0, 0, self.head, self.heads, work.document)
+            longest = max(work.lengths) if self.longest is None else self.longest
+            packed = {"cu_seqlens": _cumulative(work.lengths, device), "max_seqlen": longest}
+        if slopes is not None and slopes.dim() == 2:
+            slopes = self.of_documents(slopes, work)
+        return {
+            **self.options,
+            **band,
+            **packed,
+            "part": part,
+            "dropout_seed": self.dropout_seed,
+            "key_lengths": self.of_documents(self.key_lengths, work),
+            "mask": self.table(self.mask, work),
+            "bias": self.table(bias, work),
+            "alibi_slopes": slopes,
+        }
+
+
+@functools.lru_cache(maxsize=512)
+def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Cumulative lengths on a device; nothing waits for it."""
+    host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank's queries over all keys."""
+    merge = RunningMerge(q, v.shape[-1])
+    for step, (block_k, block_v) in _blocks(call, k, v, "forward"):
+        for work in call.works(step):
+            tensors = _taken(work, q, block_k, block_v)
+            out, lse = flashtile.attention_part(*tensors, **call.arguments(work, bias, slopes, q.device))
+            if work.mode == "packed":
+                out, lse = out[None], lse[None]
+            merge.add(work.rows, out, lse)
+    return merge.finish(sinks)
+
+
+def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, keys = slice(*work.rows), slice(*work.keys)
+    tensors = q[:, rows], k[:, keys], v[:, keys]
+    return (tensors[0][0], tensors[1][0], tensors[2][0]) if work.mode == "packed" else tensors
+
+
+def _blocks(call: Call, k: Tensor, v: Tensor, phase: str) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+    """The keys and values of each step; those of the next are on their way while a step is computed."""
+    if call.schedule.gathered:
+        yield 0, _gathered(call, k, v, phase)
+        return
+    steps = len(call.schedule.steps)
+    coming = _start(call, 0, k, v, phase) if steps else None
+    for step in range(steps):
+        assert coming is not None
+        received = coming.wait()
+        if step + 1 < steps:
+            coming = _start(call, step + 1, k, v, phase)
+        yield step, ((received[0], received[1]) if received else (k, v))
+
+
+def _start(call: Call, step: int, k: Tensor, v: Tensor, phase: str) -> Pending:
+    """Starts the transfers of keys and values of a step."""
+    rank = call.exchange.rank
+    outgoing, incoming = call.schedule.outgoing(step, rank), call.schedule.incoming(step, rank)
+    sends = [] if outgoing is None else [Message(outgoing.target, _run(t, outgoing).contiguous()) for t in (k, v)]
+    receives = [] if incoming is None else [Message(incoming.source, _empty(t, incoming)) for t in (k, v)]
+    return call.exchange.start(sends, receives, _where(call, step, phase, "keys and values"))
+
+
+def _run(tensor: Tensor, transfer: Transfer) -> Tensor:
+    return tensor[:, slice(*transfer.keys)]
+
+
+def _empty(like: Tensor, transfer: Transfer) -> Tensor:
+    return like.new_empty(like.shape[0], transfer.keys[1] - transfer.keys[0], *like.shape[2:])
+
+
+def _where(call: Call, step: int, phase: str, what: str) -> str:
+    return f"{phase}, step {step} of {len(call.schedule.steps)}, {what}"
+
+
+def _gathered(call: Call, k: Tensor, v: Tensor, phase: str) -> tuple[Tensor, Tensor]:
+    """All keys and values, in the order of the sequence."""
+    where = _where(call, 0, phase, "keys and values of all ranks")
+    pending = [call.exchange.gather(t.contiguous(), where) for t in (k, v)]
+    k_parts, v_parts = (each.wait() for each in pending)
+    return _in_order(call, k_parts), _in_order(call, v_parts)
+
+
+def _in_order(call: Call, parts: Sequence[Tensor]) -> Tensor:
+    """The shards of all ranks as one tensor in the order of the sequence."""
+    layout = call.schedule.problem.keys
+    runs = [(chunk.start, rank, chunk) for rank in range(layout.ring) for chunk in layout.ring_chunks(rank)]
+    return torch.cat([parts[rank][:, c.local : c.local + c.length] for _, rank, c in sorted(runs)], dim=1)
+
+
+@dataclass
+class Results:
+    """Sums of the gradients of one rank."""
+
+    q: Sum
+    k: Sum
+    v: Sum
+    bias: Tensor | None
+    slopes: Tensor | None
+
+
+def backward(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+) -> Results:
+    """The gradients of this rank's queries, keys and values from those of all ranks' results; bias and slopes want
+    theirs where they require one, and get this rank's part."""
+    wide = lse.dtype
+    results = Results(
+        Sum(q), Sum(k), Sum(v),
+        *(None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=wide, device=t.device)
+          for t in (bias, slopes)),
+    )  # fmt: skip
+    returning: tuple[Transfer | None, Pending] | None = None
+    for step, block in _blocks(call, k, v, "backward"):
+        dk, dv = Sum(block[0]), Sum(block[1])
+        for work in call.works(step):
+            _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
+        if call.schedule.gathered:
+            _return_gathered(call, results, dk.finish(), dv.finish())
+            return results
+        sent = _return(call, step, dk, dv, k, v)
+        if call.schedule.incoming(step, call.exchange.rank) is None and call.works(step):
+            results.k.add((0, k.shape[1]), dk.finish())
+            results.v.add((0, v.shape[1]), dv.finish())
+        _take_returned(results, returning)
+        returning = sent
+    _take_returned(results, returning)
+    return results
+
+
+def _add_work(
+    call: Call,
+    work: Work,
+    results: Results,
+    dk: Sum,
+    dv: Sum,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+) -> None:
+    """Adds the gradients of one call."""
+    rows = slice(*work.rows)
+    taken = _taken(work, q, k, v)
+    of_rows = dout[:, rows], out[:, rows], lse[..., rows], None if dlse is None else dlse[..., rows]
+    if work.mode == "packed":
+        of_rows = tuple(t if t is None else t[0] for t in of_rows)  # type: ignore[assignment]
+    arguments = call.arguments(work, bias, slopes, q.device)
+    for name, sums in (("bias", results.bias), ("alibi_slopes", results.slopes)):
+        if sums is not None:
+            arguments[name] = arguments[name].detach().requires_grad_()
+    grads = flashtile.attention_backward(of_rows[0], *taken, of_rows[1], of_rows[2], dlse=of_rows[3], **arguments)
+    of_qkv = [t[None] if work.mode == "packed" else t for t in grads[:3]]
+    for total, where, part in zip((results.q, dk, dv), (work.rows, work.keys, work.keys), of_qkv):
+        total.add(where, part)
+    if results.bias is not None:
+        target = call.table(results.bias, work)
+        assert target is not None and grads.bias is not None
+        target.add_(grads.bias)
+    if results.slopes is not None:
+        target = call.of_documents(results.slopes, work) if results.slopes.dim() == 2 else results.slopes
+        assert target is not None and grads.alibi_slopes is not None
+        target.add_(grads.alibi_slopes)
+
+
+def _return(call: Call, step: int, dk: Sum, dv: Sum, k: Tensor, v: Tensor) -> tuple[Transfer | None, Pending]:
+    """Starts the way back of the gradients of a step's keys and values."""
+    rank = call.exchange.rank
+    outgoing, incoming = call.schedule.outgoing(step, rank), call.schedule.incoming(step, rank)
+    sends = [] if incoming is None else [Message(incoming.source, total.finish()) for total in (dk, dv)]
+    receives = [] if outgoing is None else [Message(outgoing.target, _empty(t, outgoing)) for t in (k, v)]
+    where = _where(call, step, "backward", "gradients of keys and values")
+    return outgoing, call.exchange.start(sends, receives, where)
+
+
+def _take_returned(results: Results, returning: tuple[Transfer | None, Pending] | None) -> None:
+    if returning is None:
+        return
+    outgoing, pending = returning
+    received = pending.wait()
+    if outgoing is not None:
+        results.k.add(outgoing.keys, received[0])
+        results.v.add(outgoing.keys, received[1])
+
+
+def _return_gathered(call: Call, results: Results, dk: Tensor, dv: Tensor) -> None:
+    """Gradients of all keys to their owners, who add them up in the order of the ranks."""
+    layout, exchange = call.schedule.problem.keys, call.exchange
+    for total, grad in ((results.k, dk), (results.v, dv)):
+        shards = [
+            torch.cat([grad[:, chunk.start : chunk.stop] for chunk in layout.ring_chunks(rank)], dim=1).contiguous()
+            for rank in range(exchange.size)
+        ]
+        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
+        sends = [Message(rank, shards[rank]) for rank in others]
+        receives = [Message(rank, torch.empty_like(shards[rank])) for rank in others]
+        received = exchange.start(sends, receives, _where(call, 0, "backward", "gradients of all keys")).wait()
+        parts = [*received[: exchange.rank], shards[exchange.rank], *received[exchange.rank :]]
+        for part in parts:
+            total.add((0, layout.share), part)
+
+
+class ContextAttention(torch.autograd.Function):
+    """A schedule recorded for the backward pass."""
+
+    @staticmethod
+    def forward(ctx, call, q, k, v, bias, slopes, sinks):
+        out, lse = forward(call, q, k, v, bias, slopes, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        bias, slopes = (
+            None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted)
+        )
+        results = backward(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes)
+        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if wanted[2] else None
+        of_tables = (
+            None if total is None else total.to(of.dtype)
+            for total, of in zip((results.bias, results.slopes), (bias, slopes))
+        )
+        return None, results.q.finish(), results.k.finish(), results.v.finish(), *of_tables, dsinks
+
+
+def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Minus the sum over rows of what a sink weighs times delta, `[heads]`."""
+    delta = (dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)  # [batch, heads, rows]
+    if dlse is not None:
+        delta = delta - dlse
+    blind = lse == float("-inf")
+    weight = (sinks.to(lse.dtype)[:, None] - lse.masked_fill(blind, 0)).exp().masked_fill(blind, 0)
+    return -(weight * delta.masked_fill(blind, 0)).sum((0, 2)).to(sinks.dtype)

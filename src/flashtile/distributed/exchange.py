@@ -1,0 +1,152 @@
+"""What ranks send one another, over a process group of torch.distributed: nothing here knows what it is for.
+
+Transfers are started and waited for apart, so that a block travels while the one before it is computed: NCCL has a
+stream of its own for them, and waiting makes the current stream wait, not the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Message(NamedTuple):
+    """A tensor to a rank, or its place from one.
+
+    Attributes:
+        rank: of the other side, within the group.
+        tensor: contiguous.
+    """
+
+    rank: int
+    tensor: Tensor
+
+
+class Pending:
+    """Transfers on their way.
+
+    Args:
+        finish: waits for them.
+        received: what they fill.
+        held: what must not be freed before.
+    """
+
+    def __init__(self, finish: Callable[[], None], received: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
+        self._finish, self._received, self._held = finish, received, held
+
+    def wait(self) -> Sequence[Tensor]:
+        """What was received, ready for the current stream."""
+        self._finish()
+        self._held = ()
+        return self._received
+
+
+class Exchange(Protocol):
+    """A group of ranks of which this is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
+        """Starts sending and receiving; `where` says in an error what the rank was about."""
+        ...
+
+    def gather(self, tensor: Tensor, where: str) -> Pending:
+        """The tensors of all ranks, in their order."""
+        ...
+
+
+class GroupExchange:
+    """Over a process group.
+
+    Args:
+        group: of torch.distributed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._global = dist.get_process_group_ranks(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """What tells this group from others in a process's life."""
+        return self._group.group_name, id(self._group)
+
+    def global_rank(self, place: int) -> int:
+        return self._global[place]
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
+        operations = [dist.P2POp(dist.isend, m.tensor, self._global[m.rank], self._group) for m in sends]
+        operations += [dist.P2POp(dist.irecv, m.tensor, self._global[m.rank], self._group) for m in receives]
+        if not operations:
+            return Pending(lambda: None, ())
+        where = f"{where}, to {_named(sends)}, from {_named(receives)}"
+        works = self._guarded(lambda: dist.batch_isend_irecv(operations), where)
+        held = [m.tensor for m in sends]
+        return Pending(lambda: self._guarded(lambda: _wait(works), where), [m.tensor for m in receives], held)
+
+    def gather(self, tensor: Tensor, where: str) -> Pending:
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        work = self._guarded(lambda: dist.all_gather(tensors, tensor, self._group, async_op=True), where)
+        return Pending(lambda: self._guarded(work.wait, where), tensors, (tensor,))
+
+    def all_to_all(self, tensor: Tensor, where: str) -> Tensor:
+        """Part `i` of the first dimension goes to rank `i`; what comes from it stands in its place."""
+        received = torch.empty_like(tensor)
+        self._guarded(lambda: dist.all_to_all_single(received, tensor, group=self._group), where)
+        return received
+
+    def add_up(self, tensor: Tensor, where: str) -> None:
+        """The sum over all ranks, in place."""
+        self._guarded(lambda: dist.all_reduce(tensor, group=self._group), where)
+
+    def from_first(self, tensor: Tensor, where: str) -> None:
+        """The tensor of the group's first rank, in place."""
+        self._guarded(lambda: dist.broadcast(tensor, self._global[0], self._group), where)
+
+    def objects(self, mine: Any, where: str) -> list[Any]:
+        """The objects of all ranks."""
+        found: list[Any] = [None] * self.size
+        self._guarded(lambda: dist.all_gather_object(found, mine, self._group), where)
+        return found
+
+    def _guarded(self, action: Callable[[], Any], where: str) -> Any:
+        """An error of the transport, with who was about what in front of it."""
+        try:
+            return action()
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                f"flashtile.distributed: rank {self._global[self.rank]} (place {self.rank} of {self.size}) failed at "
+                f"{where}: {error}. Another rank has ended or waits elsewhere; its own output says why"
+            ) from error
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _named(messages: Sequence[Message]) -> str:
+    ranks = dict.fromkeys(m.rank for m in messages)
+    return f"place {', '.join(map(str, ranks))}" if ranks else "nobody"
+
+
+class Alone:
+    """A group of this rank alone: nothing travels."""
+
+    rank, size = 0, 1
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
+        assert not sends and not receives
+        return Pending(lambda: None, ())
+
+    def gather(self, tensor: Tensor, where: str) -> Pending:
+        return Pending(lambda: None, (tensor,))

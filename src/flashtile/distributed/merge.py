@@ -1,0 +1,113 @@
+"""Partial results put together one after another, in float32, by their log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RunningMerge:
+    """Attention over the keys so far, for the queries of a shard.
+
+    With the results `out_i`, `lse_i` of disjoint keys it holds `m = max lse_i`, `l = Σ exp(lse_i - m)` and
+    `acc = Σ exp(lse_i - m) · out_i`, and divides once, at the end. While the largest result stays the same, what is
+    there is multiplied by exactly 1: so rounding errors do not pile up with the number of parts.
+
+    Args:
+        queries: `[batch, rows, heads, head_dim]`.
+        head_dim_v: columns of the results.
+
+    Reference:
+        Dao et al., "FlashAttention" (2022), algorithm 1; Liu et al., "Ring Attention with Blockwise Transformers"
+        (2023), section 3.
+    """
+
+    def __init__(self, queries: Tensor, head_dim_v: int) -> None:
+        self._dtype = queries.dtype
+        self._wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+        self._queries, self._head_dim_v = queries, head_dim_v
+        self._only: tuple[Tensor, Tensor] | None = None
+        self._acc = self._max = self._sum = torch.empty(0)
+
+    def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
+        """Takes in a result of some rows: out `[batch, rows, heads, head_dim_v]`, lse `[batch, heads, rows]`."""
+        if self._only is None and not self._acc.numel():
+            if rows == (0, self._queries.shape[1]):
+                self._only = out, lse
+                return
+            self._start()
+        elif self._only is not None:
+            first_out, first_lse = self._only
+            self._only = None
+            # A row that saw nothing has lse = -inf and out = 0: its sum is 0.
+            self._acc, self._max = first_out.to(self._wide, copy=True), first_lse.clone()
+            self._sum = (first_lse != float("-inf")).to(self._wide)
+        begin, end = rows
+        acc, row_max, row_sum = self._acc[:, begin:end], self._max[..., begin:end], self._sum[..., begin:end]
+        largest = torch.maximum(row_max, lse)
+        # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+        against = largest.masked_fill(largest == float("-inf"), 0)
+        decay, weight = (row_max - against).exp_(), (lse - against).exp_()
+        row_sum.mul_(decay).add_(weight)
+        row_max.copy_(largest)
+        acc.mul_(_by_row(decay)).addcmul_(out.to(self._wide), _by_row(weight))
+
+    def _start(self) -> None:
+        batch, rows, heads, _ = self._queries.shape
+        self._acc = self._queries.new_zeros(batch, rows, heads, self._head_dim_v, dtype=self._wide)
+        self._max = self._queries.new_full((batch, heads, rows), float("-inf"), dtype=self._wide)
+        self._sum = torch.zeros_like(self._max)
+
+    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """out in the dtype of the queries and lse. `sinks` `[heads]`: logits that belong to no key."""
+        if sinks is not None:
+            batch, rows, heads, _ = self._queries.shape
+            if not self._acc.numel() and self._only is None:
+                self._start()
+            nothing = self._queries.new_zeros(()).expand(batch, rows, heads, self._head_dim_v)
+            self.add((0, rows), nothing, sinks.to(self._wide)[None, :, None].expand(batch, heads, rows))
+        if self._only is not None:
+            return self._only
+        if not self._acc.numel():
+            self._start()
+        blind = self._sum == 0
+        total = self._sum.masked_fill(blind, 1)
+        # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
+        infinite = self._max == float("inf")
+        lse = torch.where(blind | infinite, self._max, self._max + total.log())
+        return self._acc.div_(_by_row(total)).to(self._dtype), lse
+
+
+def _by_row(statistics: Tensor) -> Tensor:
+    """`[batch, heads, rows]` as a factor of `[batch, rows, heads, head_dim]`."""
+    return statistics.transpose(-1, -2).unsqueeze(-1)
+
+
+class Sum:
+    """A gradient that comes in parts of some rows, added up in float32, in the order in which they come.
+
+    Args:
+        like: tensor `[batch, rows, heads, head_dim]` of which it is the gradient.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+        self._total: Tensor | None = None
+
+    def add(self, rows: tuple[int, int], part: Tensor) -> None:
+        """Takes in a part; the first one that is of all rows is kept as it is."""
+        if self._total is None:
+            if rows == (0, self._like.shape[1]):
+                self._total = part
+                return
+            self._total = torch.zeros(self._like.shape, dtype=self._wide, device=self._like.device)
+        elif self._total.dtype is not self._wide:
+            self._total = self._total.to(self._wide)
+        self._total[:, rows[0] : rows[1]].add_(part)
+
+    def finish(self) -> Tensor:
+        """In the dtype of the tensor, contiguous."""
+        if self._total is None:
+            return torch.zeros(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        return self._total.to(self._like.dtype).contiguous()

@@ -1,0 +1,120 @@
+"""Attention over several processes: each strategy with each feature gives the results of one process, both ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_processes import Parallel, start, together
+from flashtile.testing import AttentionCase, assert_close
+from flashtile.testing import run as run_alone
+from flashtile.testing.cases import _cancelled
+from flashtile.testing.tolerance import Size
+
+_BASE = AttentionCase(seq_q=96, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
+_PACKED = replace(_BASE, lengths_q=(5, 0, 40, 17, 26, 8), batch=1)
+_CAUSAL: dict[str, Any] = {"causal": True}
+_FEATURES: dict[str, Any] = {
+    "plain": Parallel(_BASE),
+    "causal": Parallel(replace(_BASE, arguments=_CAUSAL)),
+    "more-keys": Parallel(replace(_BASE, seq_q=48, arguments=_CAUSAL)),
+    "more-queries": Parallel(replace(_BASE, seq_k=48, arguments=_CAUSAL)),
+    "top-left": Parallel(replace(_BASE, seq_q=48, arguments={"causal": True, "align": "top_left"})),
+    "window": Parallel(replace(_BASE, arguments={"window": (13, 5)})),
+    "narrow": Parallel(replace(_BASE, arguments={"window": (3, None), "causal": True})),
+    "scale": Parallel(replace(_BASE, arguments={"scale": -0.3, "softcap": 3.0, "causal": True})),
+    "key-lengths": Parallel(replace(_BASE, key_lengths=(77, 9), arguments=_CAUSAL)),
+    "one-head": Parallel(replace(_BASE, heads_kv=1, arguments=_CAUSAL)),
+    "bf16": Parallel(replace(_BASE, dtype=torch.bfloat16, arguments={"causal": True, "deterministic": True})),
+    "fp64": Parallel(replace(_BASE, dtype=torch.float64, arguments=_CAUSAL)),
+    "alibi": Parallel(replace(_BASE, alibi_slopes="bh", arguments=_CAUSAL)),
+    "sinks": Parallel(replace(_BASE, sinks=True, arguments=_CAUSAL)),
+    "bias": Parallel(replace(_BASE, bias="1hqk")),
+    "bias-of-keys": Parallel(replace(_BASE, bias="b11k", arguments=_CAUSAL)),
+    "mask": Parallel(replace(_BASE, mask="b1qk", sinks=True)),
+    "dropout": Parallel(replace(_BASE, arguments={"dropout_p": 0.3, "causal": True})),
+    "much": Parallel(
+        replace(_BASE, alibi_slopes="h", bias="11qk", sinks=True, key_lengths=(90, 60),
+                arguments={"dropout_p": 0.2, "window": (40, 7), "softcap": 4.0})
+    ),
+    "packed": Parallel(replace(_PACKED, arguments=_CAUSAL)),
+    "packed-full": Parallel(_PACKED),
+    "packed-window": Parallel(
+        replace(_PACKED, alibi_slopes="bh", arguments={"window": (12, 3), "dropout_p": 0.3})
+    ),
+    "packed-bias": Parallel(replace(_PACKED, bias="1hqk", mask="11qk", arguments=_CAUSAL)),
+    "packed-lengths": Parallel(replace(_PACKED, key_lengths=(5, 3, 31, 17, 2, 0), sinks=True)),
+    "packed-rest": Parallel(replace(_PACKED, arguments=_CAUSAL), rest=True),
+}  # fmt: skip
+_ROW_SHARDED = {
+    "bias-rows": Parallel(replace(_BASE, bias="bhqk", arguments=_CAUSAL), row_sharded=True),
+    "mask-rows": Parallel(replace(_BASE, mask="11qk", alibi_slopes="h"), row_sharded=True),
+}
+_STRATEGIES = {
+    "ring": ("ring", "zigzag"),
+    "ring-contiguous": ("ring", "contiguous"),
+    "all_to_all": ("all_to_all", "zigzag"),
+    "all_to_all-contiguous": ("all_to_all", "contiguous"),
+    "all_gather": ("all_gather", "zigzag"),
+    "ring_all_to_all": ("ring_all_to_all", "zigzag"),
+}
+
+
+def _jobs(ranks: int) -> dict[str, Parallel]:
+    strategies = _STRATEGIES if ranks == 4 else {"ring": _STRATEGIES["ring"], "all_gather": _STRATEGIES["all_gather"]}
+    jobs = {}
+    for name, (strategy, layout) in strategies.items():
+        features = _FEATURES if "all_to" in strategy else _FEATURES | _ROW_SHARDED
+        jobs |= {f"{name}-{key}": replace(job, strategy=strategy, layout=layout) for key, job in features.items()}
+    return jobs
+
+
+_JOBS = {ranks: _jobs(ranks) for ranks in (3, 4)}
+_ALL = [(ranks, name) for ranks, jobs in _JOBS.items() for name in jobs]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """For each number of ranks, what each of them got."""
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def of(ranks: int) -> list[dict[str, Any]]:
+        if ranks not in found:
+            found[ranks] = start(_JOBS[ranks], ranks, tmp_path_factory.mktemp("ranks"))
+        return found[ranks]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Oracle, eager results and sizes of a case, computed once."""
+    found: dict[Any, Any] = {}
+
+    def of(job: Parallel) -> Any:
+        key = str(job.case), job.rest
+        if key not in found:
+            inputs = job.inputs
+            oracle = run_alone(job.case, inputs, "reference", torch.float64)
+            eager = run_alone(job.case, inputs, "reference")
+            found[key] = oracle, eager, _cancelled(job.case, inputs, oracle["out"])
+        return found[key]
+
+    return of
+
+
+def check(job: Parallel, parts: list[Any], expected: Any) -> None:
+    for part in parts:
+        assert not isinstance(part, str), part
+    oracle, eager, cancelled = expected
+    for name, value in together(job, parts).items():
+        assert_close(f"{job.case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
+
+
+@pytest.mark.parametrize(("ranks", "name"), _ALL, ids=[f"{ranks}-{name}" for ranks, name in _ALL])
+def test_ranks_get_what_one_gets(ranks, name, results, expected):
+    job = _JOBS[ranks][name]
+    check(job, [of_rank[name] for of_rank in results(ranks)], expected(job))

@@ -1,0 +1,132 @@
+"""Processes that meet over gloo, or NCCL, run many calls once, and leave what each got in a file.
+
+A test file starts them once; its tests look at the results, so that a case costs milliseconds and not a start.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flashtile.distributed import context_parallel_attention, shard_sequence
+from flashtile.testing import AttentionCase, Inputs, make_inputs
+from flashtile.testing.cases import LEARNED
+
+Job = Callable[[DeviceMesh], Any]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A case, and how ranks compute it.
+
+    Attributes:
+        strategy, layout: as of `context_parallel_attention`.
+        row_sharded: bias and mask are given with the rows of the shard.
+        rest: the last sequence of a packed case belongs to no document.
+    """
+
+    case: AttentionCase
+    strategy: str = "ring"
+    layout: str = "zigzag"
+    row_sharded: bool = False
+    rest: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Inputs:
+        inputs = make_inputs(self.case)
+        if self.rest:
+            for name in ("cu_seqlens_q", "cu_seqlens_k"):
+                inputs.tensors[name] = inputs.tensors[name][:-1]
+        return inputs
+
+
+def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """Runs jobs on so many processes. Returns for each rank what each job gave: its result, or its error as text."""
+    mp.spawn(_process, (ranks, str(folder), device, jobs), nprocs=ranks)
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def _process(rank: int, ranks: int, folder: str, device: str, jobs: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    results = {}
+    try:
+        line = init_device_mesh(device, (ranks,))
+        square = init_device_mesh(device, (2, ranks // 2)) if ranks % 2 == 0 else None
+        for name, job in jobs.items():
+            two = isinstance(job, Parallel) and job.strategy == "ring_all_to_all"
+            mesh = square if two else line
+            assert mesh is not None
+            try:
+                results[name] = run(job, mesh) if isinstance(job, Parallel) else job(mesh)
+            except Exception:
+                results[name] = traceback.format_exc()
+        torch.save(results, Path(folder) / f"rank{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run(job: Parallel, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """This rank's shard of the results of a case, forward and backward, on the CPU."""
+    case, inputs = job.case, job.inputs
+    dim = 0 if case.packed else 1
+
+    def shard(tensor: Tensor, along: int = dim) -> Tensor:
+        return shard_sequence(tensor.to(mesh.device_type), mesh, dim=along, layout=job.layout)
+
+    leaves = {name: shard(getattr(inputs, name)).requires_grad_() for name in ("q", "k", "v")}
+    tensors = {name: t.to(mesh.device_type) for name, t in inputs.tensors.items() if not name.startswith("cu_")}
+    for name in ("bias", "mask"):
+        if job.row_sharded and name in tensors:
+            tensors[name] = shard(tensors[name], -2)
+    for name in LEARNED:
+        if name in tensors:
+            leaves[name] = tensors[name] = tensors[name].requires_grad_()
+    packed = {"cu_seqlens": inputs.tensors["cu_seqlens_q"]} if case.packed else {}
+    out, lse = context_parallel_attention(
+        leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy, layout=job.layout, return_lse=True,
+        **packed, **tensors, **case.arguments, **job.options,
+    )  # fmt: skip
+    upstream = shard(inputs.dout), shard(inputs.dlse, -1)
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
+    results = {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": g for name, g in zip(leaves, grads)}}
+    return {name: result.cpu() for name, result in results.items()}
+
+
+def together(job: Parallel, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The results of the whole sequence from those of all ranks; what all ranks must have alike, is looked at."""
+    from flashtile.distributed.layout import Layout
+
+    ranks, dim = len(parts), 0 if job.case.packed else 1
+    ring, inner = (2, ranks // 2) if job.strategy == "ring_all_to_all" else (ranks, 1)
+    whole: dict[str, Tensor] = {}
+    for name in parts[0]:
+        tensors = [part[name] for part in parts]
+        along = -1 if name == "lse" else dim
+        if name in ("dbias",) and job.row_sharded:
+            along = -2
+        elif name[1:] in LEARNED:
+            for rank, tensor in enumerate(tensors):
+                assert torch.equal(tensor, tensors[0]), f"{name} of rank {rank} is not that of rank 0"
+            whole[name] = tensors[0]
+            continue
+        layout = Layout(tensors[0].shape[along] * ranks, ring, job.layout, inner)
+        runs = sorted((chunk, rank) for rank in range(ranks) for chunk in layout.chunks(rank))
+        whole[name] = torch.cat([tensors[r].narrow(along, c.local, c.length) for c, r in runs], dim=along)
+    return whole
