@@ -1,0 +1,90 @@
+"""Context parallel attention over GPUs and NCCL: each strategy, on the backends that GPUs have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distributed_processes import Parallel, start, together
+from flashtile.testing import AttentionCase, assert_close
+from flashtile.testing import run as run_alone
+from flashtile.testing.cases import _cancelled
+from flashtile.testing.tolerance import Size
+
+pytestmark = pytest.mark.multi_gpu
+
+#: Several tiles in each shard, in a form that the Hopper kernels serve.
+_PLAIN = AttentionCase(
+    seq_q=1024, seq_k=1024, batch=2, heads=8, heads_kv=2, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
+)
+_PACKED = replace(_PLAIN, lengths_q=(100, 0, 400, 37, 387, 100), batch=1)
+_FEATURES = {
+    "plain": Parallel(_PLAIN),
+    "causal": Parallel(replace(_PLAIN, arguments={"causal": True})),
+    "deterministic": Parallel(replace(_PLAIN, arguments={"causal": True, "deterministic": True})),
+    "window": Parallel(replace(_PLAIN, arguments={"window": (150, 20)})),
+    "narrow": Parallel(replace(_PLAIN, arguments={"window": (90, 0)}), layout="contiguous"),
+    "more-keys": Parallel(replace(_PLAIN, seq_q=512, arguments={"causal": True})),
+    "sinks": Parallel(replace(_PLAIN, sinks=True, arguments={"causal": True})),
+    "dropout": Parallel(replace(_PLAIN, alibi_slopes="h", arguments={"dropout_p": 0.2, "causal": True})),
+    "bias": Parallel(replace(_PLAIN, bias="1hqk", arguments={"softcap": 4.0})),
+    "key-lengths": Parallel(replace(_PLAIN, key_lengths=(1000, 300), arguments={"causal": True})),
+    "packed": Parallel(replace(_PACKED, arguments={"causal": True})),
+    "packed-much": Parallel(replace(_PACKED, alibi_slopes="bh", arguments={"dropout_p": 0.2, "window": (100, 30)})),
+    "float32": Parallel(replace(_PLAIN, dtype=torch.float32, arguments={"causal": True})),
+}
+
+
+def _jobs(ranks: int) -> dict[str, Parallel]:
+    strategies = ["ring", "all_to_all", "all_gather"] + (["ring_all_to_all"] if ranks == 4 else [])
+    return {
+        f"{strategy}-{name}": replace(job, strategy=strategy)
+        for strategy in strategies
+        for name, job in _FEATURES.items()
+    }
+
+
+_ALL = [(ranks, name) for ranks in (2, 4) for name in _jobs(ranks)]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    found = {}
+
+    def of(ranks):
+        if torch.cuda.device_count() < ranks:
+            pytest.skip(f"needs {ranks} GPUs")
+        if ranks not in found:
+            found[ranks] = start(_jobs(ranks), ranks, tmp_path_factory.mktemp("ranks"), "cuda")
+        return found[ranks]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Oracle, eager results and sizes of a case, computed once, on the CPU."""
+    found = {}
+
+    def of(job):
+        if str(job.case) not in found:
+            inputs = job.inputs
+            oracle = run_alone(job.case, inputs, "reference", torch.float64)
+            eager = run_alone(job.case, inputs, "reference")
+            found[str(job.case)] = oracle, eager, _cancelled(job.case, inputs, oracle["out"])
+        return found[str(job.case)]
+
+    return of
+
+
+@pytest.mark.parametrize(("ranks", "name"), _ALL, ids=[f"{ranks}-{name}" for ranks, name in _ALL])
+def test_gpus_get_what_one_gets(ranks, name, results, expected):
+    job = _jobs(ranks)[name]
+    parts = [of_rank[name] for of_rank in results(ranks)]
+    for part in parts:
+        assert not isinstance(part, str), part
+    oracle, eager, cancelled = expected(job)
+    for key, value in together(job, parts).items():
+        assert_close(f"{job.case}: {key}", value, oracle[key], eager[key], cancelled.get(key, Size()))
