@@ -1,0 +1,167 @@
+"""The engine with ranks that are threads: up to 64, without processes; the merge; and what happens when one is gone."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.distributed.engine import Call, backward, forward
+from flashtile.distributed.exchange import Message, Pending
+from flashtile.distributed.layout import Layout
+from flashtile.distributed.merge import RunningMerge, Sum
+from flashtile.distributed.schedule import Problem, gathered_schedule, ring_schedule
+from flashtile.testing import AttentionCase, assert_close, make_inputs, run
+from flashtile.testing.cases import _cancelled
+from flashtile.testing.tolerance import Size, size
+
+
+class Thread:
+    """The exchange of a rank that is a thread: a letter box for each pair."""
+
+    def __init__(self, rank: int, ranks: int, boxes: dict) -> None:
+        self.rank, self.size, self._boxes = rank, ranks, boxes
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
+        for message in sends:
+            self._boxes[self.rank, message.rank].put(message.tensor.clone())
+
+        def finish() -> None:
+            for message in receives:
+                message.tensor.copy_(self._boxes[message.rank, self.rank].get(timeout=60))
+
+        return Pending(finish, [message.tensor for message in receives])
+
+    def gather(self, tensor: Tensor, where: str) -> Pending:
+        for rank in range(self.size):
+            self._boxes[self.rank, rank].put(tensor)
+        parts = [self._boxes[rank, self.rank].get(timeout=60) for rank in range(self.size)]
+        return Pending(lambda: None, parts)
+
+
+def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor]:
+    """Forward and backward of a plain case over threads."""
+    inputs = make_inputs(case)
+    layout = Layout(case.seq_q, ranks)
+    window = (None, 0) if case.arguments.get("causal") else (None, None)
+    problem = Problem(layout, layout, window)
+    schedule = ring_schedule(problem) if strategy == "ring" else gathered_schedule(problem)
+    boxes: dict = defaultdict(queue.Queue)
+    for pair in ((a, b) for a in range(ranks) for b in range(ranks)):
+        boxes[pair] = queue.Queue()
+    results: dict[int, dict[str, Tensor]] = {}
+
+    def shard(tensor: Tensor, rank: int, dim: int = 1) -> Tensor:
+        return torch.cat([tensor.narrow(dim, c.start, c.length) for c in layout.ring_chunks(rank)], dim)
+
+    def of_rank(rank: int) -> None:
+        call = Call(schedule, Thread(rank, ranks, boxes), {"backend": "cpu"}, dict(case.arguments), None, None, None,
+                    0, case.heads, False, None)  # fmt: skip
+        with torch.no_grad():
+            q, k, v, dout = (shard(t, rank) for t in (inputs.q, inputs.k, inputs.v, inputs.dout))
+            out, lse = forward(call, q, k, v, None, None, None)
+            found = backward(call, dout, shard(inputs.dlse, rank, 2), q, k, v, out, lse, None, None)
+        results[rank] = {
+            "out": out, "lse": lse, "dq": found.q.finish(), "dk": found.k.finish(), "dv": found.v.finish(),
+        }  # fmt: skip
+
+    threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == ranks
+    runs = sorted((chunk, rank) for rank in range(ranks) for chunk in layout.ring_chunks(rank))
+    return {
+        name: torch.cat(
+            [results[r][name].narrow(2 if name == "lse" else 1, c.local, c.length) for c, r in runs],
+            2 if name == "lse" else 1,
+        )
+        for name in results[0]
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_the_error_does_not_grow_with_the_number_of_ranks(strategy, dtype):
+    case = AttentionCase(
+        seq_q=512, seq_k=512, batch=1, heads=2, heads_kv=1, head_dim=16, head_dim_v=16, dtype=dtype,
+        arguments={"causal": True},
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
+    cancelled = _cancelled(case, inputs, oracle["out"])
+    errors = {}
+    for ranks in (2, 8, 64):
+        found = simulate(case, ranks, strategy)
+        for name, value in found.items():
+            assert_close(f"{ranks} ranks: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
+        errors[ranks] = {name: size(value.double() - oracle[name]).typical for name, value in found.items()}
+    for name, few in errors[2].items():
+        assert errors[64][name] <= 1.5 * few + size(oracle[name]).typical * torch.finfo(dtype).eps / 4, (name, errors)
+
+
+def test_a_merge_of_one_result_is_that_result():
+    q = torch.randn(1, 6, 2, 8)
+    out, lse = flashtile.attention(q, q, q, return_lse=True)
+    merge = RunningMerge(q, 8)
+    merge.add((0, 6), out, lse)
+    assert merge.finish() == (out, lse)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_merging_is_exact_where_nothing_is_rounded(parts):
+    """Results with the same lse, and rows that see nothing in some parts, or in all."""
+    q = torch.zeros(1, 4, 1, 2)
+    merge = RunningMerge(q, 2)
+    for part in range(parts):
+        out, lse = torch.full((1, 4, 1, 2), float(part)), torch.zeros(1, 1, 4)
+        lse[..., 3] = float("-inf")
+        out[:, 3] = 0
+        if part:
+            lse[..., 2], out[:, 2] = float("-inf"), 0
+        merge.add((0, 4), out, lse)
+    out, lse = merge.finish()
+    assert torch.equal(out[0, :2, 0, 0], torch.full((2,), (parts - 1) / 2))
+    assert torch.equal(out[0, 2:, 0, 0], torch.zeros(2))
+    torch.testing.assert_close(lse[0, 0, :2], torch.full((2,), parts).log())
+    assert lse[0, 0, 2] == 0
+    assert lse[0, 0, 3] == float("-inf")
+
+
+def test_a_merge_of_nothing_is_blind():
+    q = torch.zeros(2, 3, 1, 4)
+    out, lse = RunningMerge(q, 5).finish()
+    assert out.shape == (2, 3, 1, 5)
+    assert not out.any()
+    assert lse.isneginf().all()
+    out, lse = RunningMerge(q, 5).finish(torch.tensor([0.5]))
+    assert not out.any()
+    assert (lse == 0.5).all()
+
+
+def test_infinite_scores_stay_infinite():
+    q = torch.zeros(1, 2, 1, 1)
+    merge = RunningMerge(q, 1)
+    merge.add((0, 2), torch.full((1, 2, 1, 1), float("nan")), torch.tensor([[[float("inf"), 0.0]]]))
+    merge.add((0, 2), torch.ones(1, 2, 1, 1), torch.zeros(1, 1, 2))
+    out, lse = merge.finish()
+    assert out[0, 0].isnan()
+    assert lse[0, 0, 0] == float("inf")
+
+
+def test_sums_start_where_their_parts_do():
+    like = torch.zeros(1, 4, 1, 1, dtype=torch.bfloat16)
+    total = Sum(like)
+    total.add((1, 3), torch.ones(1, 2, 1, 1, dtype=torch.bfloat16))
+    total.add((0, 4), torch.full((1, 4, 1, 1), 2**-8, dtype=torch.bfloat16))
+    total.add((0, 4), torch.full((1, 4, 1, 1), 2**-8, dtype=torch.bfloat16))
+    # In bfloat16 each of the small ones would be lost beside 1.
+    assert total.finish()[0, :, 0, 0].tolist() == [2**-7, 1 + 2**-7, 1 + 2**-7, 2**-7]
+    assert not Sum(like).finish().any()
