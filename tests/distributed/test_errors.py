@@ -1,0 +1,65 @@
+"""What is refused, and how: on every rank, before anything is exchanged; and what a lost rank looks like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_jobs import JOBS, REFUSED
+from distributed_processes import start
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("shapes", "q: expected the same on all ranks, got ((1, 8, 2, 4), 'torch.float32', False) on rank 0 and"),
+        ("settings", "causal: expected the same on all ranks, got True on rank 0 and False on rank 1 (and others"),
+        ("bias", "bias: expected the same on all ranks, got None on rank 0 and ((1, 1, 16, 16)"),
+        ("values", "dropout_seed: expected the same on all ranks, got [0, 0] on rank 0 and [1, 0] on rank 1"),
+    ],
+)
+def test_ranks_that_come_with_different_calls_hear_of_it(name, message, results):
+    assert message in results[0][name]
+    assert name != "shapes" or "on rank 1" in results[0][name]
+    assert "expected the same on all ranks" in results[1][name]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_strategy_cannot_do_is_refused(name, results):
+    for of_rank in results:
+        assert REFUSED[name][1] in of_rank["refused"][name]
+
+
+def test_ranks_agree_once_for_each_kind_of_call(results):
+    assert [of_rank["agreed"] for of_rank in results] == [[1, 1, 1, 2]] * 2
+
+
+def test_the_dropout_seed_is_that_of_the_first_rank(results):
+    out, alone = results[0]["seed"]
+    torch.testing.assert_close(out, alone)
+    torch.testing.assert_close(results[1]["seed"][0], alone)
+
+
+def test_a_lost_rank_is_named_with_the_step(results):
+    assert "rank 0 (place 0 of 2) failed at forward, step 1 of 2, keys and values" in results[0]["lost"]
+    assert "place 1" in results[0]["lost"]
+    assert results[1]["lost"] == "gone"
+
+
+def test_helpers(results):
+    first, second = (of_rank["helpers"] for of_rank in results)
+    assert first["positions"].tolist() == [0, 1, 6, 7]
+    assert second["positions"].tolist() == [2, 3, 4, 5]
+    assert first["contiguous"].tolist() == [0, 1, 2, 3]
+    assert first["documents"].tolist() == [0, 1, 3, 0]
+    assert second["documents"].tolist() == [2, 0, 1, 2]
+    for found in (first, second):
+        assert found["mean"] == 2
+        assert found["grad"] == 0.25
+        assert torch.equal(found["round"], torch.arange(16).view(2, 8))
+    assert "tensor: expected one without a gradient" in results[0]["unshard"]

@@ -1,0 +1,149 @@
+"""What processes do in tests of errors and helpers; each gets a mesh of all of them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import flashtile
+from flashtile.distributed import (
+    context_parallel_attention,
+    mean_over_shards,
+    sequence_positions,
+    shard_sequence,
+    unshard_sequence,
+)
+
+
+def error(mesh: DeviceMesh, shape: tuple[int, ...] = (1, 8, 2, 4), **arguments: Any) -> str:
+    q = torch.randn(shape)
+    try:
+        context_parallel_attention(q, q, q, mesh=mesh, **arguments)
+    except (TypeError, ValueError) as raised:
+        return str(raised)
+    return "nothing"
+
+
+def shapes(mesh: DeviceMesh) -> str:
+    return error(mesh, (1, 8 + 2 * dist.get_rank(), 2, 4))
+
+
+def settings(mesh: DeviceMesh) -> str:
+    return error(mesh, causal=dist.get_rank() == 0, scale=0.5 if dist.get_rank() else 0.25)
+
+
+def bias_on_one(mesh: DeviceMesh) -> str:
+    return error(mesh, bias=torch.zeros(16, 16) if dist.get_rank() else None)
+
+
+def values(mesh: DeviceMesh) -> str:
+    """Looked at only where asked for."""
+    os.environ["FLASHTILE_CHECK_VALUES"] = "1"
+    try:
+        return error(mesh, dropout_p=0.1, dropout_seed=torch.tensor([dist.get_rank(), 0]))
+    finally:
+        del os.environ["FLASHTILE_CHECK_VALUES"]
+
+
+def agreed_once(mesh: DeviceMesh) -> list[int]:
+    """How many exchanges of facts three equal calls take, and one of another kind."""
+    counts, calls = [], []
+    gather = dist.all_gather_object
+    dist.all_gather_object = lambda *given: (calls.append(1), gather(*given))
+    try:
+        for shape in ((1, 4, 1, 4),) * 3 + ((1, 6, 1, 4),):
+            assert error(mesh, shape) == "nothing"
+            counts.append(len(calls))
+    finally:
+        dist.all_gather_object = gather
+    return counts
+
+
+def seed(mesh: DeviceMesh) -> list[torch.Tensor]:
+    """Left out, it is drawn on the first rank, whatever the others' generators are at."""
+    torch.manual_seed(7 + dist.get_rank())
+    q = shard_sequence(torch.randn(1, 32, 2, 8, generator=torch.Generator().manual_seed(0)), mesh)
+    out = unshard_sequence(context_parallel_attention(q, q, q, mesh=mesh, dropout_p=0.5), mesh)
+    torch.manual_seed(7)
+    whole = unshard_sequence(q, mesh)
+    return [out, flashtile.attention(whole, whole, whole, dropout_p=0.5)]
+
+
+def lost(mesh: DeviceMesh) -> str:
+    """One rank makes a call, the other has gone on to something else."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    own = DeviceMesh.from_group(group, mesh.device_type)
+    assert error(own) == "nothing"
+    if dist.get_rank():
+        return "gone"
+    try:
+        error(own)
+    except RuntimeError as raised:
+        return str(raised)
+    return "nothing"
+
+
+def unshard_with_gradient(mesh: DeviceMesh) -> str:
+    try:
+        unshard_sequence(torch.ones(2, 2, requires_grad=True), mesh)
+    except ValueError as raised:
+        return str(raised)
+    return "nothing"
+
+
+def helpers(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
+    total = torch.tensor([2.0, 6.0][rank], requires_grad=True)
+    mean = mean_over_shards(total, [1, 3][rank], mesh)
+    (grad,) = torch.autograd.grad(mean, total)
+    return {
+        "positions": sequence_positions(8, mesh),
+        "contiguous": sequence_positions(8, mesh, layout="contiguous"),
+        "documents": sequence_positions(8, mesh, cu_seqlens=(0, 3, 3, 7)),
+        "mean": mean.detach(),
+        "grad": grad,
+        "round": unshard_sequence(shard_sequence(torch.arange(16).view(2, 8), mesh), mesh),
+    }
+
+
+#: Arguments that are refused, and how the message goes.
+REFUSED = {
+    "strategy": ({"strategy": "rings"}, "strategy: expected one of ring, all_to_all"),
+    "mesh": ({"strategy": "ring_all_to_all"}, "mesh: expected 2 dimensions for strategy='ring_all_to_all', got 1"),
+    "heads": ({"strategy": "all_to_all", "shape": (1, 8, 3, 4)}, "expected a number of query heads that 2 ranks"),
+    "uneven": ({"shape": (1, 7, 2, 4)}, "sequence: expected a length that 4 divides (zigzag over 2 ranks), got 14"),
+    "layout": ({"layout": "striped"}, "layout: expected one of zigzag, contiguous, got 'striped'"),
+    "rows": ({"bias": torch.zeros(5, 16)}, "bias: expected the 16 rows of the whole sequence, or the 8 of this shard"),
+    "row-sharded": (
+        {"bias": torch.zeros(8, 16), "strategy": "all_to_all"},
+        "bias: expected the 16 rows of the whole sequence with strategy='all_to_all', got 8",
+    ),
+    "dimensions": ({"cu_seqlens": (0, 8)}, "q: expected 3 dimensions [tokens, heads, head_dim]"),
+    "documents": ({"cu_seqlens": (0, 20), "shape": (8, 2, 4)}, "cu_seqlens: expected at most the 16 tokens"),
+    "decreasing": ({"cu_seqlens": (0, 9, 8), "shape": (8, 2, 4)}, "cu_seqlens: expected cumulative lengths from 0"),
+    "backend": ({"backend": "hopper"}, "backend: 'hopper' cannot serve this call"),
+}
+
+
+def refused(mesh: DeviceMesh) -> dict[str, str]:
+    return {name: error(mesh, **arguments) for name, (arguments, _) in REFUSED.items()}
+
+
+#: Jobs by name; the last leaves its group broken.
+JOBS = {
+    "refused": refused,
+    "shapes": shapes,
+    "settings": settings,
+    "bias": bias_on_one,
+    "values": values,
+    "agreed": agreed_once,
+    "seed": seed,
+    "unshard": unshard_with_gradient,
+    "helpers": helpers,
+    "lost": lost,
+}
