@@ -143,7 +143,7 @@ def context_parallel_attention(
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, packed)
     _check_strategy(strategy, places, q.shape[-2], k.shape[-2])
-    documents = () if cu_seqlens is None else _documents(cu_seqlens, q.shape[0] * places.ranks)
+    documents = () if cu_seqlens is None else documents_of(cu_seqlens, q.shape[0] * places.ranks)
     bias, mask = (_of_four(name, table) for name, table in (("bias", bias), ("mask", mask)))
     length_q, length_k = (t.shape[-3] * places.ranks for t in (q, k))
     row_sharded = _row_sharded(bias, mask, strategy, places.ranks, length_q, packed)
@@ -164,23 +164,14 @@ def context_parallel_attention(
     alibi_slopes = replicated(places, "alibi_slopes", alibi_slopes, adds_up)
     sinks = replicated(places, "sinks", sinks, adds_up)
     positional = bool(dropout_p) or any(t is not None for t in (bias, mask, alibi_slopes, key_lengths))
-    longest = _longest(documents, bias, mask)
-    right = 0 if causal else (None if window is None else window[1])
     ring = places.groups[0].size if strategy != "all_to_all" else 1
-    problem = Problem(
-        Layout(length_q, ring, layout),
-        Layout(length_k, ring, layout),
-        (None if window is None else window[0], right),
-        align == "top_left",
-        documents,
-        positional,
-    )
+    problem = problem_of((length_q, length_k), ring, layout, causal, align, window, documents, positional)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
     exchange: Exchange = places.groups[0] if strategy != "all_to_all" else Alone()
     heads = q.shape[-2]
     call = Call(
-        _schedule(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
-        dropout_seed, mask, 0, heads, row_sharded, longest,
+        schedule_of(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
+        dropout_seed, mask, 0, heads, row_sharded, _longest(documents, bias, mask),
     )  # fmt: skip
     statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
@@ -231,8 +222,25 @@ def _run_by_heads(
     return gather_heads(group, out, cut_q), lse
 
 
+def problem_of(
+    lengths: tuple[int, int],
+    ring: int,
+    layout: LayoutKind,
+    causal: bool,
+    align: str,
+    window: Window | None,
+    documents: tuple[int, ...],
+    positional: bool,
+) -> Problem:
+    """What a schedule needs to know of a call. `lengths`: of queries and keys in the whole sequence."""
+    left, right = (None, None) if window is None else window
+    cut_q, cut_k = (Layout(length, ring, layout) for length in lengths)
+    return Problem(cut_q, cut_k, (left, 0 if causal else right), align == "top_left", documents, positional)
+
+
 @functools.lru_cache(maxsize=256)
-def _schedule(strategy: str, problem: Problem) -> Schedule:
+def schedule_of(strategy: str, problem: Problem) -> Schedule:
+    """The steps of a strategy; that of heads alone has one, without transfers."""
     return gathered_schedule(problem) if strategy == "all_gather" else ring_schedule(problem, strategy)
 
 
@@ -282,7 +290,8 @@ def _check_strategy(strategy: str, places: Places, heads: int, heads_kv: int) ->
         check_heads(heads, heads_kv, places.groups[-1].size)
 
 
-def _documents(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
+def documents_of(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
+    """Cumulative lengths as numbers, checked."""
     if isinstance(cu_seqlens, Tensor):
         if cu_seqlens.device.type != "cpu":
             raise ValueError(

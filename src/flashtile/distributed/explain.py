@@ -1,0 +1,141 @@
+"""What a context-parallel call would do: its schedule and its kernels, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.distributed.context_parallel import Align, Strategy, Window, documents_of, problem_of, schedule_of
+from flashtile.distributed.heads import check_heads
+from flashtile.distributed.layout import LayoutKind
+from flashtile.distributed.places import STRATEGIES
+from flashtile.distributed.schedule import Schedule, Work
+
+
+@dataclass(frozen=True)
+class ContextParallelExplanation:
+    """The answer of `explain_context_parallel`.
+
+    Attributes:
+        schedule: who sends what to whom, and computes what, step by step. Its ranks are those of the ring; "all_to_all"
+            has one step of one rank, with some of the heads.
+        heads: query heads that a rank computes at a time.
+        heads_kv: key/value heads.
+        received: bytes that the busiest rank receives in the forward, of keys and values and of exchanges of heads.
+        kernels: of the largest call.
+    """
+
+    schedule: Schedule
+    heads: int
+    heads_kv: int
+    received: int
+    kernels: flashtile.Explanation
+
+    def __str__(self) -> str:
+        return (
+            f"{self.schedule}\n{self.heads} query heads and {self.heads_kv} key/value heads at a time; the busiest "
+            f"rank receives {self.received / 2**20:.2f} MiB in the forward\nthe largest call:\n{self.kernels}"
+        )
+
+
+def explain_context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: int | tuple[int, int],
+    strategy: Strategy = "ring",
+    layout: LayoutKind = "zigzag",
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> ContextParallelExplanation:
+    """Tells what `context_parallel_attention` would do. Runs nothing and needs no process group.
+
+    Args:
+        q: a rank's shard; tensors on the meta device will do. Likewise k and v.
+        ranks: how many; for "ring_all_to_all" the pair (ring, heads).
+        strategy, layout, cu_seqlens, causal, align, window: as of the call.
+        device: the device to ask about, as for `flashtile.explain`, such as "sm_90".
+        options: the other arguments of the call that `flashtile.explain` has too.
+
+    Raises:
+        TypeError, ValueError: as the call itself would.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    two = strategy == "ring_all_to_all"
+    if isinstance(ranks, tuple) is not two:
+        raise ValueError(f"ranks: expected {'a pair' if two else 'a number'} for strategy={strategy!r}, got {ranks}")
+    ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
+    check_heads(q.shape[-2], k.shape[-2], exchanging)
+    heads, heads_kv = q.shape[-2] // exchanging, max(1, k.shape[-2] // exchanging)
+    total = ring * exchanging
+    lengths = q.shape[-3] * total, k.shape[-3] * total
+    documents = () if cu_seqlens is None else documents_of(cu_seqlens, lengths[0])
+    names = ("bias", "mask", "alibi_slopes", "key_lengths")
+    positional = bool(options.get("dropout_p")) or any(options.get(name) is not None for name in names)
+    schedule = schedule_of(strategy, problem_of(lengths, ring, layout, causal, align, window, documents, positional))
+    works = [work for step in schedule.steps for of_rank in step.work for work in of_rank]
+    largest = max(works, key=lambda work: work.pairs, default=None)
+    shapes = [(heads, q.shape[-1]), (heads_kv, k.shape[-1]), (heads_kv, v.shape[-1])]
+    kernels = _kernels(largest, q, shapes, causal, window, device, options)
+    received = _received(schedule, q, k, v, heads_kv, exchanging)
+    return ContextParallelExplanation(schedule, heads, heads_kv, received, kernels)
+
+
+def _kernels(
+    work: Work | None,
+    q: Tensor,
+    shapes: list[tuple[int, int]],
+    causal: bool,
+    window: Window | None,
+    device: torch.device | str | None,
+    options: dict[str, Any],
+) -> flashtile.Explanation:
+    """Those of a call; its sizes are what counts, not where in the sequence it lies."""
+    batch = q.shape[0] if q.dim() == 4 else 1
+    rows, keys = (0, 0) if work is None else (work.rows[1] - work.rows[0], work.keys[1] - work.keys[0])
+    of_q, of_k, of_v = (
+        torch.empty(batch, count, *shape, dtype=q.dtype, device="meta")
+        for count, shape in zip((rows, keys, keys), shapes)
+    )
+    band: dict[str, Any] = {"causal": causal, "window": window}
+    if work is not None and work.mode in ("all", "causal"):
+        band = {"causal": work.mode == "causal"}
+    named = ("scale", "dropout_p", "dropout_seed", "softcap", "deterministic", "backend")
+    given = {name: options[name] for name in named if name in options}
+    if options.get("alibi_slopes") is not None:
+        given["alibi_slopes"] = torch.empty(shapes[0][0], device="meta")
+    for name in ("bias", "mask"):
+        if options.get(name) is not None:
+            given[name] = torch.empty(rows, keys, dtype=options[name].dtype, device="meta")
+    if options.get("key_lengths") is not None:
+        given["key_lengths"] = torch.empty(batch, dtype=torch.int32, device="meta")
+    return flashtile.explain(of_q, of_k, of_v, **band, **given, device=q.device if device is None else device)
+
+
+def _received(schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, heads_kv: int, exchanging: int) -> int:
+    """Bytes that the busiest rank receives in the forward."""
+    item = q.element_size()
+    batch = q.shape[0] if q.dim() == 4 else 1
+    of_key = batch * heads_kv * (k.shape[-1] + v.shape[-1]) * item
+    if schedule.gathered:
+        keys = schedule.problem.keys.share * (schedule.ranks - 1)
+    else:
+        keys = max(
+            sum(t.keys[1] - t.keys[0] for step in schedule.steps for t in step.transfers if t.target == rank)
+            for rank in range(schedule.ranks)
+        )
+    heads = q.shape[-2] // exchanging
+    rows = batch * q.shape[-3] * (exchanging - 1)
+    of_heads = rows * (heads * (q.shape[-1] + v.shape[-1]) * item + heads_kv * (k.shape[-1] + v.shape[-1]) * item)
+    return keys * of_key + (of_heads if exchanging > 1 else 0)

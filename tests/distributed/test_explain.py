@@ -1,0 +1,64 @@
+"""The explanation of a context-parallel call: schedule, sizes and kernels, without processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashtile.distributed import explain_context_parallel
+
+
+def _shards(rows: int = 8192, heads: int = 32, heads_kv: int = 8) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(1, rows, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads, heads_kv, heads_kv))
+
+
+def test_a_causal_ring_runs_on_the_hopper_kernels():
+    found = explain_context_parallel(*_shards(), ranks=4, causal=True, device="sm_90")
+    assert found.schedule.ranks == 4
+    assert found.kernels.backend == "hopper"
+    assert found.heads == 32
+    text = str(found)
+    assert "ring over 4 ranks: 32,768 queries × 32,768 keys, zigzag; balance 1.00" in text
+    assert "rank 2: keys 0:4096 of rank 1" in text
+    assert "the largest call:\nbackend: hopper on sm_90" in text
+
+
+def test_bytes_of_the_strategies():
+    """Of a key: two tensors of 8 heads of 128 columns of 2 bytes. With heads also queries and outputs travel."""
+    of_key = 2 * 8 * 128 * 2
+    received = {
+        strategy: explain_context_parallel(*_shards(), ranks=4, strategy=strategy, device="sm_90").received
+        for strategy in ("ring", "all_gather", "all_to_all")
+    }
+    assert received["ring"] == received["all_gather"] == 3 * 8192 * of_key
+    assert received["all_to_all"] == 3 * 8192 * (2 * 8 * 128 * 2 + 2 * 2 * 128 * 2)
+
+
+def test_heads_and_features():
+    found = explain_context_parallel(
+        *_shards(), ranks=(2, 4), strategy="ring_all_to_all", causal=True, dropout_p=0.1, softcap=3.0, device="sm_90",
+        alibi_slopes=torch.empty(32, device="meta"), key_lengths=torch.empty(1, device="meta"),
+        bias=torch.empty(65536, 65536, dtype=torch.bfloat16, device="meta"),
+    )  # fmt: skip
+    assert (found.heads, found.heads_kv, found.schedule.ranks) == (8, 2, 2)
+    assert found.kernels.backend == "triton"
+
+
+def test_documents():
+    shards = tuple(t[0] for t in _shards(rows=64))
+    found = explain_context_parallel(*shards, ranks=2, cu_seqlens=(0, 20, 20, 30, 128), causal=True, device="sm_90")
+    assert "queries 0:30 × keys 0:30 (3 documents)" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 4, "strategy": "rung"}, "strategy: expected one of ring"),
+        ({"ranks": 4, "strategy": "ring_all_to_all"}, "ranks: expected a pair"),
+        ({"ranks": (2, 2)}, "ranks: expected a number"),
+        ({"ranks": 3, "strategy": "all_to_all"}, "expected a number of query heads"),
+    ],
+)
+def test_what_a_call_would_refuse(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        explain_context_parallel(*_shards(), device="sm_90", **arguments)
