@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from flashtile._backends import devices
 
@@ -172,6 +173,23 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
 def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     call = _CALL._replace(window_right=0)
     assert hopper_plan(call._replace(**change)).launch == hopper_plan(call).launch
+
+
+@pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])
+def test_the_backward_of_learned_slopes_is_the_portable_one(
+    learned: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+    monkeypatch.setattr(devices, "triton_missing", lambda: None)
+    with FakeTensorMode():
+        q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
+        side = SideInputs(alibi_slopes=torch.empty(2, device="cuda"))
+        monkeypatch.setattr(select.hopper, "aligned", lambda *tensors: True)  # fake tensors have no address
+        modules = [
+            select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", learned)
+            for phase in ("forward", "backward")
+        ]
+    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", expected]
 
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:

@@ -93,9 +93,7 @@ def implementation(
     """
     if not q.is_cuda:
         return _implementation(backend, q.device.type, q.dtype, None)
-    return _gpu_implementation(
-        backend, q.device, phase, *_hopper_facts(q, k, v, side, spec), learned_slopes=learned_slopes
-    )
+    return _gpu_implementation(backend, q.device, phase, *_hopper_facts(q, k, v, side, spec), learned_slopes)
 
 
 def hopper_call(
