@@ -1,0 +1,1 @@
+"""What the scripts that train models as evidence have in common."""

@@ -1,0 +1,53 @@
+"""Time and memory of training, and records of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.bench.record import Record, make_record, write_record
+
+
+class Stopwatch:
+    """Time of steps and peak memory, without waiting for the device between steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda, self._device = device.type == "cuda", device
+
+    def start(self) -> None:
+        """Begins to count; what was allocated before counts as well."""
+        self._wait()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._begin = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Since the start, when the device has done everything."""
+        self._wait()
+        return time.perf_counter() - self._begin
+
+    def peak_mib(self) -> float | None:
+        """Largest memory of tensors on the device since the start; None where PyTorch does not count it."""
+        return torch.cuda.max_memory_allocated(self._device) / 2**20 if self._cuda else None
+
+    def _wait(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+
+
+def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any) -> dict[str, Any]:
+    """A row in the format of docs/design.md; what is not given is null."""
+    return {"op": op, "phase": phase, "impl": impl, "case": case, "ms": None, "tflops": None, "gbps": None,
+            "error": None, **found}  # fmt: skip
+
+
+def save(rows: Sequence[dict[str, Any]], device: torch.device, command: str, output: Path | None) -> Record:
+    """The record of some rows, written where an output is named."""
+    record = make_record(device, command, rows)
+    if output is not None:
+        write_record(record, output)
+    return record
