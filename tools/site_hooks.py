@@ -10,8 +10,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
+import pkgutil
 import posixpath
 import re
 from pathlib import Path
@@ -28,17 +28,15 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/results/README.md": "records.md",
 }
-#: Packages with public names of their own, with the title of their page. Those of `flashtile` itself are divided by
-#: the operation that has them.
+#: Titles of the packages with public names of their own, where it is not their name. The names of `flashtile` itself
+#: are divided by the operation that has them.
 PACKAGES = {
-    "flashtile.modules": "Modules",
-    "flashtile.models": "Models",
-    "flashtile.distributed": "Distributed",
-    "flashtile.integrations": "Integrations",
-    "flashtile.compat": "Other libraries' names",
-    "flashtile.testing": "Testing",
-    "flashtile.learn": "From scratch",
+    "compat": "Other libraries' names",
+    "io_model": "IO model",
+    "learn": "From scratch",
 }
+#: Packages whose names are not public, or have other pages.
+_OTHERS = {"bench", "cli", "ops"}
 #: Operations whose page has another title than their name.
 TITLES = {
     "cross_entropy": "Cross-entropy",
@@ -50,7 +48,12 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
 def on_config(config: Any) -> Any:
-    """The API pages come last in the navigation."""
+    """Documents that the navigation does not name come last among the guides, and the API pages last of all."""
+    (guides,) = (entry["Guides"] for entry in config.nav if isinstance(entry, dict) and "Guides" in entry)
+    named = str(config.nav)
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if f"'{path.name}'" not in named:
+            guides.append({path.read_text("utf-8").partition("\n")[0].lstrip("# "): path.name})
     config.nav.append({"API": [{title: f"api/{name}.md"} for name, title, _ in api_pages()]})
     return config
 
@@ -128,9 +131,10 @@ def api_pages() -> list[tuple[str, str, list[str]]]:
         if name != "__version__":
             groups.setdefault(_operation(getattr(flashtile, name)), []).append(f"flashtile.{name}")
     pages = [(name, TITLES.get(name, name.replace("_", " ").capitalize()), members) for name, members in groups.items()]
-    for package, title in PACKAGES.items():
-        if (ROOT / "src" / package.replace(".", "/")).exists() or importlib.util.find_spec(package):
-            pages.append((package.removeprefix("flashtile."), title, _members(importlib.import_module(package))))
+    for found in pkgutil.iter_modules(flashtile.__path__):
+        if found.name not in _OTHERS and not found.name.startswith("_"):
+            package = importlib.import_module(f"flashtile.{found.name}")
+            pages.append((found.name, PACKAGES.get(found.name, found.name.capitalize()), _members(package)))
     return [page for page in pages if page[2]]
 
 
