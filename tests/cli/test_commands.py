@@ -228,6 +228,18 @@ def test_bench_companions_lists_its_choices():
 
 
 @needs_no_gpu
+def test_bench_decode_prints_bytes_of_the_cache_each_second():
+    result = invoke("bench", "decode", "--quick", "--impl", "flashtile-cpu", "--seconds", 0.01)
+    assert result.exit_code == 0, result.output
+    assert "Decoding fwd: GB/s" in result.output and "flashtile-cpu / copy" in result.output
+
+
+def test_bench_decode_lists_its_choices():
+    result = invoke("bench", "decode", "--list")
+    assert result.exit_code == 0 and "sdpa-flash" in result.output and "decode-b" in result.output
+
+
+@needs_no_gpu
 def test_bench_train_prints_tokens_each_second():
     result = invoke("bench", "train", "--batch", 1, "--impl", "plain")
     assert result.exit_code == 0, result.output

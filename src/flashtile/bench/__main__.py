@@ -21,6 +21,7 @@ from flashtile.bench.runner import Row
 _OPTIONS = {
     "attention": ("table", "cases", "impl", "quick", "seconds"),
     "companions": ("op", "cases", "impl", "quick", "seconds", "jobs"),
+    "decode": ("cases", "impl", "quick", "seconds"),
     "train": ("model", "impl", "quick", "batch", "seconds"),
     "host-time": ("impl",),
 }
@@ -47,12 +48,13 @@ def _parser() -> argparse.ArgumentParser:
     companions = commands.add_parser("companions", help="norms, rotary embedding, softmax and others, likewise")
     companions.add_argument("--op", nargs="+", default=[], help="operations; all by default, --list names them")
     companions.add_argument("--jobs", type=_positive, help="processes that compile before anything is measured")
+    decode = commands.add_parser("decode", help="steps of decoding over a cache, ours beside the peers")
     train = commands.add_parser("train", help="training steps of GPT-2, ours beside transformers")
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
     train.add_argument("--batch", type=_positive, help="sequences in a step")
-    for command in (attention, companions):
+    for command in (attention, companions, decode):
         command.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as '*8192*'")
-    for command in (attention, companions, train):
+    for command in (attention, companions, decode, train):
         command.add_argument("--quick", action="store_true", help="a few cases instead of all")
         command.add_argument("--seconds", type=float, help="time for each phase of each implementation in each case")
         command.add_argument("--list", action="store_true", help="print the cases and implementations, and stop")
@@ -60,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="records as one page of HTML")
     report.add_argument("records", nargs="+", type=Path, help="JSON files")
     report.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page")
-    for command in (attention, companions, train, host_time):
+    for command in (attention, companions, decode, train, host_time):
         command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
         command.add_argument("--output", type=Path, help="JSON file for the record")
         beside = command.add_mutually_exclusive_group()

@@ -13,6 +13,9 @@ from flashtile.bench.companions import implementations as companion_implementati
 from flashtile.bench.companions import tables as companion_tables
 from flashtile.bench.companions.ahead import compile_ahead
 from flashtile.bench.companions.problem import CompanionProblem
+from flashtile.bench.decode import cases as decode_cases
+from flashtile.bench.decode import implementations as decode_implementations
+from flashtile.bench.decode.problem import problem_of as decode_problem
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
@@ -101,6 +104,32 @@ def bench_companions(
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
 
 
+def bench_decode(
+    cases: Sequence[str] = (),
+    impl: Sequence[str] = (),
+    quick: bool = False,
+    output: Path | None = None,
+    on_case: OnCase = _nothing,
+    *,
+    seconds: float | None = None,
+) -> Record:
+    """Measures steps of decoding over a cache, and copies, on this machine's device.
+
+    Args:
+        quick: a few cases instead of all.
+        cases, impl, output, on_case, seconds: as `bench_attention`.
+
+    Raises:
+        ChoiceError: a pattern or a name matches nothing.
+    """
+    device = default_device()
+    known = decode_cases.decode_cases(device)
+    chosen_cases = select_cases(decode_cases.quick_cases(known) if quick else known, _split(cases))
+    chosen: list[AnyImplementation] = [*decode_implementations.select_implementations(_split(impl), device)]
+    chosen.append(decode_implementations.COPY)
+    return _run(chosen_cases, chosen, device, output, on_case, seconds, decode_problem)
+
+
 def bench_train(
     model: Sequence[str] = (),
     impl: Sequence[str] = (),
@@ -185,6 +214,13 @@ def describe_training(device: torch.device) -> str:
     return _listed({"cases": names, "implementations": [i.name for i in training_implementations.IMPLEMENTATIONS]})
 
 
+def describe_decoding(device: torch.device) -> str:
+    """The same of decoding."""
+    names = [case.name for case in decode_cases.decode_cases(device)]
+    here = [i.name for i in decode_implementations.IMPLEMENTATIONS if device.type in i.devices]
+    return _listed({"cases": names, "implementations": here})
+
+
 def _listed(lists: dict[str, list[str]]) -> str:
     return "\n".join("\n  ".join([f"{heading}:", *names]) for heading, names in lists.items())
 
@@ -193,12 +229,14 @@ def _listed(lists: dict[str, list[str]]) -> str:
 DESCRIPTIONS: dict[str, Callable[[torch.device], str]] = {
     "attention": describe_choices,
     "companions": describe_companions,
+    "decode": describe_decoding,
     "train": describe_training,
 }
 #: Name of a command -> what measures. All take `impl` and `output`; all but host-time also `on_case`.
 _MEASURES: dict[str, Callable[..., Record]] = {
     "attention": bench_attention,
     "companions": bench_companions,
+    "decode": bench_decode,
     "train": bench_train,
     "host-time": bench_host_time,
 }
@@ -229,6 +267,8 @@ def ours(command: str, device: torch.device) -> list[str]:
     """Names of our implementations that a command measures on a device when none is named."""
     if command == "companions":
         chosen: Sequence[AnyImplementation] = companion_implementations.select_implementations([], device)
+    elif command == "decode":
+        chosen = decode_implementations.select_implementations([], device)
     elif command == "train":
         chosen = training_implementations.select_implementations([], device)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 from flashtile.bench.cases import Case
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.companions.tables import OPERATIONS, case_of
+from flashtile.bench.decode import cases as decoding
 from flashtile.bench.summary import Ratio, case_key, geometric_mean, is_ours, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.tables import table_of
 from flashtile.bench.training import cases as training
@@ -36,6 +37,8 @@ def case_name(row: Row) -> str:
         return case_of(row["op"], row["case"]).name
     if row.get("op") == training.OP:
         return training.TrainCase(**row["case"]).name
+    if row.get("op") == decoding.OP:
+        return decoding.DecodeCase(**row["case"]).name
     case = Case.from_record(row["case"])
     heads = f"h{case.H}" if case.H == case.Hkv else f"h{case.H}:{case.Hkv}"
     return f"b{case.B}-{heads}-{case.name}"
@@ -45,13 +48,13 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     """Speeds of every implementation, and ours as a multiple of the best peer, a table for each phase.
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
-    then with the share of a copy's speed that ours reaches. Training in tokens each second. Where rows have them, also
+    then with the share of a copy's speed that ours reaches; so is decoding, by the bytes of its cache. Training in
+    tokens each second. Where rows have them, also
     tables of the memory that they take, and of the share of the GPU's peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
-        kind = "Training" if row["op"] == training.OP else "Companions" if row["op"] in OPERATIONS else "Attention"
-        groups.setdefault((kind, row["phase"], _unit(row)), []).append(row)
+        groups.setdefault((_kind(row["op"]), row["phase"], _unit(row)), []).append(row)
     copies = [row for row in rows if row["op"] == Copy.op and row["ms"] is not None]
     found = [
         _speed_table(f"{kind} {phase}", unit, of_group, copies) for (kind, phase, unit), of_group in groups.items()
@@ -67,6 +70,12 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     return found
 
 
+def _kind(op: str) -> str:
+    """The benchmark that an operation's rows belong to."""
+    named = {training.OP: "Training", decoding.OP: "Decoding"}
+    return named.get(op, "Companions" if op in OPERATIONS else "Attention")
+
+
 def host_table(rows: Sequence[Row]) -> Table:
     """Host time of a call: a line for each implementation, a column for each phase, in microseconds."""
     phases = _phases(rows)
@@ -78,16 +87,15 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each table of attention cases, of each companion operation and of training, the geometric means of our speed
-    over the best peer's and over each peer's.
+    """Of each table of attention cases, of each companion operation, of decoding and of training, the geometric means
+    of our speed over the best peer's and over each peer's.
 
     None without a peer.
     """
     by_table: dict[str, list[Row]] = {}
     for row in rows:
-        name = (
-            row["op"] if row["op"] in (*OPERATIONS, training.OP) else f"{table_of(Case.from_record(row['case']))} table"
-        )
+        attention = _kind(row["op"]) == "Attention"
+        name = f"{table_of(Case.from_record(row['case']))} table" if attention else row["op"]
         by_table.setdefault(name, []).append(row)
     found = [_mean_table(name, of_table) for name, of_table in by_table.items()]
     return [table for table in found if table.lines]
@@ -162,6 +170,8 @@ def _unit(row: Row) -> str:
     """Of a speed: of an operation, what bounds it."""
     if row["op"] == training.OP:
         return "tokens/s"
+    if row["op"] == decoding.OP:
+        return "GB/s"
     if row["op"] not in OPERATIONS:
         return "TFLOP/s"
     return "GB/s" if case_of(row["op"], row["case"]).flops(row["phase"]) is None else "TFLOP/s"

@@ -69,6 +69,22 @@ def bench_companions(
     _measure("companions", choice, output, compare, against, show)
 
 
+@bench.command("decode")
+def bench_decode(
+    cases: _Cases = None,
+    impl: _Impl = None,
+    quick: _Quick = False,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    compare: _Compare = None,
+    against: _Against = None,
+    show: _Show = False,
+) -> None:
+    """Steps of decoding over a key/value cache, ours beside the peers; wrong results get no speed."""
+    choice = {"cases": cases, "impl": impl, "quick": quick, "seconds": seconds}
+    _measure("decode", choice, output, compare, against, show)
+
+
 @bench.command("train")
 def bench_train(
     model: Annotated[

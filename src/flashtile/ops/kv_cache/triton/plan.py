@@ -209,7 +209,7 @@ def _plan(
         page_size,
         index_dtypes,
         spec.window_left is not None,
-        spec.window_right is not None,
+        spec.window_right is not None and seq_q > 1,  # a single query lies at the last row, which nothing is right of
         spec.softcap > 0,
         slope_dims > 0,
         has_sinks,
