@@ -1,0 +1,5 @@
+"""flashtile as an attention implementation of Hugging Face transformers: `attn_implementation="flashtile"`."""
+
+from flashtile.integrations.transformers.registration import register, unregister
+
+__all__ = ["register", "unregister"]

@@ -1,0 +1,243 @@
+"""The attention function of `attn_implementation="flashtile"`.
+
+Shape letters: B batch, H query heads, G key/value heads, Q queries, K keys, D head_dim, V head_dim of the values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import flashtile
+from flashtile.integrations.transformers import compact
+from flashtile.integrations.transformers.compact import CompactMask
+
+#: Arguments that some models pass to attention, that change what it computes, and that are not served.
+_REFUSED = {
+    "cache": "a paged cache; generate without continuous batching",
+    "block_table": "a paged cache; generate without continuous batching",
+    "indices": "keys chosen by an indexer; use attn_implementation='sdpa', whose mask has them",
+    "block_indices": "blocks chosen by an indexer; use attn_implementation='sdpa', whose mask has them",
+    "sinks": "a sink for each query; use attn_implementation='eager'",
+    "head_mask": "weights for heads; use attn_implementation='eager'",
+}
+
+
+class Visible(NamedTuple):
+    """What queries see of the keys that are in use."""
+
+    keys: int
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    ends: Tensor | None = None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    output_attentions: bool | None = None,
+    deterministic: bool | None = None,
+    backend: str = "auto",
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, with the arguments of transformers' attention functions.
+
+    Args:
+        query: `[B, H, Q, D]`.
+        key: `[B, G, K, D]`.
+        value: `[B, G, K, V]`.
+        attention_mask: of `masks.make_mask`; or bool or floating point `[B, 1 | H, Q | 1, K]`, which then holds
+            everything, causality too; or `[B, K]`, not 0 where a key is no padding.
+        position_bias: `[1 | B, H, Q, K]`, added to the scores, with a gradient.
+        s_aux: `[H]`, sinks.
+
+    Returns:
+        (out `[B, Q, H, V]`, None: there are no weights).
+    """
+    _refuse(output_attentions, kwargs)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    visible = _visible(module, attention_mask, query.shape[2], key.shape[2], bool(is_causal), sliding_window)
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "softcap": softcap,
+        "causal": visible.causal,
+        "window": visible.window,
+        "sinks": None if s_aux is None else _widened(s_aux, query),
+        "dropout_p": float(dropout),
+        "deterministic": bool(deterministic),
+        "backend": backend,
+    }
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))  # [B, seq, heads, D]
+    packed = _packed(visible, query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
+    if packed is not None:
+        if position_bias is not None:
+            raise ValueError("position_bias: expected None beside packed sequences, got a Tensor; pad them instead")
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (query, key, value))
+        out: Tensor = flashtile.attention_varlen(q, k, v, **packed, **options)
+        return out.view(*query.shape[:2], *out.shape[1:]), None
+    if visible.keys < key.shape[1]:
+        key, value = key[:, : visible.keys], value[:, : visible.keys]
+        position_bias = None if position_bias is None else position_bias[..., : visible.keys]
+    if query.shape[0] != key.shape[0]:  # queries that a model learns, one set for all
+        query = query.expand(key.shape[0], -1, -1, -1)
+    bias = _summed(position_bias, visible.bias, query)
+    out = flashtile.attention(query, key, value, mask=visible.mask, bias=bias, **options)
+    return out, None
+
+
+def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
+    if output_attentions:
+        raise ValueError(
+            "output_attentions: expected False with attn_implementation='flashtile', which never has the weights in "
+            "memory, got True; use attn_implementation='eager' for them"
+        )
+    for name, meaning in _REFUSED.items():
+        if others.get(name) is not None:
+            raise ValueError(f"{name}: not served by attn_implementation='flashtile': {meaning}")
+
+
+def _visible(
+    module: nn.Module,
+    attention_mask: Tensor | None,
+    seq_q: int,
+    seq_k: int,
+    is_causal: bool,
+    sliding_window: int | None,
+) -> Visible:
+    """What a mask and the module's own attributes say."""
+    if attention_mask is None or attention_mask.dim() == 2:
+        return _by_module(attention_mask, seq_q, seq_k, is_causal, sliding_window)
+    mask = compact.decode(attention_mask)
+    if mask is None:
+        # A mask of transformers or of the user, which holds everything.
+        if attention_mask.dtype is torch.bool:
+            return Visible(seq_k, mask=attention_mask)
+        return Visible(seq_k, bias=attention_mask)
+    band = mask.band
+    window: tuple[int | None, int | None] | None = None
+    if band.windowed:
+        width = _window_of(module, sliding_window, band.causal)
+        window = (width - 1, 0) if band.causal else (width, width)
+    if mask.ends is not None:
+        return Visible(seq_k, band.causal, window, ends=mask.ends)
+    keys = _keys_in_use(mask, seq_k)
+    # One query at the last key sees everything before it.
+    causal = band.causal and (seq_q > 1 or window is not None)
+    return Visible(keys, causal, window, mask=mask.visible)
+
+
+def _by_module(
+    attention_mask: Tensor | None, seq_q: int, seq_k: int, is_causal: bool, sliding_window: int | None
+) -> Visible:
+    """The meaning of a call without a mask, or with one that only tells padding: the module's attributes decide."""
+    if is_causal and 1 < seq_q != seq_k:
+        raise ValueError(
+            f"attention_mask: expected a mask beside {seq_q} queries and {seq_k} keys of a causal layer, got None or "
+            "one of keys only, which do not say where the first query lies; pass is_causal=False, or 4 dimensions"
+        )
+    window = None
+    if sliding_window is not None:
+        window = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
+    mask = None
+    if attention_mask is not None:
+        if attention_mask.shape[-1] != seq_k:
+            raise ValueError(
+                f"attention_mask: expected [batch, keys] for {seq_k} keys, got {list(attention_mask.shape)}; pass "
+                "one of 4 dimensions"
+            )
+        mask = attention_mask.bool()[:, None, None, :]
+    return Visible(seq_k, is_causal and (seq_q > 1 or window is not None), window, mask)
+
+
+def _window_of(module: nn.Module, passed: int | None, causal: bool) -> int:
+    """The size of the window by which the mask was made, which is that of the configuration."""
+    configured = getattr(getattr(module, "config", None), "sliding_window", None)
+    if configured is None and (passed is None or not causal):
+        raise ValueError(
+            f"sliding_window: expected {type(module).__name__} to pass it or to have it in its config, as its mask has "
+            "a window, got None; use attn_implementation='sdpa'"
+        )
+    if causal and passed is not None and configured is not None and passed != configured:
+        raise ValueError(
+            f"sliding_window: expected that of the config, {configured}, by which the mask was made, got {passed}; use "
+            "attn_implementation='sdpa'"
+        )
+    width = passed if configured is None else configured
+    assert width is not None
+    return width
+
+
+def _keys_in_use(mask: CompactMask, seq_k: int) -> int:
+    keys = mask.visible.shape[-1] if mask.visible is not None else mask.keys
+    assert keys is not None
+    if keys != seq_k and not (mask.band.prefix and keys < seq_k):
+        raise ValueError(
+            f"attention_mask: expected a mask for the {seq_k} keys of the layer, got one for {keys}; a model that adds "
+            "keys of its own needs attn_implementation='sdpa'"
+        )
+    return keys
+
+
+def _packed(
+    visible: Visible,
+    query: Tensor,
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | None,
+    max_length_k: int | None,
+) -> dict[str, Any] | None:
+    """The lengths of a packed call, given by the user or found by the mask; None for a dense one."""
+    if visible.ends is not None:
+        # No sequence is longer than a row of the batch.
+        starts = torch.nn.functional.pad(visible.ends, (1, 0))
+        return {"cu_seqlens_q": starts, "max_seqlen_q": query.shape[1], "max_seqlen_k": query.shape[1]}
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return None
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        raise ValueError("cu_seq_lens_q, cu_seq_lens_k: expected both or none, got one; pass the same twice")
+    if visible.bias is not None or visible.mask is not None:
+        if visible.mask is None or visible.mask.shape[2] > 1:
+            return None  # a whole mask holds the sequences too, and eager attention knows nothing else
+        raise ValueError(
+            "attention_mask, cu_seq_lens_q: expected one of padding and packed sequences, got both; leave the "
+            "attention_mask out"
+        )
+    return {
+        "cu_seqlens_q": cu_seq_lens_q,
+        "cu_seqlens_k": cu_seq_lens_k,
+        "max_seqlen_q": max_length_q if isinstance(max_length_q, int) else None,
+        "max_seqlen_k": max_length_k if isinstance(max_length_k, int) else None,
+    }
+
+
+def _summed(position_bias: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
+    if position_bias is None or bias is None:
+        only = bias if position_bias is None else position_bias
+        return None if only is None else _widened(only, query)
+    return _widened(position_bias, query) + _widened(bias, query)
+
+
+def _widened(tensor: Tensor, query: Tensor) -> Tensor:
+    """A tensor beside the scores, in a dtype that `flashtile.attention` takes; widening loses nothing."""
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    narrower = (torch.float16, torch.bfloat16, torch.float32)[: 3 if wide is torch.float64 else 2]
+    return tensor.to(wide) if tensor.dtype in narrower and tensor.dtype is not query.dtype else tensor

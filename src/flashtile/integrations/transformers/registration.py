@@ -1,0 +1,93 @@
+"""Telling transformers of the attention implementation."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
+
+from flashtile.integrations.transformers.attention import attend
+from flashtile.integrations.transformers.masks import make_mask
+
+#: Where transformers checks the name of an implementation before a model is built.
+_CHECK = "_check_and_adjust_attn_implementation"
+_registered: set[str] = set()
+
+
+def register(name: str = "flashtile", *, backend: str = "auto", deterministic: bool = False) -> None:
+    """Makes `attn_implementation=name` known to transformers, for all models that look their attention up.
+
+    Models are then built or switched by transformers' own means: `from_pretrained(..., attn_implementation=name)`,
+    `AutoModel.from_config(config, attn_implementation=name)`, `model.set_attn_implementation(name)`. Calling it again
+    replaces what the name stands for.
+
+    Args:
+        name: of the implementation; transformers' own cannot be replaced. transformers takes names with "flash" in them
+            for one of flash_attn's: such models with chunked attention (Llama 4) refuse contexts longer than a chunk.
+            Another name, "tiles" say, serves them.
+        backend: as in `flashtile.attention`.
+        deterministic: as in `flashtile.attention`.
+
+    Raises:
+        TypeError: the name is no string.
+        ValueError: the name is one of transformers' own.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name: expected a str, got {type(name).__name__}; 'flashtile' is the usual one")
+    taken = name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys()
+    if name not in _registered and (taken or "|" in name or "/" in name):
+        raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}; use 'flashtile'")
+
+    def attention(module: Any, *arguments: Any, **options: Any) -> Any:
+        options["deterministic"] = deterministic or options.get("deterministic")
+        return attend(module, *arguments, **options, backend=backend)  # type: ignore[misc]
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, make_mask)
+    _registered.add(name)
+    _let_names_through()
+
+
+def unregister(name: str = "flashtile") -> None:
+    """Takes back `register(name)`. Models that have the implementation fail in their next call.
+
+    Raises:
+        ValueError: the name is not registered.
+    """
+    if name not in _registered:
+        raise ValueError(f"name: expected one of {sorted(_registered)}, got {name!r}; register it first")
+    _registered.remove(name)
+    del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[name]
+    del type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping[name]
+
+
+def _let_names_through() -> None:
+    """Has transformers check registered names by its registry.
+
+    Its own check takes every name with "flash" in it for a build of flash_attn: it would try to download one, or, for
+    models that list builds they are tested with, quietly run another in its place.
+    """
+    check = getattr(PreTrainedModel, _CHECK, None)
+    if check is None:
+        raise RuntimeError(
+            f"transformers: expected PreTrainedModel.{_CHECK}, which 5.23 has; install transformers 5.23"
+        )
+    if getattr(check, "knows_flashtile", False):
+        return
+
+    @wraps(check)
+    def checked(self: PreTrainedModel, attn_implementation: str | None, *arguments: Any, **options: Any) -> str:
+        if attn_implementation not in _registered:
+            adjusted: str = check(self, attn_implementation, *arguments, **options)
+            return adjusted
+        if not self._can_set_attn_implementation():
+            raise ValueError(
+                f"attn_implementation: expected 'eager' or 'sdpa' for {type(self).__name__}, whose attention is "
+                f"written into the model, got {attn_implementation!r}; it cannot be exchanged"
+            )
+        return attn_implementation
+
+    checked.knows_flashtile = True  # type: ignore[attr-defined]
+    setattr(PreTrainedModel, _CHECK, checked)

@@ -1,0 +1,421 @@
+"""Models of transformers with `attn_implementation="flashtile"` beside their own eager attention."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flashtile.integrations.transformers import register, unregister
+from transformers_cases import (
+    ALL,
+    LANGUAGE,
+    SEQ,
+    VOCABULARY,
+    Tiny,
+    build,
+    check,
+    decoder,
+    make_inputs,
+    run,
+    transformers,
+)
+
+Cache = transformers.cache_utils.Cache
+
+# PyTorch's own compiler still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    transformers.logging.set_verbosity_error()
+    register()
+    yield
+    unregister()
+
+
+class Watch(TorchDispatchMode):
+    """Calls of flashtile's operators, and whether anything made a mask of queries and keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.whole_mask = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "flashtile":
+            self.calls.append(function.__name__)
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype is torch.bool:
+            self.whole_mask |= result.shape[-2:] == (SEQ, SEQ)
+        return result
+
+
+# --- logits, loss, gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "padding"),
+    [
+        (name, padding)
+        for name, tiny in ALL.items()
+        for padding in (("none",) if tiny.kind in ("image", "speech") else ("none", "left", "right"))
+    ],
+)
+def test_logits_loss_and_gradients_are_those_of_eager(name: str, padding: str) -> None:
+    check(ALL[name], make_inputs(ALL[name], padding))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_layer_runs_our_operators_forward_and_backward(name: str) -> None:
+    with Watch() as watch:
+        run(build(ALL[name], "flashtile"), make_inputs(ALL[name]))
+    forward = [call for call in watch.calls if call.startswith("attention_forward")]
+    backward = [call for call in watch.calls if call.startswith("attention_backward")]
+    assert len(forward) == len(backward) == (6 if "text to text" in ALL[name].kind or name == "whisper" else 2)
+
+
+def test_learned_positions_of_t5_have_a_gradient() -> None:
+    results = run(build(ALL["t5"], "flashtile"), make_inputs(ALL["t5"], "left"))
+    biases = [grad for name, grad in results.items() if "relative_attention_bias" in name]
+    assert len(biases) == 2 and all((grad != 0).any() for grad in biases)
+
+
+def test_a_mask_of_the_users_own_holds_everything() -> None:
+    tokens = make_inputs(ALL["llama"])["input_ids"]
+    visible = (torch.rand(2, 1, SEQ, SEQ, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(SEQ).bool()
+    as_bias = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    for mask in (visible, as_bias):
+        inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+        ours, eager = build(ALL["llama"], "flashtile"), build(ALL["llama"], "eager")
+        torch.testing.assert_close(
+            ours(**inputs).logits, eager(**{**inputs, "attention_mask": as_bias}).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_a_decoder_made_to_look_both_ways() -> None:
+    check(ALL["llama"], make_inputs(ALL["llama"], "left"), lambda model: setattr(model.config, "is_causal", False))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+def test_dropout_acts_in_training_alone(name: str) -> None:
+    rates = {"gpt2": "attn_pdrop", "llama": "attention_dropout", "t5": "dropout_rate"}
+    tiny, inputs = ALL[name], make_inputs(ALL[name])
+    dropping, plain = build(tiny, "flashtile", **{rates[name]: 0.5}), build(tiny, "flashtile")
+    assert torch.equal(dropping(**inputs).logits, plain(**inputs).logits)
+    dropping.train()
+    logits = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        logits.append(dropping(**inputs).logits)
+    assert torch.equal(logits[0], logits[1]) and not torch.equal(logits[0], logits[2])
+
+
+def test_a_model_learns() -> None:
+    model, inputs = build(ALL["mistral"], "flashtile"), make_inputs(ALL["mistral"], "left")
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(8):
+        loss = model(**inputs).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    inputs = make_inputs(ALL["llama"], "left")
+    plain, checkpointed = (build(ALL["llama"], "flashtile").train() for _ in range(2))
+    checkpointed.gradient_checkpointing_enable()
+    expected, actual = run(plain, inputs), run(checkpointed, inputs)
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+
+
+def test_under_autocast_attention_runs_in_its_dtype() -> None:
+    model, inputs = build(ALL["gpt-oss"], "flashtile"), make_inputs(ALL["gpt-oss"], "left")
+    expected = run(model, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(model, inputs)
+    assert actual["loss"].isfinite() and abs(actual["loss"] - expected["loss"]) < 0.1 * expected["loss"]
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "modernbert"])
+def test_no_mask_of_queries_and_keys_is_made(name: str, padding: str) -> None:
+    model, inputs = build(ALL[name], "flashtile"), make_inputs(ALL[name], padding)
+    del inputs["labels"]
+    with Watch() as watch:
+        model(**inputs)
+    assert not watch.whole_mask
+
+
+# --- packed sequences -----------------------------------------------------------------------------------------------
+
+LENGTHS = (4, 1, 6, 2)
+
+
+def packed_inputs() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sequences in one row, by their positions; and the lengths that transformers' collator adds.
+
+    transformers looks at positions only where there is no cache.
+    """
+    tokens = make_inputs(ALL["llama"])["input_ids"][:1]
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    labels = tokens.masked_fill(positions == 0, -100)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 6, "max_length_k": 6}
+    return {"input_ids": tokens, "position_ids": positions, "labels": labels, "use_cache": False}, lengths
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2"])
+def test_packed_sequences_do_not_see_each_other(name: str) -> None:
+    inputs, lengths = packed_inputs()
+    check(ALL[name], inputs)
+    check(ALL[name], {**inputs, **lengths})
+    with Watch() as watch:
+        run(build(ALL[name], "flashtile"), inputs)
+    assert not watch.whole_mask
+
+
+# gpt-oss looks at positions for its rotary embedding alone: eager attention does not keep its sequences apart at all.
+@pytest.mark.parametrize("name", ["mistral", "gpt-oss"])
+def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
+    model, (inputs, lengths) = build(ALL[name], "flashtile"), packed_inputs()
+    together = model(**inputs, **lengths).logits[0]
+    parts = torch.cat([model(part[None]).logits[0] for part in inputs["input_ids"][0].split(LENGTHS)])
+    torch.testing.assert_close(together, parts, rtol=1e-5, atol=1e-5)
+
+
+def test_several_rows_may_be_packed() -> None:
+    inputs, _ = packed_inputs()
+    inputs["input_ids"] = make_inputs(ALL["llama"])["input_ids"]
+    inputs["position_ids"] = torch.cat((inputs["position_ids"], torch.arange(SEQ)[None]))
+    inputs["labels"] = inputs["input_ids"].masked_fill(inputs["position_ids"] == 0, -100)
+    check(ALL["llama"], inputs)
+
+
+# --- generation -----------------------------------------------------------------------------------------------------
+
+
+def generated(model: Any, inputs: dict[str, Tensor], **options: Any) -> Tensor:
+    arguments = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **options}
+    return model.generate(**{name: value for name, value in inputs.items() if name != "labels"}, **arguments)
+
+
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_greedy_generation_is_that_of_eager(name: str, padding: str, cache: str | None) -> None:
+    inputs = make_inputs(LANGUAGE[name], padding)
+    expected = generated(build(LANGUAGE[name], "eager"), inputs)
+    actual = generated(build(LANGUAGE[name], "flashtile"), inputs, cache_implementation=cache)
+    assert torch.equal(actual, expected)
+    assert len(set(expected[:, SEQ:].flatten().tolist())) > 2
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_greedy_generation_from_an_encoder_is_that_of_eager(name: str) -> None:
+    inputs = make_inputs(ALL[name], "left" if name != "whisper" else "none")
+    inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+    assert torch.equal(generated(build(ALL[name], "flashtile"), inputs), generated(build(ALL[name], "eager"), inputs))
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}, {"prefill_chunk_size": 5}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
+    inputs = make_inputs(ALL[name], "left")
+    expected = generated(build(ALL[name], "eager"), inputs, **options)
+    assert torch.equal(generated(build(ALL[name], "flashtile"), inputs, **options), expected)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_a_filled_cache_goes_on_with_several_tokens(name: str, static: bool) -> None:
+    tiny, tokens = LANGUAGE[name], make_inputs(LANGUAGE[name])["input_ids"]
+    mask = make_inputs(LANGUAGE[name], "left")["attention_mask"]
+
+    def logits(attention: str, cached: bool) -> Tensor:
+        model = build(tiny, attention)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        if not cached:
+            return model(tokens, attention_mask=mask, position_ids=positions).logits
+        cache = (
+            transformers.StaticCache(model.config, max_cache_len=20)
+            if static
+            else transformers.DynamicCache(config=model.config)
+        )
+        parts = []
+        for start, end in ((0, 5), (5, 8), (8, 9), (9, SEQ)):
+            part = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            parts.append(model(tokens[:, start:end], past_key_values=cache, **part).logits)
+        return torch.cat(parts, dim=1)
+
+    real = mask.bool()
+    torch.testing.assert_close(logits("flashtile", True)[real], logits("eager", False)[real], rtol=2e-5, atol=2e-5)
+
+
+# --- torch.compile --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+def test_compiles_whole(name: str) -> None:
+    torch._dynamo.reset()
+    model = build(ALL[name], "flashtile")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    inputs = make_inputs(ALL[name], "left")
+    expected = run(model, inputs)
+    model.zero_grad()
+    out = compiled(**inputs)
+    out.loss.backward()
+    assert_same = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(out.loss.detach(), expected["loss"], **assert_same)
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[f"d {key}"], **assert_same)
+
+
+def test_decoding_from_a_static_cache_compiles_once() -> None:
+    torch._dynamo.reset()
+    model = build(ALL["llama"], "flashtile")
+    tokens = make_inputs(ALL["llama"])["input_ids"]
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    decode = torch.compile(model, fullgraph=True, backend=count)
+    cache = transformers.StaticCache(model.config, max_cache_len=20)
+    with torch.no_grad():
+        model(tokens[:, :6], past_key_values=cache)
+        steps = [decode(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(6, SEQ)]
+        expected = model(tokens).logits[:, 6:]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 1
+
+
+# --- registration and errors ----------------------------------------------------------------------------------------
+
+
+def test_names_come_and_go() -> None:
+    config = ALL["llama"].make_config()
+    register("tiles", backend="reference", deterministic=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tiles")
+    assert model.config._attn_implementation == "tiles"
+    model.set_attn_implementation("flashtile")
+    assert model.config._attn_implementation == "flashtile"
+    unregister("tiles")
+    with pytest.raises(ValueError, match="not supported"):
+        transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="tiles")
+    with pytest.raises(ValueError, match="name: expected one of"):
+        unregister("tiles")
+    for name in ("sdpa", "eager", "paged|eager", "somebody/kernel"):
+        with pytest.raises(ValueError, match="name: expected one that transformers does not use"):
+            register(name)
+    with pytest.raises(TypeError, match="name: expected a str"):
+        register(None)  # type: ignore[arg-type]
+
+
+def test_chunked_attention_needs_a_name_without_flash() -> None:
+    chunked = decoder(attention_chunk_size=4, num_local_experts=2, intermediate_size_mlp=48, pad_token_id=0)
+    tiny = Tiny("Llama4TextConfig", "AutoModelForCausalLM", chunked)
+    with pytest.raises(ValueError, match="chunked attention"):
+        run(build(tiny, "flashtile"), make_inputs(tiny))
+    register("tiles")
+    check(tiny, make_inputs(tiny, "right"), attention="tiles")
+    unregister("tiles")
+
+
+def test_a_backend_asked_for_by_name_runs_or_raises() -> None:
+    register("flashtile-hopper", backend="hopper")
+    model = build(ALL["llama"], "flashtile-hopper")
+    with pytest.raises(ValueError, match="backend: 'hopper' cannot serve this call"):
+        model(**make_inputs(ALL["llama"]))
+    unregister("flashtile-hopper")
+
+
+def test_a_model_whose_attention_is_its_own_is_refused() -> None:
+    config = transformers.GPTNeoConfig(vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4,
+                                       attention_types=[[["global", "local"], 1]])  # fmt: skip
+    with pytest.raises(ValueError, match="attn_implementation: expected 'eager' or 'sdpa' for GPTNeo"):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flashtile")
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_weights_are_not_to_be_had(name: str) -> None:
+    with pytest.raises(ValueError, match="output_attentions: expected False"):
+        build(ALL[name], "flashtile")(**make_inputs(ALL[name]), output_attentions=True)
+
+
+def attention_of(tiny: Tiny) -> tuple[Any, tuple[Any, ...]]:
+    """The registered function, and its first arguments."""
+    function = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["flashtile"]
+    layer = build(tiny, "flashtile").model.layers[0].self_attn
+    return function, (layer, torch.ones(2, 4, 5, 8), torch.ones(2, 2, 9, 8), torch.ones(2, 2, 9, 8))
+
+
+@pytest.mark.parametrize(
+    ("mask", "options", "message"),
+    [
+        (None, {"cache": object()}, "cache: not served"),
+        (None, {"indices": torch.ones(1)}, "indices: not served"),
+        (None, {}, "attention_mask: expected a mask beside 5 queries and 9 keys"),
+        (torch.ones(2, 9), {"is_causal": True}, "attention_mask: expected a mask beside 5 queries and 9 keys"),
+        (torch.ones(2, 8), {"is_causal": False}, r"attention_mask: expected \[batch, keys\] for 9 keys"),
+        (torch.ones(2, 1, 1, 8, dtype=torch.uint8), {}, "expected a mask for the 9 keys of the layer, got one for 8"),
+        (torch.ones(2, 1, 5, 9, dtype=torch.uint8), {}, "expected one of flashtile's masks"),
+        (torch.ones(2, 3, 1, 9, dtype=torch.uint8), {}, "sliding_window: expected LlamaAttention to pass it"),
+        (torch.ones(1, 1, 1, 9), {"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q, cu_seq_lens_k: expected"),
+    ],
+    ids=lambda value: "",
+)
+def test_errors_name_the_argument(mask: Tensor | None, options: dict[str, Any], message: str) -> None:
+    function, arguments = attention_of(ALL["llama"])
+    with pytest.raises(ValueError, match=message):
+        function(*arguments, mask, **options)
+
+
+def test_windows_of_model_and_mask_must_agree() -> None:
+    function, (layer, *tensors) = attention_of(ALL["mistral"])
+    with pytest.raises(ValueError, match="sliding_window: expected that of the config, 5"):
+        function(layer, *tensors, torch.ones(2, 4, 1, 9, dtype=torch.uint8), sliding_window=6)
+
+
+def test_padding_and_packed_sequences_exclude_each_other() -> None:
+    inputs, lengths = packed_inputs()
+    inputs["attention_mask"] = torch.ones(1, SEQ, dtype=torch.int64)
+    inputs["attention_mask"][0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask, cu_seq_lens_q: expected one of padding and packed"):
+        build(ALL["llama"], "flashtile")(**inputs, **lengths)
+
+
+# --- a GPU ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "t5"])
+def test_models_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check(ALL[name], make_inputs(ALL[name], "left"), device="cuda", dtype=dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
+def test_generation_on_a_gpu(cache: str | None) -> None:
+    inputs = {key: value.cuda() for key, value in make_inputs(ALL["mistral"], "left").items()}
+    expected = generated(build(ALL["mistral"], "eager").cuda(), inputs)
+    assert torch.equal(
+        generated(build(ALL["mistral"], "flashtile").cuda(), inputs, cache_implementation=cache), expected
+    )
