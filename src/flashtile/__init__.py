@@ -4,7 +4,7 @@ from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
-from flashtile.ops.attention.inspection import attention_probs
+from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
@@ -30,6 +30,7 @@ __all__ = [
     "apply_rotary_qkv",
     "attention",
     "attention_backward",
+    "attention_column_sums",
     "attention_part",
     "attention_probs",
     "attention_varlen",

@@ -59,6 +59,12 @@ def _matrix() -> list[Any]:
         for dtype in (_FP16, _FP32)
         for width in (64, 128, 256, 512)
     ]
+    cases += [
+        (arch, "column_sums", dtype, (width, width))
+        for arch in _ROWS
+        for dtype in (_FP16, _FP32)
+        for width in (64, 128, 512)
+    ]
     return [
         pytest.param(*case, id=f"{case[0]}-{case[1]}-{_DTYPES[case[2]]}-{case[3][0]}x{case[3][1]}") for case in cases
     ]
@@ -93,6 +99,7 @@ _SPILLS: dict[str, dict[tuple[str, int], int]] = {
         ("forward", 64): 1408, ("forward", 128): 896, ("forward", 256): 512,
         ("dq", 64): 1856, ("dq", 128): 1792,
         ("dkdv", 64): 2560, ("dkdv", 128): 1856, ("dkdv", 512): 384,
+        ("column_sums", 64): 64, ("column_sums", 128): 320,
     },
     "gfx950 float32": {("dkdv", 64): 256, ("dkdv", 128): 1088},
 }  # fmt: skip
@@ -150,7 +157,7 @@ _SITUATIONS = {
 
 @pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("situation", _SITUATIONS)
-@pytest.mark.parametrize("kernel", _KERNELS)
+@pytest.mark.parametrize("kernel", (*_KERNELS, "column_sums"))
 def test_hopper_products_are_asynchronous(kernel: str, situation: str, width: int) -> None:
     binary = compile_call(kernel, "sm_90", _SITUATIONS[situation]._replace(head_dim=width, head_dim_v=width))
     assert "HGMMA" in sass(binary)
@@ -224,7 +231,7 @@ def _features() -> list[Any]:
     return [
         pytest.param(feature, kernel, id=f"{feature}-{kernel}")
         for feature, (call, _) in _FEATURES.items()
-        for kernel in (*_KERNELS, *(("dbias",) if call.bias else ()))
+        for kernel in (*_KERNELS, "column_sums", *(("dbias",) if call.bias else ()))
     ]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -748,27 +748,6 @@ def test_vmap_with_dropout_is_refused(randomness: str) -> None:
     mapped = [t.detach().expand(2, -1, -1, -1, -1) for t in dense_inputs()]
     with pytest.raises(NotImplementedError, match="without dropout"):
         torch.func.vmap(lambda *qkv: flashtile.attention(*qkv, dropout_p=0.5), randomness=randomness)(*mapped)
-
-
-def dual_call() -> Tensor:
-    with forward_ad.dual_level():
-        q = forward_ad.make_dual(torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4))
-        return flashtile.attention(q, q, q)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        dual_call,
-        lambda: torch.func.jvp(smooth_loss, (torch.randn(1, 3, 1, 4),), (torch.randn(1, 3, 1, 4),)),
-        lambda: torch.func.jvp(smooth_loss, (leaf(1, 3, 1, 4),), (torch.randn(1, 3, 1, 4),)),
-        lambda: torch.func.hessian(smooth_loss)(torch.randn(1, 3, 1, 4)),
-    ],
-    ids=["dual", "jvp", "jvp-of-a-leaf", "hessian"],
-)
-def test_forward_mode_is_refused_instead_of_a_zero_tangent(call: Callable[[], Any]) -> None:
-    with pytest.raises(NotImplementedError, match="use reverse mode"):
-        call()
 
 
 def test_operator_is_not_differentiable_by_itself() -> None:

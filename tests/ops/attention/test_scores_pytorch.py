@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.autograd import gradcheck, gradgradcheck
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -261,6 +262,39 @@ def test_autocast_takes_biases_of_its_dtype_and_of_float32(backend: str) -> None
 # --- fake tensors and the compiler ----------------------------------------------------------------------------------
 
 
+@both_backends
+@pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
+def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
+    # q, k and v are plain: the tensor beside them is what the dispatcher has to ask.
+    seen = []
+
+    class Watched(Tensor):
+        @staticmethod
+        def __new__(cls, inner: Tensor) -> Watched:
+            return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        def __init__(self, inner: Tensor) -> None:
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            unwrapped = pytree.tree_map_only(Watched, lambda watched: watched.inner, (args, kwargs or {}))
+            results = function(*unwrapped[0], **unwrapped[1])
+            # Views of it go on to the operator, whose results are plain.
+            return Watched(results) if isinstance(results, Tensor) else results
+
+    tensors = call_inputs() | {"mask": torch.ones(6, 6) > 0}
+    tensors = {key: tensors[key].detach() for key in ("q", "k", "v", name)}
+    tensors["q"].requires_grad_()
+    expected = attend(backend, **tensors)
+    actual = attend(backend, **{**tensors, name: Watched(tensors[name])})
+    equal(actual, expected)
+    assert torch.ops.flashtile.attention_forward.default in seen
+    equal(torch.autograd.grad(loss_of(actual), tensors["q"]), torch.autograd.grad(loss_of(expected), tensors["q"]))
+    assert torch.ops.flashtile.attention_backward.default in seen
+
+
 def test_fake_tensors_give_shapes_without_computing() -> None:
     with FakeTensorMode():
         tensors = {name: torch.empty(t.shape).requires_grad_() for name, t in call_inputs().items()}
@@ -394,13 +428,6 @@ def test_vmap_with_softcap_equals_a_loop(backend: str) -> None:
     stacked = torch.stack((q, 2 * q, -q))
     function = lambda q: flashtile.attention(q, k, v, softcap=0.5, backend=backend)  # noqa: E731
     equal(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
-
-
-@pytest.mark.parametrize("name", LEARNED)
-def test_forward_mode_is_refused_instead_of_a_zero_tangent(name: str) -> None:
-    tensors = {key: tensor.detach() for key, tensor in call_inputs().items()}
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="use reverse mode"):
-        attend(**{**tensors, name: forward_ad.make_dual(tensors[name], torch.ones_like(tensors[name]))})
 
 
 @both_backends

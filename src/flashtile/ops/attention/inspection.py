@@ -1,4 +1,4 @@
-"""The public functions that tell what attention looks at: the weights of chosen rows."""
+"""The public functions that tell what attention looks at: the weights of chosen rows, and what each key receives."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.ops.attention import checks, row_weights
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
+    PACKED_LAYOUT,
     Align,
     Window,
     add_block_mask,
@@ -18,6 +19,8 @@ from flashtile.ops.attention.api import (
     checked_qkv,
 )
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.column_sums import run_column_sums
+from flashtile.ops.attention.operator import lse_dtype, lse_shape
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
@@ -107,6 +110,117 @@ def attention_probs(
         weights = row_weights.weights(q, k, part, side, spec).keys
         kept = row_weights.kept(part, batch, heads_q, side, spec)
     return weights if kept is None else (weights * kept) / (1 - dropout_p)
+
+
+def attention_column_sums(
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool = False,
+    align: Align = "bottom_right",
+    window: Window | None = None,
+    scale: float | None = None,
+    key_lengths: Tensor | None = None,
+    softcap: float | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """How much attention each key receives: the sum over all queries of the softmax weights that they give it.
+
+    The weights are made again, tile by tile, from the `lse` that `attention(..., return_lse=True)` returned; memory is
+    linear in the sequence length. They are those before dropout. The sums are the same in every run, bit for bit, and
+    have no gradient. Arguments not listed are those of `attention`, with `cu_seqlens_q` of `attention_varlen`, and are
+    to be given as in the call that lse comes from. Sinks are not among them: lse counts them.
+
+    Args:
+        q: `[batch, seq_q, heads_q, head_dim]`, packed `[total_q, heads_q, head_dim]`.
+        k: `[batch, seq_k, heads_kv, head_dim]`, packed `[total_k, heads_kv, head_dim]`.
+        lse: `[batch, heads_q, seq_q]`, packed `[heads_q, total_q]`, float32 (float64 beside float64 q). Where k is a
+            part of the keys, that of all: then these are sums of the weights among all.
+        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise. "hopper" has no kernel.
+
+    Returns:
+        `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype of lse. Without sinks they add up to the
+        number of rows that see a key; keys that no row sees, and packed ones past `cu_seqlens_k[-1]`, have 0.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, the named backend cannot serve the call, or a tensor wants a
+            gradient; call it under `torch.no_grad()`.
+        NotImplementedError: under `torch.func` transforms.
+
+    Reference:
+        The weights are remade as in the backward of Dao et al., "FlashAttention" (2022), algorithm 4; such sums decide
+        which keys to keep in Zhang et al., "H2O: Heavy-Hitter Oracle" (2023), section 4.
+    """
+    checks.check_tensors(q=q, k=k, lse=lse)
+    packed = cu_seqlens_q is not None
+    q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
+    _check_lse(lse, q)
+    spec = build_spec(q, causal, align, window, scale, 0.0, True, backend, softcap)
+    if cu_seqlens_q is None:
+        _check_absent(cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        side, batch = SideInputs(None, None, q.shape[1], k.shape[1]), q.shape[0]
+    else:
+        side, batch = _packed_side(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        if bias is not None or mask is not None:
+            checks.check_longest(max_seqlen_q, max_seqlen_k)
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry or sequence")
+        side = side._replace(key_lengths=key_lengths)
+    sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
+    side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, None, batch)
+    if block_mask is not None:
+        if packed:
+            raise ValueError("block_mask: expected None beside cu_seqlens_q, got one; block masks are for dense calls")
+        side, spec = add_block_mask(side, spec, q, block_mask)
+    return run_column_sums(q, k, lse, side, spec, backend)
+
+
+def _check_absent(**arguments: Tensor | int | None) -> None:
+    for name, given in arguments.items():
+        if given is not None:
+            raise ValueError(
+                f"{name}: expected it beside cu_seqlens_q only, got {given!r}; leave it out of a dense call"
+            )
+
+
+def _packed_side(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+) -> tuple[SideInputs, int]:
+    """The lengths of a packed call, and how many sequences there are."""
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
+    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    longest_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+    longest_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
+    return SideInputs(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k), batch
+
+
+def _check_lse(lse: Tensor, q: Tensor) -> None:
+    shape, dtype = lse_shape(q), lse_dtype(q.dtype)
+    if lse.shape != shape:
+        raise ValueError(
+            f"lse: expected {list(shape)}, [batch, heads_q, seq_q] or packed [heads_q, total_q], got "
+            f"{list(lse.shape)}; it is what attention(..., return_lse=True) returns"
+        )
+    if lse.dtype is not dtype:
+        raise TypeError(f"lse: expected dtype {dtype}, as attention returns it, got {lse.dtype}; do not cast it")
+    checks.check_device("lse", lse, q.device)
 
 
 def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device) -> Tensor | None:

@@ -17,24 +17,24 @@ from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, plain_side
 from flashtile.ops.common import dispatch
 
-_SIDE_SCHEMA = (
+SIDE_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
     "Tensor? block_lists, Tensor? block_patterns"
 )
-_SPEC_SCHEMA = (
+SPEC_SCHEMA = (
     "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
     "float softcap, int[]? block_shape, int[]? origin"
 )
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
-    f"attention_forward(Tensor q, Tensor k, Tensor v, {_SIDE_SCHEMA}, {_SPEC_SCHEMA}, str backend)"
+    f"attention_forward(Tensor q, Tensor k, Tensor v, {SIDE_SCHEMA}, {SPEC_SCHEMA}, str backend)"
     " -> (Tensor out, Tensor lse)"
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SIDE_SCHEMA}, {_SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
+    f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
@@ -78,8 +78,9 @@ def _wanted(side: SideInputs) -> tuple[bool, bool, bool]:
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
-    if dispatch.unobserved(q, k, v):
-        return _forward(q, k, v, side, spec, backend)
+    plain = plain_side(side)
+    if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
+        return _forward(q, k, v, side, spec, backend, plain)
     return _forward_op(q, k, v, *side, *spec, backend)
 
 
@@ -97,10 +98,15 @@ def run_backward(
     backend: str,
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
-    if dispatch.unobserved(q, k, v, dout):
+    if dispatch.unobserved(q, k, v, dout, dlse, *side_tensors(side)):
         return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
     return Gradients(*grads[:3], *(grad if wants else None for grad, wants in zip(grads[3:], wanted)))
+
+
+def side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
+    """The side inputs without the two lengths among them."""
+    return side[:2] + side[4:]
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
@@ -120,7 +126,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, *rest):
-        side, spec, backend = _unflatten(rest)
+        side, spec, backend = unflatten(rest)
         out, lse = _run_forward(q, k, v, side, spec, backend)
         _save(ctx, q, k, v, out, lse, side, spec, backend, len(rest))
         return out, lse
@@ -136,9 +142,9 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = (dout, dlse, q, k, v, out, lse)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
             grads = _DifferentiableBackward.apply(*tensors, *side, *spec, *wanted, backend)
-        elif dispatch.unobserved(q, k, v, dout):
+        elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
             grads = _backward(*tensors, side, spec, wanted, backend)
         else:
             grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
@@ -169,14 +175,18 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        _save(ctx, q, k, v, *output, *_unflatten(rest), len(rest))
+        _save(ctx, q, k, v, *output, *unflatten(rest), len(rest))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError(
-            "flashtile.attention has no forward-mode derivative (torch.func.jvp, torch.func.jacfwd, "
-            "torch.autograd.forward_ad); use reverse mode: torch.func.vjp, torch.func.jacrev"
-        )
+        from flashtile.ops.attention.forward_mode import Tangents, forward_derivative
+
+        dispatch.refuse_nested_forward_mode("flashtile.attention")
+        q, k, v, _, _, *rest = ctx.saved_tensors
+        max_seqlens, spec, _, _ = ctx.scalars
+        side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
+        given = Tangents(*tangents[:3], *(tangents[3 + index] for index in _LEARNED))
+        return forward_derivative(q, k, v, side, spec, given)
 
 
 def _save(
@@ -192,13 +202,17 @@ def _save(
     other_arguments: int,
 ) -> None:
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest = side
-    ctx.save_for_backward(q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest)
+    saved = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest
+    ctx.save_for_backward(*saved)
+    if dispatch.transformed():
+        ctx.save_for_forward(*saved)
     ctx.scalars = (max_seqlen_q, max_seqlen_k), spec, backend, other_arguments
     ctx.set_materialize_grads(False)
 
 
 class _DifferentiableBackward(torch.autograd.Function):
-    """The backward pass under `create_graph=True`: the operator, itself differentiable through the eager reference."""
+    """The backward pass where it is differentiated again (`create_graph=True`, forward mode over reverse mode): the
+    operator, itself differentiable through the eager reference."""
 
     generate_vmap_rule = True
 
@@ -209,30 +223,17 @@ class _DifferentiableBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         dout, dlse, q, k, v, _, _, *rest = inputs
-        side, ctx.spec, _ = _unflatten((*rest[:_SPEC], rest[-1]))
+        side, ctx.spec, _ = unflatten((*rest[:_SPEC], rest[-1]))
         ctx.wanted = Wanted(*rest[_SPEC:-1])
-        ctx.save_for_backward(dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, *side[4:])
+        saved = dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, *side[4:]
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grads):
-        from flashtile.ops.attention import reference
-
-        dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
-        side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, *rest)
-        names = [name for name, wants in zip(Wanted._fields, ctx.wanted) if wants]
-        inputs = (q, k, v, *(getattr(side, name) for name in names))
-
-        def forward(q, k, v, *learned):
-            return reference.forward(q, k, v, reference.with_learned(side, dict(zip(names, learned))), ctx.spec)
-
-        # out and lse are functions of the inputs here, so the whole derivative goes to those.
-        def first_order(dout, dlse, *inputs):
-            _, pullback = torch.func.vjp(forward, *inputs)
-            return pullback((dout, dlse))
-
-        if dlse is None:
-            dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
-        first, pullback = torch.func.vjp(first_order, dout, dlse, *inputs)
+        first_order, names, primals = _reference_backward(ctx)
+        first, pullback = torch.func.vjp(first_order, *primals)
         of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted) if wants]
         given = zip((*grads[:3], *of_learned), first)
         upstream = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in given)
@@ -244,15 +245,51 @@ class _DifferentiableBackward(torch.autograd.Function):
             *(None,) * (len(AttentionSpec._fields) + len(Wanted._fields) + 1),
         )
 
+    @staticmethod
+    def jvp(ctx, *tangents):
+        dispatch.refuse_nested_forward_mode("flashtile.attention")
+        first_order, names, primals = _reference_backward(ctx)
+        of_side = dict(zip(SideInputs._fields, tangents[7:]))
+        given = zip((*tangents[:5], *(of_side[name] for name in names)), primals)
+        directions = tuple(torch.zeros_like(of) if tangent is None else tangent for tangent, of in given)
+        # Twice in reverse: PyTorch does not nest its own forward mode in one that is under way.
+        first, pullback = torch.func.vjp(first_order, *primals)
+        _, push_forward = torch.func.vjp(pullback, tuple(map(torch.zeros_like, first)))
+        ((dq, dk, dv, *dlearned),) = push_forward(directions)
+        learned = iter(dlearned)
+        return dq, dk, dv, *(next(learned) if wants else dq.new_zeros(0) for wants in ctx.wanted)
+
+
+def _reference_backward(ctx) -> tuple[Callable, list[str], tuple[Tensor, ...]]:
+    """The backward that a `_DifferentiableBackward` has recorded as a function of (dout, dlse, q, k, v, what learns),
+    by the eager reference; the names of what learns; and the arguments. out and lse are functions of the inputs here,
+    so the whole derivative goes to those."""
+    from flashtile.ops.attention import reference
+
+    dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
+    side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, *rest)
+    names = [name for name, wants in zip(Wanted._fields, ctx.wanted) if wants]
+
+    def forward(q, k, v, *learned):
+        return reference.forward(q, k, v, reference.with_learned(side, dict(zip(names, learned))), ctx.spec)
+
+    def first_order(dout, dlse, *inputs):
+        _, pullback = torch.func.vjp(forward, *inputs)
+        return pullback((dout, dlse))
+
+    if dlse is None:
+        dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
+    return first_order, names, (dout, dlse, q, k, v, *(getattr(side, name) for name in names))
+
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, plain: bool
 ) -> tuple[Tensor, Tensor]:
-    """Runs the forward of the backend that serves the call."""
+    """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v."""
     checks.check_values(side, q.shape[0], k.shape[0])
-    q, k, v = _rows_contiguous(q), _rows_contiguous(k), _rows_contiguous(v)
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
-    return implementation.forward(q, k, v, side if plain_side(side) else _readable_side(side), spec)
+    return implementation.forward(q, k, v, side if plain else readable_side(side), spec)
 
 
 def _backward(
@@ -269,19 +306,20 @@ def _backward(
     backend: str,
 ) -> Gradients:
     """Runs the backward of the backend that serves the call."""
-    dout, q, k, v = (_rows_contiguous(t) for t in (dout, q, k, v))
+    dout, q, k, v = (rows_contiguous(t) for t in (dout, q, k, v))
     implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted.alibi_slopes)
-    side = side if plain_side(side) else _readable_side(side)
+    side = side if plain_side(side) else readable_side(side)
     return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 
 
 def _forward_implementation(q, k, v, *rest):
     with torch.no_grad():
-        return _forward(q, k, v, *_unflatten(rest))
+        side, spec, backend = unflatten(rest)
+        return _forward(q, k, v, side, spec, backend, plain_side(side))
 
 
 def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
-    side, spec, backend = _unflatten((*rest[:_SPEC], rest[-1]))
+    side, spec, backend = unflatten((*rest[:_SPEC], rest[-1]))
     with torch.no_grad():
         grads = _backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted(*rest[_SPEC:-1]), backend)
     return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
@@ -308,7 +346,7 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
+def unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
     if len(rest) == 3:
         return tuple(rest)
     spec = AttentionSpec(*rest[_SIDE:_SPEC])
@@ -320,12 +358,12 @@ def _unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
     return SideInputs(*rest[:_SIDE]), spec, rest[_SPEC]
 
 
-def _rows_contiguous(tensor: Tensor) -> Tensor:
+def rows_contiguous(tensor: Tensor) -> Tensor:
     """Kernels take any strides whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _readable_side(side: SideInputs) -> SideInputs:
+def readable_side(side: SideInputs) -> SideInputs:
     """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias and mask may
     have any strides."""
     tensors: dict[str, Any] = {

@@ -7,6 +7,8 @@ except that the softmax runs in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,6 +52,14 @@ def backward(
         upstream = (dout, torch.zeros_like(lse) if dlse is None else dlse)
         grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
     return Gradients(**{name: grad.contiguous() for name, grad in zip(leaves, grads)})
+
+
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """The sum over queries of the weights `exp(score - lse)` of each key, `[batch, heads_q, seq_k]`, packed
+    `[heads_q, total_k]`, in the dtype of lse."""
+    if side.packed:
+        return _column_sums_packed(q, k, lse, side, spec)
+    return _column_sums_dense(q, k, lse, side, spec)
 
 
 def with_learned(side: SideInputs, leaves: dict[str, Tensor]) -> SideInputs:
@@ -111,6 +121,24 @@ def _forward_dense(
     return out, lse.squeeze(-1)
 
 
+def _column_sums_dense(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    seq_q, seq_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(group, dim=1)
+    visible = visible_keys(seq_q, seq_k, spec, q.device) & _shown(side, spec, seq_q, seq_k) & ~lse.isneginf()[..., None]
+    if side.key_lengths is not None:
+        visible = visible & (torch.arange(seq_k, device=q.device) < side.key_lengths[:, None])[:, None, None, :]
+    weights = torch.exp(_scores(q, k, side, spec) - lse.unsqueeze(-1))
+    return weights.masked_fill(~visible, 0).sum(dim=-2)
+
+
+def _column_sums_packed(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    sums = lse.new_zeros(q.shape[1], k.shape[0])
+    for _, rows, columns, one in _sequences(side):
+        given = q[None, rows], k[None, columns], lse[None, :, rows]
+        sums[:, columns] = _column_sums_dense(*given, one, spec)[0]
+    return sums
+
+
 def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, with bias and ALiBi; nothing masked yet."""
     seq_q, seq_k = q.shape[-2], k.shape[-2]
@@ -143,25 +171,30 @@ def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> Ten
 
 def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Each sequence as a batch of one, its rows put back in place; this reads `cu_seqlens` on the host."""
+    outs, lses, end = [], [], 0
+    for sequence, rows, columns, one in _sequences(side):
+        out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
+        outs.append(out[0])
+        lses.append(lse[0])
+        end = rows.stop
+    # Rows past the last sequence are queries without keys.
+    out, lse = _forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), spec, 0)
+    outs.append(out[0])
+    lses.append(lse[0])
+    return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
+
+
+def _sequences(side: SideInputs) -> Iterator[tuple[int, slice, slice, SideInputs]]:
+    """Of each sequence of a packed call: its number, queries and keys, and the side inputs of a batch of it alone."""
     assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
-    starts_q, starts_k = side.cu_seqlens_q.tolist(), side.cu_seqlens_k.tolist()
-    outs, lses = [], []
-    for sequence in range(len(starts_q) - 1):
-        rows = slice(starts_q[sequence], starts_q[sequence + 1])
-        columns = slice(starts_k[sequence], starts_k[sequence + 1])
+    bounds = zip(pairwise(side.cu_seqlens_q.tolist()), pairwise(side.cu_seqlens_k.tolist()))
+    for sequence, (rows, columns) in enumerate(bounds):
         lengths = None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1]
         slopes = side.alibi_slopes
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[sequence]
         one = side._replace(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=lengths, alibi_slopes=slopes)
-        out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
-        outs.append(out[0])
-        lses.append(lse[0])
-    # Rows past the last sequence are queries without keys.
-    out, lse = _forward_dense(q[None, starts_q[-1] :], k[None, :0], v[None, :0], SideInputs(), spec, 0)
-    outs.append(out[0])
-    lses.append(lse[0])
-    return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
+        yield sequence, slice(*rows), slice(*columns), one
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -126,9 +126,10 @@ def by_head(tensor: Tensor, part: Part) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1], 1, 1)
 
 
-def distance(part: Part, dtype: torch.dtype) -> Tensor:
+def distance(part: Part, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
     """ALiBi's `|i + seq_k - seq_q - j|`, `[R, C]`."""
-    return (part.rows[:, None] + (part.seq_k - part.seq_q) - _key_numbers(part)).abs().to(dtype)
+    diagonal = part.seq_k - part.seq_q + (0 if spec.origin is None else spec.origin.diagonal)
+    return (part.rows[:, None] + diagonal - _key_numbers(part)).abs().to(dtype)
 
 
 def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +142,7 @@ def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -
     if side.bias is not None:
         scores = scores + part_of(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
-        scores = scores - by_head(side.alibi_slopes, part) * distance(part, scores.dtype)
+        scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
     return scores, slope
 
 
@@ -197,8 +198,12 @@ def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSp
         return None
     device = part.rows.device
     chosen = torch.arange(heads, device=device) if part.heads is None else part.heads
-    sequence_head = (part.sequence + torch.arange(batch, device=device))[:, None] * heads + chosen
-    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows, part.keys)
+    first, all_heads, row, column = 0, heads, 0, 0
+    if spec.origin is not None:
+        row, column, _, first, all_heads = spec.origin
+    sequence_head = first + (part.sequence + torch.arange(batch, device=device))[:, None] * all_heads + chosen
+    keys = range(part.keys.start + column, part.keys.stop + column)
+    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows + row, keys)
     return bits.unflatten(0, (batch, chosen.shape[0]))
 
 

@@ -28,6 +28,7 @@ _MODULES = {
 }
 #: In the order in which "auto" tries them.
 _AUTOMATIC = ("hopper", "triton", "cpu")
+_NO_REFERENCE = "it holds the whole score matrix; it runs only when asked for by name"
 
 
 def choose_backend(
@@ -50,9 +51,7 @@ def choose_backend(
     }
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
-    why_not_reference = "it holds the whole score matrix; it runs only when asked for by name"
-    call = f"{dtype} on {device_type}"
-    return backends.choose(requested, obstacles, _AUTOMATIC, call, interpreting, why_not_reference)
+    return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
 
 
 def _triton_obstacle(
@@ -94,6 +93,30 @@ def implementation(
     if not q.is_cuda:
         return _implementation(backend, q.device.type, q.dtype, None)
     return _gpu_implementation(backend, q.device, phase, *_hopper_facts(q, k, v, side, spec), learned_slopes)
+
+
+def column_sums_implementation(q: Tensor, backend: str) -> ModuleType:
+    """The module whose `column_sums` serves a call.
+
+    Raises:
+        ValueError: the backend asked for, or every one for "auto", cannot serve it.
+    """
+    return _column_sums_implementation(backend, q.device.type, q.dtype)
+
+
+@functools.cache
+def _column_sums_implementation(backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
+    triton_missing, interpreting = devices.triton_missing(), devices.interpreting()
+    obstacles = {
+        "hopper": "it has no kernel for column sums; backend='triton' has one, on sm_90 too",
+        "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
+        "cpu": backends.cpu_obstacle(device_type),
+        "reference": None,
+    }
+    choice = backends.choose(backend, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
+    if choice.backend is None:
+        raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
+    return importlib.import_module(_MODULES[choice.backend])
 
 
 def hopper_call(

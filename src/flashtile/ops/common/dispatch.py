@@ -38,6 +38,17 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def refuse_nested_forward_mode(name: str) -> None:
+    """To be called in the `jvp` of an autograd.Function: PyTorch switches forward mode off there, so an outer one would
+    get a tangent of 0."""
+    interpreters = torch._C._functorch.get_interpreter_stack() or []
+    if sum(interpreter.key() == torch._C._functorch.TransformType.Jvp for interpreter in interpreters) > 1:
+        raise NotImplementedError(
+            f"{name} has no forward-mode derivative of its forward-mode derivative (torch.func.jvp or jacfwd in "
+            "another): use reverse mode for one of the two, as torch.func.hessian does"
+        )
+
+
 def refuse_named_backend(backend: str) -> None:
     """Under transforms PyTorch's own operations compute a call: a backend asked for by name would not run."""
     if backend not in ("auto", "reference"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
+from flashtile.ops.attention.cpu.column_sums import column_sums
 from flashtile.ops.attention.cpu.torch_flash import served_by_torch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
-__all__ = ["backward", "forward", "served_by_torch"]
+__all__ = ["backward", "column_sums", "forward", "served_by_torch"]
 
 
 #: At least as many elements as a vector register of any processor holds.

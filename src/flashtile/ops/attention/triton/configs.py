@@ -17,7 +17,10 @@ import torch
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.spec import AttentionSpec
 
-Kernel = Literal["forward", "dq", "dkdv", "dbias"]
+Kernel = Literal["forward", "dq", "dkdv", "dbias", "column_sums"]
+
+#: Those whose programs own keys and walk over queries; the others own queries and walk over keys.
+OWN_KEYS = ("dkdv", "column_sums")
 
 #: Sequences from this length on fill a device with large tiles too.
 LONG = 2048
@@ -97,6 +100,8 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
         table = _FLOAT32
     elif kernel == "dbias":
         table = _BIAS_GRADIENT
+    elif kernel == "column_sums" and not device.arch.startswith("gfx1"):
+        table = _COLUMN_SUMS
     elif device.arch == "sm_90" and situation.block_tile and width <= 128:
         table = _HOPPER_BLOCKS
     elif device.arch == "sm_90" and situation.table_bytes and width <= 128:
@@ -140,9 +145,10 @@ def _width(situation: Situation) -> int:
 
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
-    width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
+    width = tile_width(situation.head_dim)
+    width_v = 0 if kernel == "column_sums" else tile_width(situation.head_dim_v)
     scores = tiles.block_m * tiles.block_n
-    moving, resident = (tiles.block_m, tiles.block_n) if kernel == "dkdv" else (tiles.block_n, tiles.block_m)
+    moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
     if tiles.chunk:
         elements = tiles.chunk * (moving + resident) + moving * max(width, width_v)
     elif kernel == "dbias":
@@ -162,7 +168,7 @@ def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> in
 def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) -> TileConfig:
     """Fewer stages first, then narrower tiles on the side that moves, then on the side that stays, then chunks."""
     while shared_memory(kernel, tiles, situation) > limit and not tiles.chunk:
-        moving, resident = (tiles.block_m, tiles.block_n) if kernel == "dkdv" else (tiles.block_n, tiles.block_m)
+        moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
         stages, chunk = tiles.num_stages, 0
         if stages > 2 or (stages > 1 and moving <= 32):
             stages -= 1
@@ -172,7 +178,7 @@ def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) ->
             resident //= 2
         else:
             chunk = 32
-        block_m, block_n = (moving, resident) if kernel == "dkdv" else (resident, moving)
+        block_m, block_n = (moving, resident) if kernel in OWN_KEYS else (resident, moving)
         tiles = TileConfig(block_m, block_n, tiles.num_warps, stages, chunk)
     return tiles
 
@@ -289,6 +295,11 @@ _RDNA: _Table = {
         (256, TileConfig(32, 16, 8, 1)),
         (512, TileConfig(16, 16, 8, 1, 32)),
     ),
+    "column_sums": (
+        (64, TileConfig(64, 32, 8, 1)),
+        (256, TileConfig(32, 32, 8, 1)),
+        (512, TileConfig(16, 16, 8, 1, 32)),
+    ),
     "dkdv": (
         (64, TileConfig(16, 128, 8, 1)),
         (128, TileConfig(16, 32, 8, 1)),
@@ -334,6 +345,15 @@ _BIAS_GRADIENT: _Table = {
     ),
 }
 
+#: Column sums, 16-bit, everywhere but on RDNA; not measured. 64 rows of the product, the fewest that Hopper's take.
+_COLUMN_SUMS: _Table = {
+    "column_sums": (
+        (128, TileConfig(64, 64, 4, 3)),
+        (256, TileConfig(64, 64, 8, 2)),
+        (512, TileConfig(64, 32, 8, 1, 64)),
+    ),
+}
+
 #: float32 everywhere: IEEE products run on the ordinary units, out of registers.
 _FLOAT32: _Table = {
     "forward": (
@@ -353,6 +373,12 @@ _FLOAT32: _Table = {
         (128, TileConfig(32, 32, 8, 2)),
         (256, TileConfig(16, 32, 8, 1)),
         (512, TileConfig(16, 16, 8, 1, 64)),
+    ),
+    "column_sums": (
+        (64, TileConfig(32, 64, 8, 2)),
+        (128, TileConfig(32, 32, 8, 2)),
+        (256, TileConfig(16, 32, 8, 1)),
+        (512, TileConfig(16, 16, 4, 1, 32)),
     ),
     "dbias": (
         (128, TileConfig(32, 32, 4, 1)),

@@ -54,6 +54,17 @@ def backward(
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks)
 
 
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+    """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
+    plan = plan_for("column_sums", q, k, k, None, side, spec)
+    sums = empty(*plan.outputs[0], q.device)
+    if plan.programs:
+        *lengths, _, bias, mask, slopes, lists, patterns, _ = _side_pointers(side)
+        tensors = map(pointer, (q, k, lse, sums))
+        plan.launch(plan.programs, *tensors, *lengths, bias, mask, slopes, lists, patterns, *plan.scalars)
+    return sums
+
+
 def backward_queries(
     dout: Tensor,
     dlse: Tensor | None,

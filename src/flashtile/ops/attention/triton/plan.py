@@ -23,7 +23,9 @@ from flashtile.ops.attention.plans import Layout, SideShape, Table, clipped_wind
 from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
+from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
+    OWN_KEYS,
     Kernel,
     TileConfig,
     choose_tiles,
@@ -40,6 +42,7 @@ _KERNELS = {
     "dq": attention_dq_kernel,
     "dkdv": attention_dkdv_kernel,
     "dbias": attention_dbias_kernel,
+    "column_sums": attention_column_sums_kernel,
 }
 
 #: The tensors of each kernel that have strides, in the order of its parameters.
@@ -48,6 +51,7 @@ _STRIDED = {
     "dq": ("q", "k", "v", "out", "dout", "dq"),
     "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
     "dbias": ("q", "k", "v", "dout"),
+    "column_sums": ("q", "k"),
 }
 
 #: Element types of bias and mask; the latter is read as bytes.
@@ -184,10 +188,11 @@ def _plan(
     tiles = choose_tiles(kernel, facts, situation)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     triples = _stride_triples(kernel, shapes, strides)
-    moving_rows, moving_block = (rows_q, tiles.block_m) if kernel == "dkdv" else (rows_k, tiles.block_n)
+    owns_keys = kernel in OWN_KEYS
+    moving_rows, moving_block = (rows_q, tiles.block_m) if owns_keys else (rows_k, tiles.block_n)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
-    moving_tile = block_tile[0 if kernel == "dkdv" else 1] or moving_block
+    moving_tile = block_tile[0 if owns_keys else 1] or moving_block
     whole = not bounded and moving_rows % moving_tile == 0
     variant = Variant(
         dtype,
@@ -289,7 +294,7 @@ def _block_scalars(kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, 
     rows, columns = batch * heads * lines_q, batch * heads * lines_k
     start = rows + columns + 2
     entries = (length - start) // 4
-    by_column = kernel == "dkdv"
+    by_column = kernel in OWN_KEYS
     lines = lines_k if by_column else lines_q
     places = (rows + 1, start + 2 * entries, start + 3 * entries) if by_column else (0, start, start + entries)
     strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
@@ -338,6 +343,7 @@ def _output_layouts(
         "forward": (((*q_shape[:-1], v_shape[-1]), dtype), (lse_shape, torch.float32)),
         "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
         "dkdv": ((k_shape, dtype), (v_shape, dtype)),
+        "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
         "dbias": (((parts, *(bias.shape if bias else ())), torch.float32),),
     }
     return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
@@ -358,8 +364,8 @@ def _programs(
         assert bias is not None
         nothing = 0 in q_shape or 0 in k_shape or not batch
         return 0 if nothing else math.prod(_own_tiles(bias, shapes, tiles)) * parts
-    own, block = (k_shape, tiles.block_n) if kernel == "dkdv" else (q_shape, tiles.block_m)
-    heads = own[-2] * (1 if packed else batch)
+    own, block = (k_shape, tiles.block_n) if kernel in OWN_KEYS else (q_shape, tiles.block_m)
+    heads = (k_shape if kernel == "dkdv" else q_shape)[-2] * (1 if packed else batch)
     return 0 if 0 in own else tiles_of(own[-3], block, batch, packed) * heads
 
 

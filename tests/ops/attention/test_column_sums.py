@@ -1,0 +1,268 @@
+"""How much attention each key receives, on every backend: against the weights of the float64 oracle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile import BlockMask
+from flashtile.ops.attention.cpu import tiles
+from flashtile.testing import AttentionCase, assert_close, make_inputs, with_arguments
+
+both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
+
+
+def sums_of(case: AttentionCase, backend: str, device: str = "cpu", dtype: torch.dtype | None = None) -> Tensor:
+    """Column sums of a call, from its own lse."""
+    inputs = make_inputs(case, device)
+    q, k, v = (t.to(dtype or case.dtype) for t in (inputs.q, inputs.k, inputs.v))
+    tensors = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in inputs.tensors.items()}
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+    _, lse = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
+    # Sinks are in lse already, and the sums are those before dropout.
+    given = {name: value for name, value in (tensors | case.keywords()).items() if "dropout" not in name}
+    given.pop("sinks", None)
+    return flashtile.attention_column_sums(q, k, lse, **given, backend=backend)
+
+
+def check(case: AttentionCase, backend: str, device: str = "cpu") -> Tensor:
+    actual = sums_of(case, backend, device)
+    oracle = sums_of(case, "reference", device, torch.float64)
+    assert_close(f"{case}: sums", actual, oracle, sums_of(case, "reference", device))
+    return actual
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "_TILE_ROWS", 16)
+    monkeypatch.setattr(tiles, "_TILE_KEYS", 16)
+    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 16 * 16 // torch.get_num_threads())
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+def test_agrees_with_the_oracle(case: AttentionCase) -> None:
+    check(case, "cpu")
+
+
+#: Features alone, and some together: pairs of them meet in the pieces that all kernels share.
+SOME = {name: case for name, case in PAIRS.items() if "+" not in name or "packed" in name} | EDGES
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(SOME))
+def test_interpreted_kernel_agrees_with_the_oracle(case: AttentionCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", parameters(PAIRS))
+def test_kernel_agrees_with_the_oracle(case: AttentionCase, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(EDGES))
+def test_kernel_at_the_edges(case: AttentionCase) -> None:
+    check(case, "triton", "cuda")
+
+
+_LARGE = replace(BASE, seq_q=1517, seq_k=1643, heads=4, dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256, 512])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (200, 30)}, {"softcap": 3.0}], ids=str)
+def test_kernel_over_many_tiles(arguments: dict[str, Any], head_dim: int) -> None:
+    case = with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim), **arguments)
+    first = check(case, "triton", "cuda")
+    assert all(torch.equal(first, sums_of(case, "triton", "cuda")) for _ in range(5))
+    check(replace(case, bias="1hqk", mask="b1qk", alibi_slopes="bh", seq_q=1536, seq_k=1024), "triton", "cuda")
+
+
+def with_block_mask(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.rand(1, 4, 200, 330, generator=generator) < 0.5
+    dense[:, :, 64:128, :128] = dense[:, :, 3] = False
+    dense[:, 1, :128, 64:192] = True
+    shapes = (2, 200, 4, 16), (2, 330, 2, 16)
+    q, k = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    dense = dense.to(device)
+
+    def sums(backend: str, dtype: torch.dtype, **masks: Any) -> Tensor:
+        given = q.to(dtype), k.to(dtype)
+        _, lse = flashtile.attention(*given, given[1], causal=True, **masks, return_lse=True, backend=backend)
+        return flashtile.attention_column_sums(*given, lse, causal=True, **masks, backend=backend)
+
+    actual = sums(backend, dtype, block_mask=BlockMask.from_dense(dense, (64, 128)))
+    oracle = sums("reference", torch.float64, mask=dense)
+    assert_close("sums", actual, oracle, sums("reference", dtype, mask=dense))
+
+
+@both_backends
+def test_block_mask(backend: str) -> None:
+    with_block_mask(backend)
+
+
+@pytest.mark.interpreter
+def test_interpreted_block_mask() -> None:
+    with_block_mask("triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_block_mask_on_a_gpu(dtype: torch.dtype) -> None:
+    with_block_mask("triton", "cuda", dtype)
+
+
+def example(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k = torch.randn(2, 9, 4, 8), torch.randn(2, 11, 2, 8)
+    return q, k, flashtile.attention(q, k, k, return_lse=True, **options)[1]
+
+
+@both_backends
+def test_sums_of_the_weights_by_hand(backend: str) -> None:
+    q, k, lse = example(window=(3, 0))
+    sums = flashtile.attention_column_sums(q, k, lse, window=(3, 0), backend=backend)
+    torch.testing.assert_close(sums, flashtile.attention_probs(q, k, window=(3, 0)).sum(dim=-2))
+    torch.testing.assert_close(sums.sum(dim=-1), torch.full((2, 4), 9.0))
+
+
+@both_backends
+def test_sinks_take_their_share_through_lse(backend: str) -> None:
+    sinks = torch.randn(4)
+    q, k, lse = example(sinks=sinks)
+    sums = flashtile.attention_column_sums(q, k, lse, backend=backend)
+    torch.testing.assert_close(sums, flashtile.attention_probs(q, k, sinks=sinks).sum(dim=-2))
+    torch.testing.assert_close(sums.sum(-1), 9 - torch.exp(sinks[:, None] - lse).sum(-1))
+
+
+@both_backends
+def test_parts_of_the_keys_with_the_lse_of_all(backend: str) -> None:
+    q, k, lse = example()
+    whole = flashtile.attention_column_sums(q, k, lse, backend=backend)
+    parts = [flashtile.attention_column_sums(q, part, lse, backend=backend) for part in (k[:, :4], k[:, 4:])]
+    torch.testing.assert_close(torch.cat(parts, dim=-1), whole)
+
+
+@both_backends
+def test_packed_keys_past_the_end_receive_nothing(backend: str) -> None:
+    q, cu_seqlens = torch.randn(12, 2, 8), torch.tensor([0, 4, 4, 9])
+    _, lse = flashtile.attention_varlen(q, q, q, cu_seqlens, return_lse=True)
+    sums = flashtile.attention_column_sums(q, q, lse, cu_seqlens, backend=backend)
+    assert not sums[:, 9:].any()
+    _, alone = flashtile.attention(q[None, 4:9], q[None, 4:9], q[None, 4:9], return_lse=True)
+    torch.testing.assert_close(
+        sums[:, 4:9], flashtile.attention_column_sums(q[None, 4:9], q[None, 4:9], alone, backend=backend)[0]
+    )
+
+
+@both_backends
+def test_padded_keys_may_be_nan(backend: str) -> None:
+    q, k, _ = example()
+    lengths = torch.tensor([3, 0])
+    k[0, 3:] = k[1] = float("nan")
+    _, lse = flashtile.attention(q, k, k, key_lengths=lengths, return_lse=True)
+    sums = flashtile.attention_column_sums(q, k, lse, key_lengths=lengths, backend=backend)
+    assert sums[0, :, :3].gt(0).all() and not sums[0, :, 3:].any() and not sums[1].any()
+
+
+@both_backends
+def test_any_strides(backend: str) -> None:
+    q, k, lse = example(causal=True)
+    expected = flashtile.attention_column_sums(q, k, lse, causal=True, backend=backend)
+    q, lse = q.transpose(1, 3).contiguous().transpose(1, 3), lse.transpose(1, 2).contiguous().transpose(1, 2)
+    k = k.repeat_interleave(2, dim=1)[:, ::2]
+    assert torch.equal(flashtile.attention_column_sums(q, k, lse, causal=True, backend=backend), expected)
+
+
+def test_operator() -> None:
+    q, k, lse = example()
+    rest = *[None] * 2, 9, 11, *[None] * 8, 0.3, None, 0, False, 0.0, False, 0.0, None, "cpu"
+    torch.library.opcheck(torch.ops.flashtile.attention_column_sums.default, (q, k, lse, *rest))
+    with FakeTensorMode():
+        assert flashtile.attention_column_sums(
+            torch.empty(2, 9, 4, 8), torch.empty(2, 11, 2, 8), torch.empty(2, 4, 9)
+        ).shape == (2, 4, 11)
+
+
+def test_compiled_equals_eager() -> None:
+    q, k, lse = example(causal=True)
+
+    def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        return 2 * flashtile.attention_column_sums(2 * q, k, lse, causal=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, lse), function(q, k, lse))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_and_nothing_as_large_as_the_scores_is_made() -> None:
+    q, k = (torch.randn(1, 16384, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    _, lse = flashtile.attention(q, k, k, causal=True, return_lse=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sums = flashtile.attention_column_sums(q, k, lse, causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 2**22
+    torch.testing.assert_close(sums.sum(-1), torch.full((1, 4), 16384.0, device="cuda"), rtol=1e-2, atol=0)
+
+
+_Q, _K, _LSE = torch.randn(2, 9, 4, 8), torch.randn(2, 11, 2, 8), torch.randn(2, 4, 9)
+_CU = torch.tensor([0, 9])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"lse": _LSE.mT}, ValueError, r"lse: expected \[2, 4, 9\]"),
+        ({"lse": _LSE.double()}, TypeError, "lse: expected dtype torch.float32.* got torch.float64"),
+        ({"lse": _LSE.to("meta")}, ValueError, "lse: expected the device of q"),
+        ({"lse": None}, TypeError, "lse: expected a torch.Tensor"),
+        ({"cu_seqlens_k": _CU}, ValueError, "cu_seqlens_k: expected it beside cu_seqlens_q only"),
+        ({"max_seqlen_q": 9}, ValueError, "max_seqlen_q: expected it beside cu_seqlens_q only"),
+        ({"cu_seqlens_q": _CU}, ValueError, "q: expected 3 dimensions"),
+        ({"key_lengths": torch.tensor([1])}, ValueError, "key_lengths: expected shape"),
+        ({"q": _Q.clone().requires_grad_()}, ValueError, "expected tensors that want no gradient.*torch.no_grad"),
+        ({"bias": torch.zeros(1, requires_grad=True)}, ValueError, "expected tensors that want no gradient"),
+        ({"backend": "hopper"}, ValueError, "no kernel for column sums; backend='triton' has one"),
+        ({"backend": "fast"}, ValueError, "backend: expected one of"),
+    ],
+    ids=lambda value: None if isinstance(value, type) else str(value)[:40],
+)
+def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flashtile.attention_column_sums(**{"q": _Q, "k": _K, "lse": _LSE, **arguments})
+
+
+def test_errors_of_packed_calls() -> None:
+    packed = {"q": _Q[0], "k": _K[0], "lse": _LSE[0], "cu_seqlens_q": _CU}
+    with pytest.raises(ValueError, match="max_seqlen_q, max_seqlen_k: expected both beside bias or mask"):
+        flashtile.attention_column_sums(**packed, mask=torch.ones(9, 11) > 0)
+    with pytest.raises(ValueError, match="block_mask: expected None beside cu_seqlens_q"):
+        flashtile.attention_column_sums(**packed, block_mask=BlockMask.from_dense(torch.ones(9, 11) > 0))
+    with pytest.raises(ValueError, match="expected its last value to be at most the packed total, 9, got 12"):
+        flashtile.attention_column_sums(**{**packed, "cu_seqlens_q": torch.tensor([0, 12])})
+
+
+def test_transforms_are_refused_instead_of_a_missing_derivative() -> None:
+    with pytest.raises(NotImplementedError, match="it has no derivative"):
+        torch.func.grad(lambda q: flashtile.attention_column_sums(q, _K, _LSE).sum())(_Q)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="it has no derivative"):
+        flashtile.attention_column_sums(forward_ad.make_dual(_Q, _Q), _K, _LSE)
+    with torch.no_grad():
+        sums = flashtile.attention_column_sums(_Q.clone().requires_grad_(), _K, _LSE)
+    assert not sums.requires_grad

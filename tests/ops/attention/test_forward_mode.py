@@ -1,0 +1,270 @@
+"""Forward-mode derivatives: against those that PyTorch makes of the eager reference in float64, alone and beneath other
+transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile import BlockMask
+from flashtile.ops.attention import forward_mode, reference
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.testing import AttentionCase, Inputs, assert_close, make_inputs
+
+LEARNED = ("bias", "alibi_slopes", "sinks")
+
+# PyTorch's own forward mode still uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+
+@pytest.fixture
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few rows at a time that short sequences have many parts."""
+    monkeypatch.setattr(forward_mode, "_SCORES_AT_ONCE", 0)
+    monkeypatch.setattr(forward_mode, "_FEWEST_ROWS", 16)
+
+
+def leaves_of(case: AttentionCase, inputs: Inputs, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """All that learns in a call, and a direction for each."""
+    leaves = {name: getattr(inputs, name) for name in "qkv"}
+    leaves |= {name: inputs.tensors[name] for name in LEARNED if name in inputs.tensors}
+    generator = torch.Generator().manual_seed(5)
+    directions = {
+        name: torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for name, t in leaves.items()
+    }
+    wide = dtype is torch.float64
+    return tuple({name: t.double() if wide else t for name, t in given.items()} for given in (leaves, directions))
+
+
+def tangents(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Tangents of out and lse. Those of "reference" are made by PyTorch, not by the formula."""
+    leaves, directions = leaves_of(case, inputs, dtype or case.dtype)
+    rest = {name: t for name, t in inputs.tensors.items() if name not in leaves}
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+
+    def call(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return function(**leaves, **rest, **case.keywords(), return_lse=True, backend=backend)
+
+    if backend == "reference":
+        # The operator would use the formula: its inputs are caught, and the function behind it is differentiated.
+        seen: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("flashtile.ops.attention.api.run_attention", lambda *given: (seen.append(given), (0, 0))[1])
+            call(leaves)
+        *_, side, spec, _ = seen[0]
+        shaped = {name: getattr(side, name) for name in leaves if name in LEARNED}
+        moved = {**directions, **{name: directions[name].view(t.shape) for name, t in shaped.items()}}
+
+        def eager(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            learned = reference.with_learned(side, given)
+            return reference.forward(given["q"], given["k"], given["v"], learned, spec)
+
+        _, (dout, dlse) = torch.func.jvp(eager, ({**leaves, **shaped},), (moved,))
+    else:
+        _, (dout, dlse) = torch.func.jvp(call, (leaves,), (directions,))
+    return {"dout": dout, "dlse": dlse}
+
+
+def check(case: AttentionCase, backend: str = "cpu", device: str = "cpu") -> None:
+    inputs = make_inputs(case, device)
+    oracle, eager = tangents(case, inputs, "reference", torch.float64), tangents(case, inputs, "reference")
+    for name, value in tangents(case, inputs, backend).items():
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name])
+
+
+@pytest.mark.usefixtures("few_rows")
+@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+def test_agrees_with_the_oracle(case: AttentionCase) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["plain", "everything", "packed+band causal", "softcap+sinks"])
+def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
+    check(replace(PAIRS[name], dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["plain", "everything", "packed+band causal", "softcap+sinks"])
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check(replace(PAIRS[name], dtype=dtype, head_dim=64, head_dim_v=64), "auto", "cuda")
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_block_mask() -> None:
+    dense = torch.rand(1, 4, 100, 130, generator=torch.Generator().manual_seed(0)) < 0.5
+    dense[:, :, 3] = dense[:, :, :64, :64] = False
+    q, k = torch.randn(2, 100, 4, 8, dtype=torch.float64), torch.randn(2, 130, 2, 8, dtype=torch.float64)
+
+    def derivative(**mask: Any) -> Any:
+        call = lambda q, k: flashtile.attention(q, k, k, return_lse=True, **mask)  # noqa: E731
+        return torch.func.jvp(call, (q, k), (q.flip(1), k.cos()))
+
+    torch.testing.assert_close(derivative(block_mask=BlockMask.from_dense(dense, (64, 64))), derivative(mask=dense))
+
+
+CHECKED = {
+    "plain": PAIRS["plain"],
+    "softcap_sinks": PAIRS["softcap+sinks"],
+    "causal_bias_dropout": replace(PAIRS["band causal+dropout"], bias="1hqk"),
+    "alibi_lengths": replace(PAIRS["key_lengths+alibi"], key_lengths=(3, 0)),
+    "packed_window": replace(PAIRS["packed+band window"], lengths_q=(2, 0, 3), lengths_k=(3, 2, 1)),
+}
+
+
+def problem(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
+    """A small float64 call as a function of all that learns, and its inputs."""
+    case = replace(CHECKED[name], seq_q=4, seq_k=3, heads=4, head_dim=3, head_dim_v=2, dtype=torch.float64)
+    inputs = make_inputs(case)
+    leaves, _ = leaves_of(case, inputs, torch.float64)
+    leaves = {key: t.masked_fill(t.isinf(), -1).clone().requires_grad_() for key, t in leaves.items()}
+    rest = {key: t for key, t in inputs.tensors.items() if key not in leaves}
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+
+    def call(*given: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = function(**dict(zip(leaves, given)), **rest, **case.keywords(), return_lse=True, backend="cpu")
+        return out, lse.masked_fill(lse.isinf(), 0)  # finite differences of -inf are NaN
+
+    return call, list(leaves.values())
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_gradcheck(name: str) -> None:
+    assert gradcheck(*problem(name), check_forward_ad=True, check_backward_ad=False)
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_forward_over_reverse(name: str) -> None:
+    assert gradgradcheck(*problem(name), check_fwd_over_rev=True, check_rev_over_rev=False, check_undefined_grad=False)
+
+
+def loss(q: Tensor, **options: Any) -> Tensor:
+    out, lse = flashtile.attention(q, 0.5 * q, 2 * q, causal=True, return_lse=True, **options)
+    return out.sin().sum() + lse.cos().sum()
+
+
+def example() -> Tensor:
+    return torch.randn(1, 4, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window": (2, 1)}], ids=["plain", "softcap"])
+def test_jacobians_and_hessians(options: dict[str, Any], backend: str) -> None:
+    q = example()
+    attend = lambda q: flashtile.attention(q, q, q, backend=backend, **options)  # noqa: E731
+    torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.func.jacrev(attend)(q))
+    of_loss = lambda q: loss(q, backend=backend, softcap=options.get("softcap"))  # noqa: E731
+    expected = torch.func.jacrev(torch.func.jacrev(of_loss))(q)
+    torch.testing.assert_close(torch.func.hessian(of_loss)(q), expected)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(of_loss))(q), expected)
+
+
+def test_jacobian_with_everything_beside_q() -> None:
+    # Reverse mode cannot: it maps the backward, and vmap is refused with these.
+    sinks, seed = torch.randn(2, dtype=torch.float64), torch.tensor([3, 4])
+    options = {"sinks": sinks, "mask": torch.ones(4, 4).tril() > 0, "dropout_p": 0.3, "dropout_seed": seed}
+    attend = lambda q: flashtile.attention(q, q, q, **options)  # noqa: E731
+    q = example()
+    torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.autograd.functional.jacobian(attend, q))
+
+
+def test_dual_tensors() -> None:
+    q, direction = example(), example().cos()
+    expected = torch.func.jvp(loss, (q,), (direction,))
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(loss(forward_ad.make_dual(q, direction)))
+    torch.testing.assert_close((found.primal, found.tangent), expected)
+
+
+def test_dual_tensors_through_a_backward() -> None:
+    # Without create_graph, so nothing else would ask for a backward that can be differentiated.
+    q, direction = example().requires_grad_(), example().cos()
+    with forward_ad.dual_level():
+        (grad,) = torch.autograd.grad(loss(forward_ad.make_dual(q, direction)), q)
+        tangent = forward_ad.unpack_dual(grad).tangent
+    hessian = torch.func.jacrev(torch.func.jacrev(loss))(q.detach())
+    torch.testing.assert_close(tangent, torch.einsum("abcdefgh,efgh->abcd", hessian, direction))
+
+
+def test_only_what_moves_has_a_tangent() -> None:
+    q, k, v = (torch.randn(1, 5, 2, 4, dtype=torch.float64) for _ in range(3))
+    for name in "qkv":
+        given = {"q": q, "k": k, "v": v}
+        call = lambda x: flashtile.attention(**{**given, name: x}, window=(2, 1))  # noqa: B023, E731
+        one = given[name]
+        _, tangent = torch.func.jvp(call, (one,), (one.cos(),))
+        expected = torch.einsum("abcdefgh,efgh->abcd", torch.func.jacrev(call)(one), one.cos())
+        torch.testing.assert_close(tangent, expected)
+
+
+def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent() -> None:
+    with pytest.raises(NotImplementedError, match="use reverse mode for one of the two"):
+        torch.func.jacfwd(torch.func.jacfwd(loss))(example())
+    with pytest.raises(NotImplementedError, match="use reverse mode for one of the two"):
+        torch.func.jacfwd(torch.func.jacfwd(torch.func.grad(loss)))(example())
+
+
+def test_padded_keys_may_be_nan() -> None:
+    q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 2, 8)
+    k[1, 2:] = float("nan")
+    call = lambda q, k: flashtile.attention(q, k, k, key_lengths=torch.tensor([5, 2]), return_lse=True)  # noqa: E731
+    _, moved = torch.func.jvp(call, (q, k), (q.cos(), k))
+    assert all(tangent.isfinite().all() for tangent in moved)
+
+
+def test_rows_without_a_key_do_not_move() -> None:
+    q, k = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8)
+    call = lambda q, k: flashtile.attention(q, k, k, causal=True, return_lse=True)  # noqa: E731
+    _, (dout, dlse) = torch.func.jvp(call, (q, k), (q, k))
+    assert not dout[:, :2].any() and not dlse[..., :2].any()
+    assert dout[:, 2:].isfinite().all() and dlse[..., 2:].isfinite().all()
+
+
+def test_autocast_does_not_reach_the_arithmetic_inside() -> None:
+    q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8)
+
+    def call(q: Tensor, k: Tensor) -> Tensor:
+        return flashtile.attention(q, k, k)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, narrow = torch.func.jvp(call, (q, k), (q.cos(), k.sin()))
+    given = tuple(t.bfloat16() for t in (q, k)), tuple(t.bfloat16() for t in (q.cos(), k.sin()))
+    assert torch.equal(narrow, torch.func.jvp(call, *given)[1])
+
+
+def test_nothing_as_large_as_the_scores_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward_mode, "_SCORES_AT_ONCE", 2**16)
+    made: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            made.extend(t.numel() for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
+            return result
+
+    q, spec = torch.randn(1, 2048, 2, 8), AttentionSpec(0.3, window_right=0)
+    moving = forward_mode.Tangents(q, q, q, None, None, None)
+    with Watch():
+        forward_mode.forward_derivative(q, q, q, SideInputs(None, None, 2048, 2048), spec, moving)
+    assert max(made) <= 64 * 2 * 2048 < 2048 * 2048 / 10
+
+
+def test_the_value_is_that_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(2, 9, 2, 8)
+    value, _ = torch.func.jvp(lambda q: flashtile.attention(q, q, q, backend="cpu"), (q,), (q,))
+    assert torch.equal(value, flashtile.attention(q, q, q, backend="cpu"))
+
+
+def test_base_is_many_parts() -> None:
+    assert BASE.seq_q > 2 * 16
