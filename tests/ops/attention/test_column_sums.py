@@ -15,6 +15,7 @@ import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, make_inputs, with_arguments
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -187,7 +188,7 @@ def test_any_strides(backend: str) -> None:
 
 def test_operator() -> None:
     q, k, lse = example()
-    rest = *[None] * 2, 9, 11, *[None] * 8, 0.3, None, 0, False, 0.0, False, 0.0, None, "cpu"
+    rest = *SideInputs(None, None, 9, 11), *AttentionSpec(0.3, window_right=0), "cpu"
     torch.library.opcheck(torch.ops.flashtile.attention_column_sums.default, (q, k, lse, *rest))
     with FakeTensorMode():
         assert flashtile.attention_column_sums(

@@ -215,6 +215,19 @@ def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent() -> 
         torch.func.jacfwd(torch.func.jacfwd(torch.func.grad(loss)))(example())
 
 
+def test_part_of_a_larger_call() -> None:
+    q, k, slopes = torch.randn(2, 3, 2, 4), torch.randn(2, 5, 2, 4), torch.rand(2)
+    part = flashtile.AttentionPart(row=4, column=3, seq_q=9, seq_k=11, head=1, heads=4, sequence=2)
+    options = {"window": (4, 1), "dropout_p": 0.4, "dropout_seed": torch.tensor([5, 6])}
+
+    def call(q: Tensor, k: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flashtile.attention_part(q, k, k, part, alibi_slopes=slopes, **options)
+        return out, lse.masked_fill(lse.isinf(), 0)
+
+    given = [t.double().requires_grad_() for t in (q, k, slopes)]
+    assert gradcheck(call, given, check_forward_ad=True)
+
+
 def test_padded_keys_may_be_nan() -> None:
     q, k = torch.randn(2, 3, 2, 8), torch.randn(2, 5, 2, 8)
     k[1, 2:] = float("nan")
