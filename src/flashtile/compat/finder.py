@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import Distribution, DistributionFinder
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from importlib.metadata import version as version_of
 from pathlib import Path
 from types import ModuleType
 
@@ -191,7 +192,9 @@ def _served(name: str, version: int | None) -> Served:
 
 
 def _refuse_to_replace(name: str) -> None:
-    """Raises where the name is there already, imported or on disk."""
+    """Raises where the name is there already, imported or on disk, and not as flashtile's own distribution of it."""
+    if _is_shim(name):
+        return
     module = sys.modules.get(name)
     if module is not None:
         where = getattr(module, "__file__", None) or "without a file"
@@ -205,6 +208,14 @@ def _refuse_to_replace(name: str) -> None:
             f"{name}: expected it not to be installed, got {spec.origin}; remove that distribution, or pass "
             "override=True to take its place"
         )
+
+
+def _is_shim(name: str) -> bool:
+    """Whether what is installed is `packaging/flash-attn-shim`, which forwards to flashtile as well."""
+    try:
+        return version_of(SERVED[name][0].distribution).endswith("+flashtile")
+    except PackageNotFoundError:
+        return False
 
 
 def _portions(name: str) -> list[str]:
