@@ -90,6 +90,10 @@ VERSION_2 = {
         "_flash_attn_varlen_forward": f"q, k, v, {_SEQLENS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
         "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
         "seqused_k=None, zero_tensors=False",
+        "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_V2_RAW}, deterministic, "
+        "rng_state=None",
+        "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SEQLENS}, {_V2_RAW}, "
+        "deterministic, rng_state=None, zero_tensors=False",
     },
     "flash_attn_triton": _TRITON,
     "bert_padding": _INDICES
@@ -148,6 +152,8 @@ VERSION_1 = {
         "_get_block_size": "device, head_dim, is_dropout",
         "_flash_attn_forward": f"q, k, v, out, {_SEQLENS}, dropout_p, softmax_scale, causal, return_softmax, "
         "num_splits=0, generator=None",
+        "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SEQLENS}, dropout_p, softmax_scale, "
+        "causal, rng_state=None, num_splits=0, generator=None",
     },
     "flash_attention": {
         "FlashAttention": "softmax_scale=None, attention_dropout=0.0",

@@ -238,3 +238,18 @@ def test_results_that_do_not_fit_are_refused():
         attention_backward(q, q, q, q, out, lse.transpose(1, 2))
     with pytest.raises(ValueError, match="part: expected row and column 0 with cu_seqlens"):
         attention_part(q[0], q[0], q[0], AttentionPart(1, 0, 8, 8), cu_seqlens=torch.tensor([0, 8]))
+
+
+def test_backward_of_keys_with_lengths_of_their_own():
+    case = AttentionCase(lengths_q=(5, 0, 9), lengths_k=(7, 4, 6), heads=4, heads_kv=2, arguments={"causal": True})
+    inputs = make_inputs(case)
+    expected = run(case, inputs, "cpu")
+    q, k, v, lengths = inputs.q, inputs.k, inputs.v, inputs.tensors
+    grads = attention_backward(
+        inputs.dout, q, k, v, expected["out"], expected["lse"], dlse=inputs.dlse, causal=True,
+        cu_seqlens=lengths["cu_seqlens_q"], max_seqlen=9, cu_seqlens_k=lengths["cu_seqlens_k"], max_seqlen_k=7,
+    )  # fmt: skip
+    for name, grad in zip("qkv", grads):
+        assert torch.equal(grad, expected[f"d{name}"])
+    with pytest.raises(ValueError, match="cu_seqlens_k: expected None without cu_seqlens"):
+        attention_backward(inputs.dout, q, k, v, expected["out"], expected["lse"], cu_seqlens_k=lengths["cu_seqlens_k"])

@@ -22,6 +22,7 @@ A row that sees no key is 0, with an lse of -inf. Raised are the `TypeError` and
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flashtile.compat.shared import calls
@@ -250,3 +251,83 @@ def _flash_attn_varlen_forward(
     call = Call(dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes)
     layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, leftpad_k, seqused_k)
     return calls.forward(q, k, v, layout, call, return_softmax)
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:
+    """The backward by itself, by `flashtile.attention_backward`: gradients are written to dq, dk and dv, where given.
+
+    `out` and `softmax_lse` may be those of more keys than are here.
+
+    Returns:
+        `rowsum(dout · out)`, float32 `[batch, heads, seq_q rounded up to 128]`.
+    """
+    window = (window_size_left, window_size_right)
+    call = Call(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
+    with torch.no_grad():
+        calls.write_gradients(calls.backward(dout, q, k, v, out, softmax_lse, None, call, rng_state), (dq, dk, dv))
+        sums = calls.row_sums(dout, out)
+        return torch.nn.functional.pad(sums, (0, -sums.shape[-1] % 128))
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    rng_state: Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Tensor:
+    """The packed backward by itself, as `_flash_attn_backward`; `zero_tensors` as in `_flash_attn_varlen_forward`.
+
+    Returns:
+        `rowsum(dout · out)`, float32 `[heads, total_q + 128 · batch]`: those of sequence `b` begin at row
+        `cu_seqlens_q[b] + 128 · b`, other elements are 0.
+    """
+    window = (window_size_left, window_size_right)
+    call = Call(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    with torch.no_grad():
+        calls.write_gradients(calls.backward(dout, q, k, v, out, softmax_lse, layout, call, rng_state), (dq, dk, dv))
+        sums = calls.row_sums(dout, out)
+        batch = cu_seqlens_q.shape[0] - 1
+        spread = sums.new_zeros(sums.shape[0], sums.shape[1] + 128 * batch)
+        row = torch.arange(sums.shape[1], device=sums.device)
+        sequence = torch.searchsorted(cu_seqlens_q.to(row.dtype), row, right=True) - 1
+        inside = sequence < batch
+        return spread.index_add_(1, row + 128 * sequence.clamp(max=max(batch - 1, 0)), sums * inside)

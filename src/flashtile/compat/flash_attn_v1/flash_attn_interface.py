@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.compat.shared import calls
 from flashtile.compat.shared.arguments import unpacked
-from flashtile.compat.shared.version1 import Call, attend, padded_lse, probs, shifted
+from flashtile.compat.shared.version1 import Call, attend, packed_lse, padded_lse, probs, shifted
 
 Output = Tensor | tuple[Tensor, ...]
 
@@ -112,19 +113,19 @@ def flash_attn_unpadded_qkvpacked_split_func(
     first, rest = cu_seqlens[: batch_size0 + 1], cu_seqlens[batch_size0:]
     start = rest[:1]
     options = (dropout_p, softmax_scale, causal, deterministic)
-    calls = [
+    halves = [
         Call(first, first, max_seqlen0, max_seqlen0, *options),
         Call(rest - start, rest - start, max_seqlen1, max_seqlen1, *options),
     ]
-    seeds = [flashtile.draw_dropout_seed(qkv.device) if dropout_p else None for _ in calls]
+    seeds = [flashtile.draw_dropout_seed(qkv.device) if dropout_p else None for _ in halves]
     with _SideStream(qkv) as side:
         later = shifted(qkv, start)
         q1, k1, v1 = later.unbind(1)
-        others = attend(q1, k1, v1, calls[1], return_attn_probs, seeds[1])
+        others = attend(q1, k1, v1, halves[1], return_attn_probs, seeds[1])
         others = others if isinstance(others, tuple) else (others,)
-    ours = attend(q, k, v, calls[0], return_attn_probs, seeds[0])
+    ours = attend(q, k, v, halves[0], return_attn_probs, seeds[0])
     ours = ours if isinstance(ours, tuple) else (ours,)
-    side.join(others, (cu_seqlens, start, *calls[1][:2], *(seed for seed in seeds if seed is not None)))
+    side.join(others, (cu_seqlens, start, *halves[1][:2], *(seed for seed in seeds if seed is not None)))
     # The rows of the others follow: a shift back by as many.
     row = torch.arange(qkv.shape[0], device=qkv.device)
     out = torch.where((row < start)[:, None, None], ours[0], shifted(others[0], -start))
@@ -218,3 +219,44 @@ def _flash_attn_forward(
         out.copy_(result)
         weights = probs(q, k, call, seed) if return_softmax else None
         return out, padded_lse(lse, cu_seqlens_q, max_seqlen_q), rng_state, weights
+
+
+def _flash_attn_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    rng_state: Tensor | None = None,
+    num_splits: int = 0,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The backward by itself, by `flashtile.attention_backward`, written to dq, dk and dv.
+
+    `num_splits` 1 asks for gradients that are the same in every run. With dropout, `rng_state` is that of the forward;
+    where it is None, it is drawn from `generator`, which must be as it was then.
+
+    Returns:
+        dq, dk, dv and `rowsum(dout · out)`, float32 `[batch, heads, max_seqlen_q rounded up to 16]`.
+    """
+    if dropout_p and rng_state is None and generator is not None:
+        rng_state = torch.randint(2**32, (2,), dtype=torch.int64, device=q.device, generator=generator)
+    call = calls.Call(dropout_p, softmax_scale, causal, deterministic=num_splits == 1)
+    layout = calls.Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    with torch.no_grad():
+        lse = packed_lse(softmax_lse, cu_seqlens_q, q.shape[0])
+        gradients = calls.backward(dout, q, k, v, out, lse, layout, call, rng_state, "top_left")
+        calls.write_gradients(gradients, (dq, dk, dv))
+        sums = padded_lse(calls.row_sums(dout, out), cu_seqlens_q, max_seqlen_q)
+        return dq, dk, dv, sums.masked_fill(sums.isneginf(), 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,6 +150,50 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, 
         if return_probs:
             weights = probs_of(q, k, call, seed) if layout is None else packed_probs_of(q, k, layout, call, seed)
         return out, lse, weights, torch.zeros(2, dtype=torch.int64, device=q.device) if seed is None else seed
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: Packed | None,
+    call: Call,
+    seed: Tensor | None,
+    align: Literal["bottom_right", "top_left"] = "bottom_right",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v from the results of a forward, and the dropout seed that it returned."""
+    if call.dropout_p and seed is None:
+        raise ValueError(
+            "rng_state: expected what the forward returned, beside dropout_p, got None; it says what was dropped"
+        )
+    options = _options(q, call) | {"dropout_seed": seed if call.dropout_p else None, "align": align}
+    if options["alibi_slopes"] is not None:
+        options["alibi_slopes"] = options["alibi_slopes"].detach()
+    if layout is not None:
+        options |= dict(zip(("cu_seqlens", "cu_seqlens_k", "max_seqlen", "max_seqlen_k"), layout[:4]))
+    return flashtile.attention_backward(dout, q, k, v, out, lse, **options)[:3]
+
+
+def write_gradients(gradients: Sequence[Tensor], buffers: Sequence[Tensor | None]) -> None:
+    """Copies gradients to buffers, where there are any."""
+    for name, gradient, buffer in zip(("dq", "dk", "dv"), gradients, buffers):
+        if buffer is None:
+            continue
+        if buffer.shape != gradient.shape or buffer.dtype is not gradient.dtype:
+            raise ValueError(
+                f"{name}: expected {gradient.dtype} {list(gradient.shape)}, got {buffer.dtype} {list(buffer.shape)}; "
+                "the gradient is written to it"
+            )
+        buffer.copy_(gradient)
+
+
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """`rowsum(dout · out)`, float32 `[B, H, Sq]`, packed `[H, total]`."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    return (dout.to(wide) * out.to(wide)).sum(-1).transpose(-1, -2).contiguous()
 
 
 def _options(q: Tensor, call: Call) -> dict[str, Any]:

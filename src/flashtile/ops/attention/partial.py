@@ -118,6 +118,8 @@ def attention_backward(
     dlse: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     causal: bool = False,
     align: Align = "bottom_right",
     window: Window | None = None,
@@ -151,6 +153,8 @@ def attention_backward(
         lse: `[batch, heads_q, rows]`, float32 (float64 for float64).
         part: where these lie in a larger call; None = they are all of it.
         dlse: gradient of lse, in its shape; None = 0.
+        cu_seqlens_k: `[sequences + 1]`, those of the keys where they are not cu_seqlens; not with `part`.
+        max_seqlen_k: upper bound of their lengths.
         bias: its gradient comes back where it requires one; likewise alibi_slopes and sinks.
         sinks: `[heads_q]`: the sinks that lse counts. Their gradient is of the rows: ask one part of each row for it.
 
@@ -169,7 +173,7 @@ def attention_backward(
     """
     side, spec = _described(
         q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
-        softcap, bias, alibi_slopes, mask, sinks, deterministic, backend,
+        softcap, bias, alibi_slopes, mask, sinks, deterministic, backend, cu_seqlens_k, max_seqlen_k,
     )  # fmt: skip
     _check_results(dout, q, v, out, lse, dlse)
     if backend == "reference":
@@ -203,12 +207,23 @@ def _described(
     sinks: Tensor | None,
     deterministic: bool,
     backend: str,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
 ) -> tuple[SideInputs, AttentionSpec]:
-    """What a call means, as operators take it."""
+    """What a call means, as operators take it; keys are packed as queries are unless the last two say otherwise."""
+    if cu_seqlens_k is not None and (cu_seqlens is None or part is not None):
+        raise ValueError(
+            "cu_seqlens_k: expected None without cu_seqlens and with part, got a tensor; it belongs to a whole packed "
+            "call, and cu_seqlens are those of its queries"
+        )
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     checks.check_tensors(q=q, k=k, v=v)
     checks.check_qkv(q, k, v, DENSE_LAYOUT if cu_seqlens is None else PACKED_LAYOUT)
     packed = cu_seqlens is not None
-    batch = q.shape[0] if cu_seqlens is None else checks.check_cu_seqlens(cu_seqlens, cu_seqlens, q.device)
+    batch = q.shape[0]
+    if cu_seqlens is not None and cu_seqlens_k is not None:
+        batch = checks.check_cu_seqlens(cu_seqlens, cu_seqlens_k, q.device)
     if dropout_p and dropout_seed is None:
         raise ValueError(
             "dropout_seed: expected a seed beside dropout_p, the same for all parts and for the backward, got None; "
@@ -223,12 +238,14 @@ def _described(
         spec = _placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
         if key_lengths is not None and part.column:
             key_lengths = (key_lengths - part.column).clamp(min=0)
-    longest_q, longest_k = (rows, columns) if max_seqlen is None else (max_seqlen, max_seqlen)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
-    side = SideInputs(cu_seqlens, cu_seqlens, longest_q, longest_k, key_lengths, dropout_seed)
+    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    longest_q = rows if max_seqlen is None else max_seqlen
+    longest_k = columns if max_seqlen_k is None else max_seqlen_k
+    side = SideInputs(cu_seqlens, cu_seqlens_k, longest_q, longest_k, key_lengths, dropout_seed)
     if any(given is not None for given in (bias, mask, alibi_slopes, sinks)):
         if packed and not (bias is None and mask is None):
-            checks.check_longest(max_seqlen, max_seqlen)
+            checks.check_longest(max_seqlen, max_seqlen_k)
         sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     return side, spec

@@ -1,0 +1,145 @@
+"""The backward functions by themselves, of both versions: gradients from results, whole and of a part of the keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compat_cases import PLACES, Meaning, attention_by_definition, cumulative, normal, packed_by_definition
+from flashtile.compat.flash_attn import flash_attn_interface as interface
+from flashtile.compat.flash_attn_v1 import flash_attn_interface as interface_v1
+from flashtile.testing import assert_close
+
+places = pytest.mark.parametrize(("device", "dtype"), PLACES)
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
+#: scale, causal, left, right, softcap, slopes, and what they mean.
+CALLS = {
+    "plain": ((0.3, False, -1, -1, 0.0, None), Meaning(scale=0.3)),
+    "causal": ((0.3, True, -1, -1, 0.0, None), Meaning(scale=0.3, causal=True)),
+    "scores": ((0.3, False, 4, 3, 2.0, SLOPES), Meaning(scale=0.3, window=(4, 3), softcap=2.0, alibi_slopes=SLOPES)),
+}
+calls = pytest.mark.parametrize(("call", "meaning"), CALLS.values(), ids=CALLS.keys())
+LENGTHS_Q, LENGTHS_K = [5, 0, 9, 3], [7, 4, 9, 11]
+
+
+def gradients(definition, inputs, dout):
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    return torch.autograd.grad(definition(*leaves), leaves, dout.to(leaves[0]))
+
+
+def check(results, definition, inputs, dout):
+    oracle = gradients(definition, [x.double() for x in inputs], dout)
+    eager = gradients(definition, inputs, dout)
+    for name, got, exact, plain in zip(("dq", "dk", "dv"), results, oracle, eager, strict=True):
+        assert_close(name, got, exact, plain)
+
+
+def on(device, call):
+    return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in call)
+
+
+@places
+@calls
+def test_dense(call, meaning, device, dtype):
+    q, k, v = (
+        x.to(device, dtype) for x in (normal(2, 9, 4, 16), normal(2, 14, 2, 16, seed=1), normal(2, 14, 2, 16, seed=2))
+    )
+    dout, call = normal(2, 9, 4, 16, seed=3).to(q), on(device, call)
+    out, lse, _, rng_state = interface._flash_attn_forward(q, k, v, 0.0, *call, return_softmax=False)
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    sums = interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, *call, False, rng_state)
+    check(grads, lambda q, k, v: attention_by_definition(q, k, v, meaning)[0], (q, k, v), dout)
+    assert sums.shape == (2, 4, 128) and (sums[..., 9:] == 0).all()
+    torch.testing.assert_close(sums[..., :9], (dout * out).to(sums).sum(-1).transpose(1, 2), rtol=1e-2, atol=1e-2)
+
+
+@places
+@calls
+def test_packed(call, meaning, device, dtype):
+    q, k, v = (x.to(device, dtype) for x in (normal(17, 4, 16), normal(31, 2, 16, seed=1), normal(31, 2, 16, seed=2)))
+    dout, call = normal(17, 4, 16, seed=3).to(q), on(device, call)
+    lengths = (cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device), 9, 11)
+    out, lse, _, rng_state = interface._flash_attn_varlen_forward(q, k, v, *lengths, 0.0, *call)
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    sums = interface._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *lengths, 0.0, *call, True, rng_state)
+    check(grads, lambda q, k, v: packed_by_definition(q, k, v, LENGTHS_Q, LENGTHS_K, meaning)[0], (q, k, v), dout)
+    assert sums.shape == (4, 17 + 128 * 4)
+    expected = (dout * out).to(sums).sum(-1).t()
+    torch.testing.assert_close(sums[:, 128 * 2 + 5 : 128 * 2 + 14], expected[:, 5:14], rtol=1e-2, atol=1e-2)
+
+
+@places
+@pytest.mark.parametrize("causal", [False, True])
+def test_version_1(causal, device, dtype):
+    q, k, v = (x.to(device, dtype) for x in (normal(17, 4, 16), normal(31, 4, 16, seed=1), normal(31, 4, 16, seed=2)))
+    dout = normal(17, 4, 16, seed=3).to(q)
+    lengths = (cumulative(LENGTHS_Q, device), cumulative(LENGTHS_K, device), 9, 11)
+    out, lse, rng_state, _ = interface_v1._flash_attn_forward(
+        q, k, v, torch.empty_like(q), *lengths, 0.0, 0.3, causal, False
+    )
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    results = interface_v1._flash_attn_backward(
+        dout, q, k, v, out, lse, *grads, *lengths, 0.0, 0.3, causal, rng_state, num_splits=1
+    )
+    assert all(result is grad for result, grad in zip(results, grads))
+    meaning = Meaning(scale=0.3, causal=causal, top_left=True)
+    check(grads, lambda q, k, v: packed_by_definition(q, k, v, LENGTHS_Q, LENGTHS_K, meaning)[0], (q, k, v), dout)
+    assert results[3].shape == (4, 4, 16) and results[3].isfinite().all()
+
+
+@places
+def test_dropout_of_the_forward(device, dtype):
+    q, dout = normal(2, 33, 2, 16).to(device, dtype), normal(2, 33, 2, 16, seed=1).to(device, dtype)
+    p, call = 0.25, (0.3, True, -1, -1, 0.0, None)
+    out, lse, weights, rng_state = interface._flash_attn_forward(q, q, q, p, *call, return_softmax=True)
+    grads = [torch.empty_like(q) for _ in range(3)]
+    interface._flash_attn_backward(dout, q, q, q, out, lse, *grads, p, *call, False, rng_state)
+    kept = (weights >= 0)[:, :, :33, :33]
+    meaning = Meaning(scale=0.3, causal=True, dropout_p=p)
+    check(grads, lambda q, k, v: attention_by_definition(q, k, v, meaning, kept)[0], (q, q, q), dout)
+    with pytest.raises(ValueError, match="rng_state"):
+        interface._flash_attn_backward(dout, q, q, q, out, lse, *grads, p, *call, False)
+
+
+def test_dropout_of_version_1_from_its_generator():
+    q, dout, cu = normal(17, 2, 16).float(), normal(17, 2, 16, seed=1).float(), cumulative(LENGTHS_Q)
+    rest = (cu, cu, 9, 9, 0.25, None, False)
+    out, lse, rng_state, _ = interface_v1._flash_attn_forward(
+        q, q, q, torch.empty_like(q), *rest, False, generator=torch.Generator().manual_seed(3)
+    )
+    one, two = ([torch.empty_like(q) for _ in range(3)] for _ in range(2))
+    interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *one, *rest, rng_state)
+    interface_v1._flash_attn_backward(dout, q, q, q, out, lse, *two, *rest, generator=torch.Generator().manual_seed(3))
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+@places
+def test_parts_of_the_keys_add_up(device, dtype):
+    """What ring attention does: each part's gradients from the results of the whole."""
+    q, k, v = (
+        x.to(device, dtype) for x in (normal(2, 9, 4, 16), normal(2, 14, 2, 16, seed=1), normal(2, 14, 2, 16, seed=2))
+    )
+    dout, call = normal(2, 9, 4, 16, seed=3).to(q), (0.3, False, -1, -1, 0.0, None)
+    out, lse, _, _ = interface._flash_attn_forward(q, k, v, 0.0, *call, False)
+    dq, dk, dv = torch.zeros_like(q, dtype=torch.float64), [], []
+    for part in (slice(0, 5), slice(5, 14)):
+        grads = [torch.empty_like(x) for x in (q, k[:, part], v[:, part])]
+        interface._flash_attn_backward(dout, q, k[:, part], v[:, part], out, lse, *grads, 0.0, *call, False)
+        dq += grads[0]
+        dk.append(grads[1])
+        dv.append(grads[2])
+    check(
+        (dq.to(dtype), torch.cat(dk, 1), torch.cat(dv, 1)),
+        lambda q, k, v: attention_by_definition(q, k, v, Meaning(scale=0.3))[0], (q, k, v), dout,
+    )  # fmt: skip
+
+
+def test_buffers():
+    q = normal(1, 5, 2, 8).float()
+    call = (0.3, False, -1, -1, 0.0, None)
+    out, lse, _, _ = interface._flash_attn_forward(q, q, q, 0.0, *call, False)
+    dk = torch.empty_like(q)
+    interface._flash_attn_backward(out, q, q, q, out, lse, None, dk, None, 0.0, *call, False)
+    assert dk.isfinite().all()
+    with pytest.raises(ValueError, match="dq: expected"):
+        interface._flash_attn_backward(out, q, q, q, out, lse, q.double(), None, None, 0.0, *call, False)
