@@ -66,7 +66,7 @@ WITHIN_OPERATION = {
     "hopper": {"philox", "plans", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
-COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch"}
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "watch"}
 #: Packages that stand on the public names, as a user does.
 ON_PUBLIC_NAMES = {
     "bench",

@@ -18,9 +18,13 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from flashtile._backends import observe
 from flashtile._backends.devices import DeviceFacts, interpreting
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
+
+#: Before the name of a kernel, in the range of its launch.
+_RANGE = "flashtile::launch "
 
 #: Names of element types in Triton signatures.
 ELEMENT_TYPES = {
@@ -90,6 +94,8 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
 
     Pointer arguments are what `pointer` returns. Compiles on the way, unless Triton's disk cache has the kernel.
     """
+    name = source.function.__name__
+    _log_kernel(name, source, device)
     if interpreting():
         return functools.partial(_interpret, source)
     with torch.cuda.device(device):
@@ -98,15 +104,25 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
     constants = tuple(source.constants[name] for name in source.function.arg_names[len(source.types) :])
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + name
 
     def launch(programs: int, *arguments: Any) -> None:
-        if current_device() == index:
+        if current_device() == index and not (always_named or profiling()):
             run(programs, current_stream(index), arguments, constants)
         else:
-            with torch.cuda.device(index):
+            with torch.cuda.device(index), observe.named(range_name):
                 run(programs, current_stream(index), arguments, constants)
 
     return launch
+
+
+def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
+    """Writes a new kernel to the log `flashtile.select`, with its tiles and whatever else has a size, but strides."""
+    sizes = {k: v for k, v in source.constants.items() if type(v) is int and not k.startswith("STRIDE")}
+    cut = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    observe.log.info(
+        "kernel %s for %s: %d warps, %d stages, %s", name, device, source.num_warps, source.num_stages, cut
+    )
 
 
 def _direct_run(compiled: CompiledKernel) -> Callable[[int, int, tuple, tuple], None]:
@@ -139,7 +155,8 @@ def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
 
 def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:
     names = source.function.arg_names[len(source.types) :]
-    source.function[(programs,)](*arguments, **{name: source.constants[name] for name in names})
+    with observe.named(_RANGE + source.function.__name__):
+        source.function[(programs,)](*arguments, **{name: source.constants[name] for name in names})
 
 
 def _address(tensor: Tensor | None) -> int:

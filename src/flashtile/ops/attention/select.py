@@ -19,6 +19,7 @@ from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.common import backends
 from flashtile.ops.common.backends import BackendChoice
+from flashtile.ops.common.watch import watched
 
 _MODULES = {
     "reference": "flashtile.ops.attention.reference",
@@ -159,4 +160,8 @@ def _implementation(
     choice = choose_backend(backend, device_type, dtype, triton_missing, interpreting, hopper_call)
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
-    return importlib.import_module(_MODULES[choice.backend])
+    call = f"attention, {dtype} on {device_type}"
+    if hopper_call is not None:
+        call = f"attention {hopper_call.phase}, {dtype} on {hopper_call.arch}"
+    backends.log_choice(call, backend, choice)
+    return watched("attention", choice.backend, importlib.import_module(_MODULES[choice.backend]))

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from flashtile._backends import devices
+from flashtile._backends import devices, observe
+from flashtile.ops.common.watch import watched
 
 BACKENDS = ("auto", "reference", "cpu", "triton")
 
@@ -103,5 +104,12 @@ def implementation(operation: str, backend: str, device_type: str, dtype: torch.
     choice = choose_backend(backend, device_type, dtype, devices.triton_missing(), devices.interpreting())
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
+    log_choice(f"{operation}, {dtype} on {device_type}", requested=backend, choice=choice)
     part = "triton.launch" if choice.backend == "triton" else choice.backend
-    return importlib.import_module(f"flashtile.ops.{operation}.{part}")
+    return watched(operation, choice.backend, importlib.import_module(f"flashtile.ops.{operation}.{part}"))
+
+
+def log_choice(call: str, requested: str, choice: BackendChoice) -> None:
+    """Writes a choice to the log `flashtile.select`: called when it is made, and not when it is remembered."""
+    why_not = "".join(f"; not {name}: {why}" for name, why in choice.rejected.items() if requested == "auto")
+    observe.log.info("%s: %s (%s%s)", call, choice.backend, choice.reason, why_not)
