@@ -169,6 +169,21 @@ def test_decoding_with_a_cache_is_the_whole_at_once(options, device):
         torch.testing.assert_close(module(x[:, 7:8], cache=cache), expected[:, 7:8])
 
 
+@torch.no_grad()
+def test_steps_split_the_keys_and_prompts_and_dropout_do_not(monkeypatch):
+    called = []
+    for name in ("attention", "attention_with_kv_cache"):
+        function = getattr(flashtile, name)
+        monkeypatch.setattr(
+            flashtile, name, lambda *args, f=function, n=name, **options: called.append(n) or f(*args, **options)
+        )
+    module, x = make(causal=True, dropout=0.5), torch.randn(2, 40, EMBED)
+    cache = KVCache(2, 80, HEADS, D)
+    for training, rows in ((False, 40), (False, 1), (False, 16), (True, 1), (False, 17)):
+        module.train(training)(x[:, :rows], cache=cache)
+    assert called == ["attention", *["attention_with_kv_cache"] * 2, "attention", "attention"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_a_larger_one(dtype):

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 import flashtile
 
+#: Queries of a sequence up to which they are a step of decoding, not a prompt.
+_FEW_QUERIES = 16
+
 
 class _Attention(nn.Module):
     """`flashtile.attention`, or `attention_varlen` with cu_seqlens, and its options; dropout in training only."""
@@ -59,8 +62,7 @@ class _Attention(nn.Module):
             "deterministic": self.deterministic,
         }
         if self._alibi_slopes is not None:
-            wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-            self._alibi_slopes = options["alibi_slopes"] = self._alibi_slopes.to(q.device, wide)
+            options["alibi_slopes"] = self._slopes_for(q)
         if cu_seqlens_q is not None:
             options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             return flashtile.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
@@ -71,6 +73,13 @@ class _Attention(nn.Module):
                 raise ValueError(f"{name}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
         return flashtile.attention(q, k, v, **options)
 
+    def _slopes_for(self, q: Tensor) -> Tensor | None:
+        """The slopes on q's device, where they stay."""
+        if self._alibi_slopes is not None:
+            wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+            self._alibi_slopes = self._alibi_slopes.to(q.device, wide)
+        return self._alibi_slopes
+
     def extra_repr(self) -> str:
         return f"causal={self.causal}, window_size={self.window_size}, attention_dropout={self.attention_dropout}"
 
@@ -79,6 +88,23 @@ class InnerAttention(_Attention):
     """Attention of queries, keys and values, each a tensor; arguments as `FlashSelfAttention`."""
 
     forward = _Attention._attend
+
+    def decodes(self, q: Tensor) -> bool:
+        """Whether `decode` serves queries: it has no dropout, and splits the keys, which pays with few queries."""
+        return q.shape[1] <= _FEW_QUERIES and not (self.training and self.attention_dropout)
+
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, length: int) -> Tensor:
+        """Attention of the last queries to the first `length` rows of a cache `[B, capacity, Hkv, D]`."""
+        return flashtile.attention_with_kv_cache(
+            q,
+            k_cache,
+            v_cache,
+            cache_lengths=length,
+            causal=self.causal,
+            window=self.window,
+            scale=self.softmax_scale,
+            alibi_slopes=self._slopes_for(q),
+        )
 
 
 class FlashSelfAttention(_Attention):

@@ -250,7 +250,12 @@ class MHA(nn.Module):
         # Tables for all that fits, made once: those for each length would be new in every step.
         q, k, v = self._project(x, max(cache.capacity, cache.length + x.shape[1]), cache.length)
         k, v = cache.append(k, v)
-        return self.out_proj(self.inner_attn(q, k, v).flatten(-2))
+        inner = self.inner_attn
+        if isinstance(inner, InnerAttention) and inner.decodes(q):
+            out = inner.decode(q, cache.k, cache.v, cache.length)
+        else:
+            out = inner(q, k, v)
+        return self.out_proj(out.flatten(-2))
 
     def _project(
         self,
