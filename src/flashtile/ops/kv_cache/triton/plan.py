@@ -296,6 +296,7 @@ def _visible_rows(capacity: int, seq_q: int, spec: CacheSpec) -> int:
 
 
 def _layout(shape: _Shape, dtype: torch.dtype) -> Layout:
+    shape = tuple(shape)  # a plain one: the allocation takes no torch.Size
     return Layout(shape, contiguous_strides(shape), dtype)
 
 
