@@ -24,6 +24,7 @@ _OPTIONS = {
     "decode": ("cases", "impl", "quick", "seconds"),
     "train": ("model", "impl", "quick", "batch", "seconds"),
     "host-time": ("impl",),
+    "breakdown": (*("impl", "batch", "seq", "heads", "head_dim", "dropout_p", "full", "dtype", "seconds", "plot"),),
 }
 
 
@@ -62,7 +63,15 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="records as one page of HTML")
     report.add_argument("records", nargs="+", type=Path, help="JSON files")
     report.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page")
-    for command in (attention, companions, decode, train, host_time):
+    breakdown = commands.add_parser("breakdown", help="the steps of standard attention, beside one call of ours")
+    for name in ("batch", "seq", "heads", "head-dim"):
+        breakdown.add_argument(f"--{name}", type=_positive)
+    breakdown.add_argument("--dropout-p", type=float, help="probability of dropping a weight")
+    breakdown.add_argument("--full", action="store_true", help="without the causal mask")
+    breakdown.add_argument("--dtype", help="fp16, bf16, fp32 or fp64")
+    breakdown.add_argument("--seconds", type=float, help="time for each step")
+    breakdown.add_argument("--plot", type=Path, help="file for a picture; needs matplotlib")
+    for command in (attention, companions, decode, train, host_time, breakdown):
         command.add_argument("--impl", nargs="+", default=[], help="implementations, such as flashtile-triton fa4")
         command.add_argument("--output", type=Path, help="JSON file for the record")
         beside = command.add_mutually_exclusive_group()

@@ -20,9 +20,9 @@ from typing import Any
 import flashtile
 from flashtile.bench import commands
 from flashtile.bench.cases import ChoiceError
+from flashtile.bench.compare import Key, key_of
 from flashtile.bench.record import Record
 from flashtile.bench.report import Table
-from flashtile.bench.summary import case_key
 
 ROUNDS = 3
 
@@ -95,10 +95,10 @@ def merge(records: Sequence[Record]) -> Record:
 
     A row that has no time in some run has none.
     """
-    by_key: dict[tuple[str, str, str], list[Row]] = {}
+    by_key: dict[Key, list[Row]] = {}
     for record in records:
         for row in record["rows"]:
-            by_key.setdefault((case_key(row), row["impl"], row["phase"]), []).append(row)
+            by_key.setdefault(key_of(row), []).append(row)
     return {**records[0], "rows": [_median_row(rows) for rows in by_key.values()]}
 
 

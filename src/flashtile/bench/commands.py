@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from flashtile.bench import breakdown
+from flashtile.bench.cases import DTYPES, select_named
 from flashtile.bench.companions import implementations as companion_implementations
 from flashtile.bench.companions import tables as companion_tables
 from flashtile.bench.companions.ahead import compile_ahead
@@ -189,6 +192,47 @@ def bench_host_time(impl: Sequence[str] = (), output: Path | None = None) -> Rec
     return record
 
 
+def bench_breakdown(
+    impl: Sequence[str] = (),
+    output: Path | None = None,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    heads: int | None = None,
+    head_dim: int | None = None,
+    dropout_p: float | None = None,
+    full: bool = False,
+    dtype: str | None = None,
+    seconds: float | None = None,
+    plot: Path | None = None,
+) -> Record:
+    """Measures the steps of standard attention beside one call.
+
+    Args:
+        impl, output, seconds: as `bench_attention`; ours when `impl` is empty.
+        batch, seq, heads, head_dim, dropout_p, dtype: of the case; None for those of the device's own case.
+        full: without the causal mask.
+        plot: file for a picture; its ending says the format.
+
+    Raises:
+        ChoiceError: a name or a value does not fit, matplotlib is missing, or the matrices are too large.
+    """
+    device = default_device()
+    case = breakdown.default_case(device)
+    if dtype is not None:
+        (dtype,) = select_named("--dtype", [dtype], {name: name for name in DTYPES}, device.type)
+    wanted: dict[str, Any] = {"B": batch, "S": seq, "H": heads, "Hkv": heads, "D": head_dim, "Dv": head_dim}
+    wanted |= {"dropout_p": dropout_p, "dtype": dtype, "causal": False if full else None}
+    case = replace(case, **{name: value for name, value in wanted.items() if value is not None})
+    rows = breakdown.run_breakdown(case, device, _split(impl), seconds)
+    record = make_record(device, command_line(), rows)
+    if output is not None:
+        write_record(record, output)
+    if plot is not None:
+        breakdown.draw_breakdown(rows, plot)
+    return record
+
+
 def _split(values: Sequence[str]) -> list[str]:
     return [part for value in values for part in value.split(",") if part]
 
@@ -232,20 +276,23 @@ DESCRIPTIONS: dict[str, Callable[[torch.device], str]] = {
     "decode": describe_decoding,
     "train": describe_training,
 }
-#: Name of a command -> what measures. All take `impl` and `output`; all but host-time also `on_case`.
+#: Name of a command -> what measures. All take `impl` and `output`; those with cases also `on_case`.
 _MEASURES: dict[str, Callable[..., Record]] = {
     "attention": bench_attention,
     "companions": bench_companions,
     "decode": bench_decode,
     "train": bench_train,
     "host-time": bench_host_time,
+    "breakdown": bench_breakdown,
 }
+#: Those without cases that follow one another.
+_WITHOUT_CASES = ("host-time", "breakdown")
 
 
 def measure(command: str, options: Mapping[str, Any], output: Path | None, on_case: OnCase) -> Record:
     """Runs a command with its options, which have the names of its function's arguments; None = not given."""
     given = {name: value for name, value in options.items() if value is not None}
-    if command != "host-time":
+    if command not in _WITHOUT_CASES:
         given["on_case"] = on_case
     return _MEASURES[command](output=output, **given)
 
@@ -257,7 +304,9 @@ def as_arguments(command: str, options: Mapping[str, Any], device: torch.device)
         if value is True:
             arguments.append(f"--{name}")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+        elif isinstance(value, str):
+            arguments += [f"--{name}", value]
         elif value:
             arguments += [f"--{name}", *_split(value)]
     return arguments

@@ -13,8 +13,8 @@ from flashtile.bench.report import Table, case_name
 from flashtile.bench.summary import case_key, geometric_mean
 
 Row = dict[str, Any]
-#: Case, implementation and phase.
-_Key = tuple[str, str, str]
+#: Case, implementation, phase, and the step of a breakdown.
+Key = tuple[str, str, str, str]
 
 
 def read_record(path: Path) -> Record:
@@ -42,10 +42,10 @@ def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -
         earlier: of the other.
         title: of the first table.
     """
-    before = {_key(row): row for row in earlier if row.get("ms") is not None}
-    common = [(before[_key(row)], row) for row in rows if row.get("ms") is not None and _key(row) in before]
+    before = {key_of(row): row for row in earlier if row.get("ms") is not None}
+    common = [(before[key_of(row)], row) for row in rows if row.get("ms") is not None and key_of(row) in before]
     lines = [
-        [case_name(row), row["impl"], row["phase"], _ms(old), _ms(row), f"{old['ms'] / row['ms']:.3f}"]
+        [case_name(row), row["impl"], _phase(row), _ms(old), _ms(row), f"{old['ms'] / row['ms']:.3f}"]
         for old, row in common
     ]
     return [
@@ -68,7 +68,7 @@ def differences(record: Record, earlier: Record) -> list[str]:
 def _means(common: Sequence[tuple[Row, Row]]) -> Table:
     ratios: dict[tuple[str, str], list[float]] = {}
     for old, row in common:
-        ratios.setdefault((row["impl"], row["phase"]), []).append(old["ms"] / row["ms"])
+        ratios.setdefault((row["impl"], _phase(row)), []).append(old["ms"] / row["ms"])
     lines = [
         [impl, phase, f"{geometric_mean(of):.3f}", f"{min(of):.3f}", f"{max(of):.3f}", str(len(of))]
         for (impl, phase), of in ratios.items()
@@ -77,8 +77,13 @@ def _means(common: Sequence[tuple[Row, Row]]) -> Table:
     return Table("Speed here over there", headings, lines)
 
 
-def _key(row: Row) -> _Key:
-    return case_key(row), row["impl"], row["phase"]
+def key_of(row: Row) -> Key:
+    """What a row measured: the same in two records."""
+    return case_key(row), row["impl"], row["phase"], row.get("step", "")
+
+
+def _phase(row: Row) -> str:
+    return f"{row['phase']}, {row['step']}" if "step" in row else row["phase"]
 
 
 def _ms(row: Row) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flashtile.bench import against, commands
+from flashtile.bench.breakdown import OP, breakdown_tables
+from flashtile.bench.cases import ChoiceError
 from flashtile.bench.compare import comparison_tables, differences
 from flashtile.bench.record import Record, write_record
 from flashtile.bench.report import Table, host_table, mean_tables, reasons, speed_tables
@@ -26,6 +28,8 @@ def report_of(record: Record, earlier: Record | None = None) -> Report:
     rows = record["rows"]
     if rows and rows[0]["op"].endswith("-host"):
         tables = [host_table(rows)]
+    elif rows and rows[0]["op"] == OP:
+        tables = breakdown_tables(rows)
     else:
         tables = [*speed_tables(rows), *mean_tables(rows)]
     notes = [f"no speed: {line}" for line in reasons(rows)]
@@ -57,6 +61,8 @@ def compare_with_commit(
     Raises:
         ChoiceError: as `against.measure_against`.
     """
+    if options.get("plot") is not None:
+        raise ChoiceError("--plot and --against: expected one of them, got both; plot this tree in a run of its own")
     arguments = commands.as_arguments(command, options, commands.default_device())
     total = 2 * against.ROUNDS
     here, there = against.measure_against(ref, arguments, lambda tree, runs: on_run(tree, runs, total))

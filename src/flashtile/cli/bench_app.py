@@ -112,6 +112,28 @@ def bench_host_time(
     _measure("host-time", {"impl": impl}, output, compare, against)
 
 
+@bench.command("breakdown")
+def bench_breakdown(
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Size of a head.")] = None,
+    dropout_p: Annotated[float | None, typer.Option(min=0, help="Probability of dropping a weight.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Without the causal mask.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="fp16, bf16, fp32 or fp64.")] = None,
+    impl: _Impl = None,
+    seconds: _Seconds = None,
+    output: _Record = None,
+    plot: Annotated[Path | None, typer.Option(help="File for a picture; needs matplotlib.")] = None,
+    compare: _Compare = None,
+    against: _Against = None,
+) -> None:
+    """Where standard attention spends its time: each of its steps, beside one call of ours."""
+    sizes = {"batch": batch, "seq": seq, "heads": heads, "head_dim": head_dim, "dropout_p": dropout_p}
+    choice = {**sizes, "full": full, "dtype": dtype, "impl": impl, "seconds": seconds, "plot": plot}
+    _measure("breakdown", choice, output, compare, against)
+
+
 def _measure(
     command: str,
     choice: dict[str, Any],

@@ -1,0 +1,237 @@
+"""Where standard attention spends its time: each of its steps alone, beside one fused call.
+
+Shapes: N matrices (batch × heads), S sequence, D head_dim. Steps are the operations that PyTorch runs for
+`standard_attention` and its gradients, each on tensors that are there already.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.bench.cases import Case, ChoiceError
+from flashtile.bench.implementations import select_implementations
+from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.report import Table
+from flashtile.bench.runner import run_cases, side_stream
+from flashtile.bench.standard import causal_mask, scores
+from flashtile.bench.timing import make_timer
+
+OP = "attention-breakdown"
+FUSED = "one call"
+
+_ROUNDS = 5
+_SECONDS = {"cuda": 0.2, "cpu": 0.4}
+_PHASES = {"fwd": "forward", "bwd": "backward"}
+#: Matrices S×S of a step's tensors that are there at once.
+_MATRICES = 7
+
+Row = dict[str, Any]
+_aten = torch.ops.aten
+
+
+def default_case(device: torch.device) -> Case:
+    """On a GPU that of the first FlashAttention's figures: GPT-2, 64 sequences of 1,024 tokens, dropout."""
+    if device.type == "cuda":
+        return Case(64, 1024, 16, 16, 64, 64, causal=True, dropout_p=0.1)
+    return Case(1, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1, dtype="fp32")
+
+
+class Steps:
+    """The steps of standard attention, in the order in which they run, on the tensors of one run."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        if case.window is not None or case.lengths is not None or case.changes_scores or case.H != case.Hkv:
+            raise ChoiceError("breakdown: expected a dense case without windows, masks and grouped heads, got another")
+        generator = torch.Generator(device).manual_seed(0)
+        rows = case.B * case.H, case.S
+
+        def normal(columns: int) -> Tensor:
+            return torch.randn(*rows, columns, generator=generator, device=device).to(case.torch_dtype)
+
+        self.q, self.k, self.v, self.dout = normal(case.D), normal(case.D), normal(case.Dv), normal(case.Dv)
+        self.dropout_p, self.scale = case.dropout_p, 1 / math.sqrt(case.D)
+        self.mask = causal_mask(case.S, case.torch_dtype, device) if case.causal else None
+        self.scores = scores(self.q, self.k, None)
+        self.weights = self.softmax()
+        self.kept: Tensor = self.weights
+        self.keeps: Tensor | None = None
+        if case.dropout_p:
+            self.kept, self.keeps = self.dropout()
+        self.out = self.weigh()
+        self.dkept = self.of_kept()
+        self.dweights = self.of_weights() if case.dropout_p else self.dkept
+        self.dscores = self.of_scores()
+
+    def forward(self) -> dict[str, Callable[[], Any]]:
+        """Name of a step -> its call."""
+        steps: dict[str, Callable[[], Any]] = {"q kᵀ": self.multiply}
+        if self.mask is not None:
+            steps["mask"] = self.add_mask
+        steps["softmax"] = self.softmax
+        if self.dropout_p:
+            steps["dropout"] = self.dropout
+        return {**steps, "weights · v": self.weigh}
+
+    def backward(self) -> dict[str, Callable[[], Any]]:
+        """The same of the gradients."""
+        steps: dict[str, Callable[[], Any]] = {"dout · vᵀ": self.of_kept, "dv": self.of_v}
+        if self.dropout_p:
+            steps["dropout, backward"] = self.of_weights
+        return {**steps, "softmax, backward": self.of_scores, "dq": self.of_q, "dk": self.of_k}
+
+    def multiply(self) -> Tensor:
+        return scores(self.q, self.k, None)
+
+    def add_mask(self) -> Tensor:
+        """In place; what is hidden stays hidden however often it is added."""
+        assert self.mask is not None
+        return self.scores.add_(self.mask)
+
+    def softmax(self) -> Tensor:
+        if self.mask is not None and not hasattr(self, "weights"):
+            self.add_mask()  # the tensors of the run: afterwards the mask is a step of its own
+        return self.scores.softmax(dim=-1)
+
+    def dropout(self) -> tuple[Tensor, Tensor]:
+        return torch.native_dropout(self.weights, self.dropout_p, True)
+
+    def weigh(self) -> Tensor:
+        return torch.bmm(self.kept, self.v)
+
+    def of_kept(self) -> Tensor:
+        return torch.bmm(self.dout, self.v.transpose(1, 2))
+
+    def of_v(self) -> Tensor:
+        return torch.bmm(self.kept.transpose(1, 2), self.dout)
+
+    def of_weights(self) -> Tensor:
+        return _aten.native_dropout_backward(self.dkept, self.keeps, 1 / (1 - self.dropout_p))
+
+    def of_scores(self) -> Tensor:
+        return _aten._softmax_backward_data(self.dweights, self.weights, -1, self.weights.dtype)
+
+    def of_q(self) -> Tensor:
+        return torch.bmm(self.dscores, self.k) * self.scale
+
+    def of_k(self) -> Tensor:
+        return torch.bmm(self.dscores.transpose(1, 2), self.q) * self.scale
+
+
+def run_breakdown(
+    case: Case, device: torch.device, impl: Sequence[str] = (), seconds: float | None = None
+) -> list[Row]:
+    """Rows with op "attention-breakdown": `step` names a step of the implementation "standard", or "one call".
+
+    Args:
+        case: dense, plain or causal, perhaps with dropout.
+        device: where.
+        impl: implementations of one call, ours when empty; a wrong result gets no time.
+        seconds: time for the samples of each step; None for the device's default.
+
+    Raises:
+        ChoiceError: the case has something else, or its matrices do not fit the GPU's memory.
+    """
+    seconds = _SECONDS[device.type] if seconds is None else seconds
+    _check_memory(case, device)
+    with side_stream(device):
+        steps = Steps(case, device)
+        rows = [
+            _row(case, "standard", phase, name, **found)
+            for phase, calls in (("fwd", steps.forward()), ("bwd", steps.backward()))
+            for name, found in _times(calls, device, seconds).items()
+        ]
+        del steps
+    chosen = select_implementations(list(impl), device)
+    ours = chosen if impl else [implementation for implementation in chosen if implementation.ours]
+    for found in run_cases([case], ours, device, seconds=seconds, problem=AttentionProblem):
+        kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
+        rows.append(_row(case, found["impl"], found["phase"], FUSED, **kept))
+    return rows
+
+
+def _check_memory(case: Case, device: torch.device) -> None:
+    if device.type == "cuda":
+        needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
+        free = torch.cuda.mem_get_info(device)[0]
+        if needed > free:
+            raise ChoiceError(
+                f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
+                f"{free / 2**30:.0f} are free; take a smaller --batch or --seq"
+            )
+
+
+def _times(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
+    """Name of a step -> median time and timer; the steps take turns."""
+    timers = {name: make_timer(call, device) for name, call in calls.items()}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(_ROUNDS):
+        for name, timer in timers.items():
+            samples[name] += timer.sample(seconds / _ROUNDS)
+    return {name: {"ms": statistics.median(samples[name]), "timer": timers[name].kind} for name in calls}
+
+
+def _row(case: Case, impl: str, phase: str, step: str, **found: Any) -> Row:
+    nothing = {"tflops": None, "gbps": None, "error": None}
+    return {"op": OP, "phase": phase, "impl": impl, "case": case.record(), "step": step, **nothing, **found}
+
+
+def breakdown_tables(rows: Sequence[Row]) -> list[Table]:
+    """For each phase: the time of each step, its share, and the sum beside one call."""
+    tables = []
+    for phase, words in _PHASES.items():
+        of_phase = [row for row in rows if row["phase"] == phase and row["ms"] is not None]
+        steps = [row for row in of_phase if row["step"] != FUSED]
+        total = sum(row["ms"] for row in steps)
+        lines = [[row["step"], f"{row['ms']:.4g}", f"{row['ms'] / total:.0%}"] for row in steps]
+        if steps:
+            lines.append(["standard, all steps", f"{total:.4g}", "100%"])
+        for row in of_phase:
+            if row["step"] == FUSED:
+                share = f"{row['ms'] / total:.0%}" if steps else "–"
+                lines.append([f"{row['impl']}, one call", f"{row['ms']:.4g}", share])
+        if lines:
+            tables.append(Table(f"Where the {words} spends its time", ["step", "ms", "share of standard"], lines))
+    return tables
+
+
+def draw_breakdown(rows: Sequence[Row], path: Path) -> None:
+    """Draws the steps as stacked bars, forward and backward, beside one call; the ending of the file says the format.
+
+    Raises:
+        ChoiceError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ChoiceError('--plot: needs matplotlib: pip install "flashtile[plots]"') from None
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    timed = [row for row in rows if row["ms"] is not None]
+    phases = [phase for phase in _PHASES if any(row["phase"] == phase for row in timed)]
+    for axes, phase in zip(figure.subplots(1, max(len(phases), 1), squeeze=False)[0], phases):
+        _draw_phase(axes, [row for row in timed if row["phase"] == phase])
+        axes.set_title(_PHASES[phase])
+        axes.set_ylabel("ms")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def _draw_phase(axes: Any, rows: Sequence[Row]) -> None:
+    """A stack for each implementation; its parts are named where they are high enough, and in the legend."""
+    heights: dict[str, float] = {}
+    for place, row in enumerate(rows):
+        impl, bottom = row["impl"], heights.get(row["impl"], 0.0)
+        words = f"{row['step']}: {row['ms']:.3g}" if row["step"] != FUSED else f"{impl}: {row['ms']:.3g}"
+        colour = "#333333" if row["step"] == FUSED else f"C{place}"
+        bar = axes.bar(impl, row["ms"], 0.6, bottom, color=colour, edgecolor="white", label=words)
+        if row["ms"] > 0.06 * sum(one["ms"] for one in rows if one["impl"] == "standard"):
+            axes.bar_label(bar, [row["step"]], label_type="center", color="white", fontsize=8)
+        heights[impl] = bottom + row["ms"]

@@ -1,0 +1,157 @@
+"""The breakdown: its steps are those of standard attention, and what is told of their times."""
+
+import json
+
+import pytest
+import torch
+
+from flashtile.bench import breakdown, runner
+from flashtile.bench.__main__ import main
+from flashtile.bench.breakdown import FUSED, Steps, breakdown_tables, draw_breakdown, run_breakdown
+from flashtile.bench.cases import Case, ChoiceError
+from flashtile.bench.compare import comparison_tables
+from flashtile.bench.html import figures
+from flashtile.bench.html.figures import Named, implementations
+from flashtile.bench.outcome import report_of
+from flashtile.bench.standard import causal_mask, scores
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = Case(2, 24, 3, 3, 8, 8, causal=True, dropout_p=0.25, dtype="fp64")
+FORWARD = ["q kᵀ", "mask", "softmax", "dropout", "weights · v"]
+BACKWARD = ["dout · vᵀ", "dv", "dropout, backward", "softmax, backward", "dq", "dk"]
+
+
+@pytest.fixture(autouse=True)
+def short_measuring(monkeypatch):
+    monkeypatch.setattr(breakdown, "_ROUNDS", 1)
+    monkeypatch.setattr(runner, "_ROUNDS", 1)
+    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
+    case = Case(2, 24, 3, 3, 8, 4, causal=causal, dropout_p=dropout_p, dtype="fp64")
+    steps = Steps(case, CPU)
+    for _ in range(2):  # as often as they are timed
+        forward = {name: call() for name, call in steps.forward().items()}
+        backward = {name: call() for name, call in steps.backward().items()}
+    q, k, v = (tensor.clone().requires_grad_() for tensor in (steps.q, steps.k, steps.v))
+    mask = causal_mask(24, torch.float64, CPU) if causal else None
+    weights = scores(q, k, mask).softmax(dim=-1)
+    if dropout_p:
+        assert 0.6 < steps.keeps.double().mean() < 0.9
+        weights = weights * steps.keeps / (1 - dropout_p)
+    out = weights @ v
+    torch.testing.assert_close(steps.weigh(), out)
+    expected = torch.autograd.grad(out, (q, k, v), steps.dout)
+    for found, gradient in zip((backward["dq"], backward["dk"], backward["dv"]), expected, strict=True):
+        torch.testing.assert_close(found, gradient)
+    wanted = [name for name in FORWARD if causal or name != "mask"]
+    assert list(forward) == [name for name in wanted if dropout_p or name != "dropout"]
+    assert list(backward) == [name for name in BACKWARD if dropout_p or "dropout" not in name]
+
+
+def test_rows_hold_each_step_and_one_call_of_ours():
+    case = Case(1, 64, 2, 2, 16, 16, causal=True, dropout_p=0.1, dtype="fp32")
+    rows = run_breakdown(case, CPU, seconds=0.0)
+    standard = [(row["phase"], row["step"]) for row in rows if row["impl"] == "standard"]
+    assert standard == [("fwd", step) for step in FORWARD] + [("bwd", step) for step in BACKWARD]
+    ours = [row for row in rows if row["impl"] != "standard"]
+    assert [(row["impl"], row["phase"], row["step"]) for row in ours] == [
+        ("flashtile-cpu", phase, FUSED) for phase in ("fwd", "bwd")
+    ]
+    assert all(row["ms"] > 0 and row["case"] == case.record() for row in rows)
+    assert all(row["error"] < 1e-4 for row in ours), "judged as in the other benchmarks"
+    json.dumps(rows)
+
+
+def rows_by_hand():
+    times = {("standard", "mask"): 1.0, ("standard", "softmax"): 3.0, ("flashtile-cpu", FUSED): 2.0}
+    return [breakdown._row(CASE, impl, "fwd", step, ms=ms) for (impl, step), ms in times.items()]
+
+
+def test_tables_sum_the_steps_and_compare_them_with_one_call():
+    (table,) = breakdown_tables(rows_by_hand())
+    assert table.title == "Where the forward spends its time"
+    assert table.lines == [
+        ["mask", "1", "25%"],
+        ["softmax", "3", "75%"],
+        ["standard, all steps", "4", "100%"],
+        ["flashtile-cpu, one call", "2", "50%"],
+    ]
+    broken = breakdown._row(CASE, "flashtile-cpu", "bwd", FUSED, ms=None, why="wrong")
+    report = report_of({"rows": [*rows_by_hand(), broken]})
+    assert report.tables == [table] and "flashtile-cpu: wrong" in report.notes[0]
+
+
+def test_steps_are_compared_with_themselves():
+    slower = [{**row, "ms": row["ms"] * 2} for row in rows_by_hand()]
+    table, means = comparison_tables(rows_by_hand(), slower, "t")
+    assert [line[2] for line in table.lines] == ["fwd, mask", "fwd, softmax", f"fwd, {FUSED}"]
+    assert {line[2] for line in means.lines} == {"2.000"}
+
+
+def test_the_page_draws_it():
+    record = {"machine": {}, "rows": rows_by_hand()}
+    (chart,) = figures.breakdowns(Named(record, "r.json", implementations([record])))
+    assert ("standard, forward", "softmax", "3") in chart.lines
+    assert figures.others(Named(record, "r.json", implementations([record]))) == []
+
+
+@pytest.mark.parametrize(
+    "case", [Case(1, 64, 4, 2, 16, 16), Case(1, 64, 2, 2, 16, 16, window=(8, 0))], ids=["grouped", "window"]
+)
+def test_other_cases_are_refused(case):
+    with pytest.raises(ChoiceError, match="expected a dense case"):
+        run_breakdown(case, CPU)
+
+
+def test_matrices_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**34))
+    with pytest.raises(ChoiceError, match=r"take 14 GiB, and 1 are free; take a smaller --batch or --seq"):
+        run_breakdown(breakdown.default_case(CUDA), CUDA)
+
+
+def test_the_picture_has_a_bar_for_each_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "new" / "picture.svg"
+    backward = [{**row, "phase": "bwd"} for row in rows_by_hand()]
+    sizes = []
+    for rows in (rows_by_hand(), [*rows_by_hand(), *backward], [{**rows_by_hand()[0], "ms": None}]):
+        draw_breakdown(rows, path)
+        sizes.append(path.read_text("utf-8").count("#333333"))
+    assert sizes[0] >= 1 and sizes[1] == 2 * sizes[0] and sizes[2] == 0
+
+
+def test_the_module_measures_and_prints(tmp_path, capsys):
+    output = tmp_path / "record.json"
+    options = ["--seq", "32", "--heads", "2", "--head-dim", "8", "--full", "--dropout-p", "0", "--seconds", "0"]
+    assert main(["breakdown", *options, "--output", str(output)]) == 0
+    assert "Where the backward spends its time" in capsys.readouterr().out
+    rows = json.loads(output.read_text())["rows"]
+    assert {row["step"] for row in rows} == {"q kᵀ", "softmax", "weights · v", *BACKWARD, FUSED} - {"dropout, backward"}
+    assert rows[0]["case"]["S"] == 32 and not rows[0]["case"]["causal"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtype", "int8"], "--dtype: no int8"),
+        (["--impl", "nobody"], "there are:"),
+        (["--plot", "a.png", "--against", "HEAD"], "expected one of them"),
+    ],
+    ids=["dtype", "impl", "plot"],
+)
+def test_mistakes_are_reported(options, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["breakdown", "--seq", "16", "--seconds", "0", *options])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    case = Case(4, 512, 8, 8, 64, 64, causal=True, dropout_p=0.1)
+    rows = run_breakdown(case, CUDA, seconds=0.02)
+    assert all(row["ms"] is not None or row["impl"] == "flashtile-hopper" for row in rows), rows
+    assert any(row["impl"] == "flashtile-triton" for row in rows)
