@@ -20,7 +20,8 @@ class AttentionCase:
 
     `arguments` are keyword arguments of `flashtile.attention` other than tensors. `key_lengths` are given as a tuple;
     `bias`, `mask` and `alibi_slopes` as shapes, in which a name stands for a size: "b" batch, "h" heads, "q", "k". Of
-    these and the sinks the gradients are compared too, but for the names in `constant`.
+    these and the sinks the gradients are compared too, but for the names in `constant`. `block_mask`, of dense calls,
+    is the tile of a mask of each head in which some tiles are empty, some full and the others partly visible.
     """
 
     seq_q: int = 64
@@ -39,6 +40,7 @@ class AttentionCase:
     mask: str | None = None
     alibi_slopes: str | None = None
     sinks: bool = False
+    block_mask: tuple[int, int] | None = None
     constant: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -52,6 +54,7 @@ class AttentionCase:
         lengths = f"-keys{list(self.key_lengths)}" if self.key_lengths is not None else ""
         lengths += "".join(f"-{name}[{shape}]" for name in _SHAPED if (shape := getattr(self, name)))
         lengths += "-sinks" if self.sinks else ""
+        lengths += f"-blocks{list(self.block_mask)}" if self.block_mask else ""
         heads = f"h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}"
         return f"{sizes}-{heads}-{str(self.dtype)[6:]}{flags}{lengths}"
 
@@ -87,14 +90,15 @@ LEARNED = ("bias", "alibi_slopes", "sinks")
 
 @dataclass
 class Inputs:
-    """Tensors of one case: q, k, v, the upstream gradients, and the extra tensor arguments of the call."""
+    """Tensors of one case: q, k, v, the upstream gradients, and the extra tensor arguments of the call by name, with
+    its `BlockMask` among them."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
     dlse: Tensor
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Any]
 
 
 def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
@@ -104,7 +108,7 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
     def normal(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Any] = {}
     rows_q: tuple[int, ...]
     rows_k: tuple[int, ...]
     lse_shape: tuple[int, ...]
@@ -122,6 +126,8 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
     if case.arguments.get("dropout_p"):
         tensors["dropout_seed"] = torch.tensor([1234567 + seed, 89], device=device)
     tensors.update(_score_tensors(case, normal))
+    if case.block_mask is not None:
+        tensors["block_mask"] = _random_tiles(case, case.block_mask, generator).to(device)
     return Inputs(
         q=normal(*rows_q, case.heads, case.head_dim),
         k=normal(*rows_k, case.heads_kv, case.head_dim),
@@ -146,6 +152,15 @@ def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[s
     if case.sinks:
         tensors["sinks"] = normal(case.heads, dtype=wide)
     return tensors
+
+
+def _random_tiles(case: AttentionCase, tile: tuple[int, int], generator: torch.Generator) -> flashtile.BlockMask:
+    """A third of the tiles full, a third partly visible, the rest empty."""
+    tiles_q, tiles_k = -(-case.seq_q // tile[0]), -(-case.seq_k // tile[1])
+    kind = torch.rand(1, case.heads, tiles_q, tiles_k, generator=generator, dtype=torch.float64)
+    kind = kind.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)[..., : case.seq_q, : case.seq_k]
+    shown = torch.rand(kind.shape, generator=generator, dtype=torch.float64) < 0.8
+    return flashtile.BlockMask.from_dense((kind < 0.33) | ((kind < 0.67) & shown), tile)
 
 
 def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

@@ -25,7 +25,10 @@ def sums_of(case: AttentionCase, backend: str, device: str = "cpu", dtype: torch
     """Column sums of a call, from its own lse."""
     inputs = make_inputs(case, device)
     q, k, v = (t.to(dtype or case.dtype) for t in (inputs.q, inputs.k, inputs.v))
-    tensors = {n: t.to(dtype) if dtype and t.is_floating_point() else t for n, t in inputs.tensors.items()}
+    tensors = {
+        name: t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in inputs.tensors.items()
+    }
     function = flashtile.attention_varlen if case.packed else flashtile.attention
     _, lse = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
     # Sinks are in lse already, and the sums are those before dropout.

@@ -26,7 +26,8 @@ def weights_of_call(case: AttentionCase, dtype: torch.dtype | None = None, **mor
     q, k = (t.to(dtype or case.dtype) for t in (inputs.q, inputs.k))
     v = torch.eye(case.seq_k, dtype=q.dtype)[:, None].expand(case.batch, case.seq_k, case.heads_kv, case.seq_k)
     tensors = {
-        name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in (inputs.tensors | more).items()
+        name: t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t
+        for name, t in (inputs.tensors | more).items()
     }
     return flashtile.attention(q, k, v, **tensors, **case.arguments, backend="reference").transpose(1, 2)
 

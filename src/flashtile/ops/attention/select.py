@@ -105,16 +105,22 @@ def column_sums_implementation(q: Tensor, backend: str) -> ModuleType:
     return _column_sums_implementation(backend, q.device.type, q.dtype)
 
 
-@functools.cache
-def _column_sums_implementation(backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
-    triton_missing, interpreting = devices.triton_missing(), devices.interpreting()
+def choose_column_sums(
+    requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
+) -> BackendChoice:
+    """Which backend serves `flashtile.attention_column_sums`, from facts alone."""
     obstacles = {
         "hopper": "it has no kernel for column sums; backend='triton' has one, on sm_90 too",
         "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
         "cpu": backends.cpu_obstacle(device_type),
         "reference": None,
     }
-    choice = backends.choose(backend, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
+    return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
+
+
+@functools.cache
+def _column_sums_implementation(backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
+    choice = choose_column_sums(backend, device_type, dtype, devices.triton_missing(), devices.interpreting())
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
     return importlib.import_module(_MODULES[choice.backend])

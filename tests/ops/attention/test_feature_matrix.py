@@ -1,0 +1,103 @@
+"""Which backend serves which feature: the tables of the documents are those of the code, pairs of features are served
+where each of them is, and what is claimed for a backend agrees with the oracle on it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from attention_cases import PAIRS, parameters
+from flashtile._backends import devices
+from flashtile.ops.attention import cpu
+from flashtile.ops.attention.cpu import tiles
+from flashtile.testing import AttentionCase, check
+
+ROOT = Path(__file__).parents[3]
+
+
+def _tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("feature_matrix", ROOT / "tools" / "feature_matrix.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+matrix = _tool()
+
+#: The choice is that of an installation with Triton, which is not interpreting.
+asks_for_gpus = pytest.mark.skipif(
+    bool(devices.triton_missing()) or devices.interpreting(), reason="asks about GPUs: needs Triton, not interpreting"
+)
+
+
+@asks_for_gpus
+@pytest.mark.parametrize("document", matrix.DOCUMENTS)
+def test_documents_have_the_table_of_the_code(document: str) -> None:
+    text = (ROOT / document).read_text("utf-8")
+    assert matrix.written(document, text) == text, "run: python tools/feature_matrix.py --write"
+
+
+@asks_for_gpus
+@pytest.mark.parametrize("backend", matrix.BACKENDS)
+def test_a_pair_is_served_where_both_are(backend: str) -> None:
+    alone = [(matrix.served(change(matrix.BASE), backend), change, f) for f in matrix.FEATURES for change in f.changes]
+    pairs = 0
+    for (first, change, one), (second, other, another) in combinations(alone, 2):
+        both = other(change(matrix.BASE))
+        undone = change(both) != both or other(both) != both  # the two set the same thing
+        if one is another or undone or (both.packed and both.block_mask):
+            continue
+        pairs += 1
+        expected = min(first, second, key=matrix.ORDER.index)
+        assert matrix.served(both, backend) == expected, (one.label, another.label)
+    assert pairs > 300
+
+
+#: Pairs with something that changes scores; those of the others are in `test_cpu`, with more sizes.
+_CHANGES = ("softcap", "bias", "mask", "alibi", "sinks", "block_mask")
+ON_CPU = {name: case for name, case in PAIRS.items() if any(change in name for change in (*_CHANGES, "everything"))}
+
+
+@pytest.mark.parametrize("case", parameters(ON_CPU))
+def test_pairs_on_the_cpu(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    monkeypatch.setattr(tiles, "_TILE_ROWS", 32)
+    monkeypatch.setattr(tiles, "_TILE_KEYS", 32)
+    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 2 * 32 * 32 // torch.get_num_threads())
+    check(case, "cpu")
+
+
+def _claimed(backend: str) -> list[pytest.param]:
+    """Each call of the table that a backend serves, at least forwards."""
+    calls = {
+        f"{feature.label}-{number}": change(matrix.BASE)
+        for feature in matrix.FEATURES
+        for number, change in enumerate(feature.changes)
+    }
+    if backend != "cpu" and devices.triton_missing():
+        return []
+    return parameters({name: c for name, c in calls.items() if matrix.served(c, backend) != matrix.NOTHING})
+
+
+@pytest.mark.parametrize("case", _claimed("cpu"))
+def test_what_is_claimed_for_the_cpu(case: AttentionCase) -> None:
+    check(case, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [] if devices.interpreting() else _claimed("triton"))
+def test_what_is_claimed_for_triton(case: AttentionCase) -> None:
+    check(replace(case, seq_q=200, seq_k=300), "triton", "cuda")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", [] if devices.interpreting() else _claimed("hopper"))
+def test_what_is_claimed_for_hopper(case: AttentionCase) -> None:
+    check(replace(case, seq_q=200, seq_k=300), "hopper", "cuda")

@@ -1,0 +1,169 @@
+"""Which backend serves which feature of attention, as the code that chooses says: the tables of the documents.
+
+    python tools/feature_matrix.py            # prints the table
+    python tools/feature_matrix.py --write    # writes it into README.md and docs/attention.md
+
+Each feature is a call, or several that must agree. `flashtile.explain` is asked, with the backend by name, whether it
+serves the forward and whose kernels compute the gradients. A test holds the documents to what this prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import flashtile
+from flashtile.ops.attention.select import choose_column_sums
+from flashtile.testing import AttentionCase, make_inputs, with_arguments
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/attention.md")
+BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->\n"
+END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
+
+#: Backend -> the device on which it is asked about.
+BACKENDS = {"hopper": "sm_90", "triton": "sm_90", "cpu": "cpu", "reference": "cpu"}
+#: What a backend does of a call, from nothing to everything.
+NOTHING, FORWARD, EVERYTHING = "no", "forward¹", "yes"
+ORDER = (NOTHING, FORWARD, EVERYTHING)
+
+BASE = AttentionCase(heads=4, heads_kv=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
+Change = Callable[[AttentionCase], AttentionCase]
+
+
+class Feature(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        label: in the documents.
+        changes: of the plain call; they must give the same cells.
+        packed: whether packed calls have it.
+    """
+
+    label: str
+    changes: tuple[Change, ...]
+    packed: bool = True
+
+
+def _arguments(**arguments: object) -> Change:
+    return lambda case: with_arguments(case, **arguments)
+
+
+def _heads(head_dim: int, head_dim_v: int) -> Change:
+    return lambda case: replace(case, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def _dtype(dtype: torch.dtype) -> Change:
+    return lambda case: replace(case, dtype=dtype)
+
+
+def _bias(case: AttentionCase) -> AttentionCase:
+    return replace(case, bias="1hqk" if case.packed else "bhqk")
+
+
+FEATURES = (
+    Feature("float16", (_dtype(torch.float16),)),
+    Feature("bfloat16", (_dtype(torch.bfloat16),)),
+    Feature("float32", (_dtype(torch.float32),)),
+    Feature("float64", (_dtype(torch.float64),)),
+    Feature(
+        "head_dim up to 256, multiples of 8, also other ones of v", (_heads(64, 64), _heads(192, 128), _heads(8, 256))
+    ),
+    Feature("head_dim up to 256 that 8 does not divide, contiguous", (_heads(20, 64), _heads(65, 64))),
+    Feature("head_dim of v that 8 does not divide", (_heads(64, 20), _heads(20, 20))),
+    Feature("head_dim up to 512", (_heads(512, 512), _heads(64, 264))),
+    Feature(
+        "causal with both alignments, windows",
+        (_arguments(causal=True), _arguments(causal=True, align="top_left"), _arguments(window=(9, 4))),
+    ),
+    Feature(
+        "grouped and multi-query heads",
+        (lambda case: replace(case, heads_kv=2), lambda case: replace(case, heads_kv=1)),
+    ),
+    Feature(
+        "packed sequences",
+        (lambda case: replace(case, block_mask=None, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),),
+    ),
+    Feature("`key_lengths`", (lambda case: replace(case, key_lengths=(9,) * (3 if case.packed else 2)),)),
+    Feature("`softcap`", (_arguments(softcap=2.0),)),
+    Feature("`sinks`, with gradient", (lambda case: replace(case, sinks=True),)),
+    Feature("`alibi_slopes`", (lambda case: replace(case, alibi_slopes="bh", constant=("alibi_slopes",)),)),
+    Feature("`alibi_slopes`, with gradient", (lambda case: replace(case, alibi_slopes="h", constant=()),)),
+    Feature("`bias`, with gradient", (_bias,)),
+    Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
+    Feature("`block_mask` (dense calls)", (lambda case: replace(case, block_mask=(64, 64)),), packed=False),
+    Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
+    Feature("`deterministic=True`", (_arguments(deterministic=True),)),
+)
+
+
+def served(case: AttentionCase, backend: str) -> str:
+    """What a backend does of a call, asked for by name."""
+    inputs = make_inputs(case)
+    for name in case.learned:
+        inputs.tensors[name].requires_grad_()
+    given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": BACKENDS[backend]}
+    answer = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
+    if answer.backend != backend:
+        return NOTHING
+    # The CPU and the reference have one entry for both directions.
+    return EVERYTHING if all(kernel.backend in ("", backend) for kernel in answer.kernels) else FORWARD
+
+
+def cells(feature: Feature) -> list[str]:
+    """A row: what each backend does."""
+    rows = [[served(change(BASE), backend) for backend in BACKENDS] for change in feature.changes]
+    assert all(row == rows[0] for row in rows), f"{feature.label}: split the row, its calls differ: {rows}"
+    return rows[0]
+
+
+def column_sums() -> list[str]:
+    """The row of `flashtile.attention_column_sums`."""
+
+    def choice(backend: str) -> str | None:
+        device = "cpu" if BACKENDS[backend] == "cpu" else "cuda"
+        return choose_column_sums(backend, device, BASE.dtype, None, False).backend
+
+    return [EVERYTHING if choice(backend) == backend else NOTHING for backend in BACKENDS]
+
+
+def table() -> str:
+    """The table in Markdown, with its notes."""
+    rows = [[feature.label, *cells(feature)] for feature in FEATURES]
+    rows += [["`attention_column_sums` (no gradient)", *column_sums()]]
+    headings = ["", *(f"`{backend}`" for backend in BACKENDS)]
+    lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
+    note = (
+        "A call is served where each of its features is: forward and backward, or ¹ the forward, with gradients by the "
+        "kernels of\n`triton`. `hopper` is for sm_90, `triton` for every GPU."
+    )
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def written(document: str, text: str) -> str:
+    """A document with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{document}: expected the lines {BEGIN.strip()} and {END.strip()}, got none; put them in")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into the documents, instead of printing")
+    if not parser.parse_args().write:
+        print(table(), end="")
+        return
+    for document in DOCUMENTS:
+        path = ROOT / document
+        path.write_text(written(document, path.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
