@@ -80,6 +80,43 @@ _ATTENTION = {
     "return_softmax_lse=False",
 }
 
+_MLP = "in_features, hidden_features=None, out_features=None, activation={}, bias1=True, bias2=True, "
+_PERCEPTRONS = {
+    "Mlp": f"{_MLP.format('gelu')}return_residual=False, {_PLACE}",
+    "Mlp.forward": "self, x",
+    "GatedMlp": f"{_MLP.format('sigmoid')}multiple_of=128, return_residual=False, {_PLACE}",
+    "GatedMlp.forward": "self, x",
+}
+_BLOCK = "dim, mixer_cls=None, mlp_cls=None, norm_cls=LayerNorm, dropout_cls=Dropout, "
+_BLOCKS = {
+    "Block": f"{_BLOCK}prenorm=True, resid_dropout1=0.0, resid_dropout2=0.0, drop_path1=0.0, drop_path2=0.0, "
+    "fused_dropout_add_ln=False, return_residual=False, residual_in_fp32=False, sequence_parallel=False, "
+    "mark_shared_params=False",
+    "Block.forward": "self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None",
+    "Block.allocate_inference_cache": "self, batch_size, max_seqlen, dtype=None, **kwargs",
+    "ParallelBlock": f"{_BLOCK}resid_dropout1=0.0, resid_dropout2=0.0, tied_norm=False, fused_dropout_add_ln=False, "
+    "residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False",
+    "ParallelBlock.forward": "self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None",
+}
+_INNER = "causal=False, softmax_scale=None, attention_dropout=0.0"
+_ATTENTION_MODULES = {
+    "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
+    "FlashCrossAttention.forward": "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, "
+    "max_seqlen_k=None",
+    "SelfAttention": _INNER,
+    "SelfAttention.forward": "self, qkv, causal=None, key_padding_mask=None",
+    "CrossAttention": _INNER,
+    "CrossAttention.forward": "self, q, kv, causal=None, key_padding_mask=None",
+    "MHA.forward": "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
+    "inference_params=None, **kwargs",
+}
+_MHA = (
+    "cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, dropout=0.0, softmax_scale=None, causal=False, "
+    "layer_idx=None, dwconv=False, rotary_emb_dim=0, rotary_emb_base=10000.0, rotary_emb_scale_base=None, "
+    "rotary_emb_interleaved=False"
+)
+_MHA_END = f"fused_bias_fc=False, use_flash_attn=False, return_residual=False, checkpointing=False, {_PLACE}"
+
 #: Module -> name -> arguments, of a class those of its constructor.
 VERSION_2 = {
     "": _ATTENTION,
@@ -140,6 +177,16 @@ VERSION_2 = {
     "ops.fused_dense": _DENSE,
     "ops.layer_norm": _LAYER_NORM,
     "ops.rms_norm": _RMS_NORM,
+    "modules.mha": _ATTENTION_MODULES
+    | {
+        "get_alibi_slopes": "nheads",
+        "FlashSelfAttention": f"{_INNER}, window_size=(-1, -1), alibi_slopes=None, deterministic=False",
+        "FlashCrossAttention": f"{_INNER}, alibi_slopes=None, window_size=(-1, -1), deterministic=False",
+        "MHA": f"embed_dim, num_heads, num_heads_kv=None, {_MHA}, use_alibi=False, window_size=(-1, -1), {_MHA_END}",
+        "MHA.allocate_inference_cache": "self, batch_size, max_seqlen, dtype=None",
+    },
+    "modules.mlp": _PERCEPTRONS | {"FusedMLP": _DENSE["FusedMLP"]},
+    "modules.block": _BLOCKS,
 }
 VERSION_1 = {
     "flash_attn_interface": {
@@ -203,6 +250,19 @@ VERSION_1 = {
     "ops.fused_dense": _DENSE,
     "ops.layer_norm": _LAYER_NORM,
     "ops.rms_norm": _RMS_NORM,
+    "modules.mha": _ATTENTION_MODULES
+    | {
+        "FlashSelfAttention": f"{_INNER}, triton=False",
+        "FlashCrossAttention": f"{_INNER}, triton=False",
+        "MHA": f"embed_dim, num_heads, {_MHA}, {_MHA_END}",
+        "MHA.allocate_inference_cache": "self, batch_size, max_seqlen, dtype=None, fused_ft_kernel=True",
+    },
+    "modules.mlp": _PERCEPTRONS
+    | {
+        "GatedMlp": f"{_MLP.format('sigmoid')}multiple_of=256, return_residual=False, {_PLACE}",
+        "FusedMLP": _DENSE["FusedMLP"],
+    },
+    "modules.block": _BLOCKS,
 }
 SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1}
 NAMES = [

@@ -1,0 +1,343 @@
+"""flash_attn.modules of both versions: attention with projections, caches and masks, blocks, perceptrons."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from compat_cases import Meaning, attention_by_definition, cumulative, normal
+from flashtile.compat.flash_attn.modules import block, mha, mlp
+from flashtile.compat.flash_attn.ops.rms_norm import RMSNorm
+from flashtile.compat.flash_attn_v1.modules import block as block_v1
+from flashtile.compat.flash_attn_v1.modules import mha as mha_v1
+from flashtile.compat.flash_attn_v1.modules import mlp as mlp_v1
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", DEVICES)
+MASK = torch.arange(9) < torch.tensor([[9], [4]])
+
+
+def by_definition(module, x, x_kv=None, meaning=None, mask=None):
+    """An MHA of its own parameters, by matrices; `mask` is bool `[batch, seq_k]` or `[batch, 1, seq_q, seq_k]`."""
+    dim = module.head_dim
+    if module.cross_attn:
+        q, kv = module.Wq(x), module.Wkv(x_kv)
+    else:
+        q, kv = module.Wqkv(x).split([module.embed_dim, 2 * module.num_heads_kv * dim], -1)
+    q = q.unflatten(-1, (module.num_heads, dim))
+    k, v = kv.unflatten(-1, (2, module.num_heads_kv, dim)).unbind(2)
+    if module.rotary_emb_dim:
+        q, k = (turned(module, t) for t in (q, k))
+    if mask is not None:
+        mask = mask if mask.dim() == 4 else mask[:, None, None, :]
+        bias = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, float("-inf"))
+        meaning = Meaning(**{**meaning.__dict__, "bias": bias})
+    out, _ = attention_by_definition(q, k, v, meaning)
+    return module.out_proj(out.flatten(2))
+
+
+def turned(module, x):
+    pairs = module.rotary_emb_dim // 2
+    angles = torch.outer(torch.arange(x.shape[1]), module.rotary_emb.inv_freq.cpu()).to(x)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+    return torch.cat((a * cos - b * sin, a * sin + b * cos, x[..., 2 * pairs :]), -1)
+
+
+SLOPES = torch.tensor(mha.get_alibi_slopes(4))
+MHAS = {
+    "plain": ({}, Meaning()),
+    "flash": ({"use_flash_attn": True, "causal": True}, Meaning(causal=True)),
+    "rotary": ({"causal": True, "rotary_emb_dim": 6, "fused_bias_fc": True}, Meaning(causal=True)),
+    "grouped": ({"num_heads_kv": 2, "causal": True, "rotary_emb_dim": 4}, Meaning(causal=True)),
+    "alibi": (
+        {"use_flash_attn": True, "use_alibi": True, "window_size": (3, 0), "softmax_scale": 0.3, "num_heads_kv": 1},
+        Meaning(scale=0.3, window=(3, 0), alibi_slopes=SLOPES),
+    ),
+}
+mhas = pytest.mark.parametrize(("options", "meaning"), MHAS.values(), ids=MHAS.keys())
+
+
+@devices
+@mhas
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_self_attention(checkpointing, options, meaning, device):
+    module = mha.MHA(32, 4, **options, checkpointing=checkpointing).to(device)
+    x = normal(2, 9, 32).float().to(device)
+    parameters = list(module.parameters())
+    out, expected = module(x), by_definition(module, x, meaning=meaning)
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-4)
+    for got, wanted in zip(*(torch.autograd.grad(y.square().sum(), parameters) for y in (out, expected))):
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+
+
+@devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_padding_masks(heads_kv, causal, device):
+    module, x = mha.MHA(32, 4, heads_kv, causal=causal).to(device), normal(2, 9, 32).float().to(device)
+    expected = by_definition(module, x, meaning=Meaning(causal=causal), mask=MASK.to(device))
+    torch.testing.assert_close(module(x, key_padding_mask=MASK.to(device)), expected, rtol=2e-3, atol=2e-4)
+
+
+@devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+def test_cross_attention(flash, causal, device):
+    module = mha.MHA(32, 4, cross_attn=True, causal=causal, use_flash_attn=flash).to(device)
+    x, x_kv = normal(2, 5, 32).float().to(device), normal(2, 9, 32, seed=1).float().to(device)
+    expected = by_definition(module, x, x_kv, Meaning(causal=causal))
+    torch.testing.assert_close(module(x, x_kv), expected, rtol=2e-3, atol=2e-4)
+    torch.testing.assert_close(module(x), by_definition(module, x, x, Meaning(causal=causal)), rtol=2e-3, atol=2e-4)
+    if not causal:
+        some = module(x, x_kv, mixer_subset=slice(0, 2))
+        torch.testing.assert_close(some, expected[:, :2], rtol=2e-3, atol=2e-4)
+    if not flash:
+        mask = MASK.to(device)
+        if causal:  # the diagonal ends at the last of as many keys as are kept
+            ends = torch.arange(5, device=device)[:, None] + mask.sum(1)[:, None, None, None] - 5
+            mask = mask[:, None, None, :] & (torch.arange(9, device=device) <= ends)
+        expected = by_definition(module, x, x_kv, Meaning(), mask)
+        torch.testing.assert_close(module(x, x_kv, MASK.to(device)), expected, rtol=2e-3, atol=2e-4)
+
+
+def test_packed_inputs_and_residual():
+    module = mha.MHA(32, 4, use_flash_attn=True, causal=True, return_residual=True)
+    x, cu = normal(12, 32).float(), cumulative([5, 7])
+    out, residual = module(x, cu_seqlens=cu, max_seqlen=7)
+    assert residual is x
+    for rows in (slice(0, 5), slice(5, 12)):
+        torch.testing.assert_close(out[rows], module(x[None, rows])[0][0])
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_convolution(heads_kv):
+    module, x = mha.MHA(32, 4, heads_kv, dwconv=True, causal=True), normal(2, 9, 32).float()
+    names = {name.split(".")[0] for name in module.state_dict()}
+    convs = {"dwconv_qkv"} if heads_kv == 4 else {"dwconv_q", "dwconv_kv"}
+    assert names == {"Wqkv", "out_proj"} | convs
+    later = x.clone()
+    later[:, 5:] = 0
+    assert torch.equal(module(later)[:, :5], module(x)[:, :5]), "no token sees later ones"
+    with torch.no_grad():
+        for name in convs:
+            conv = getattr(module, name)
+            conv.weight.zero_()[..., 2] = 1
+            conv.bias.zero_()
+    torch.testing.assert_close(module(x), by_definition(module, x, meaning=Meaning(causal=True)))
+
+
+@devices
+@pytest.mark.parametrize("lengths_given", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rotary_emb_dim": 6, "num_heads_kv": 2}, {"use_flash_attn": True, "use_alibi": True, "window_size": (4, 0)}],
+    ids=str,
+)
+@torch.no_grad()
+def test_decoding(options, lengths_given, device):
+    module = mha.MHA(32, 4, causal=True, layer_idx=3, **options).to(device)
+    x = normal(2, 9, 32).float().to(device)
+    params = SimpleNamespace(
+        max_batch_size=5, max_seqlen=12, seqlen_offset=0, batch_size_offset=2, key_value_memory_dict={},
+        lengths_per_sample=None,
+    )  # fmt: skip
+    steps = [module(x[:, :6], inference_params=params)]
+    for position in (6, 7, 8):
+        params.seqlen_offset = position
+        if lengths_given:
+            lengths = torch.full((5,), 11, dtype=torch.int32, device=device)
+            lengths[2:4] = position
+            params.lengths_per_sample = lengths
+        steps.append(module(x[:, position : position + 1], inference_params=params))
+    torch.testing.assert_close(torch.cat(steps, 1), module(x), rtol=2e-3, atol=2e-4)
+    cache = params.key_value_memory_dict[3]
+    assert cache.shape == (5, 12, 2, module.num_heads_kv, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: mha.MHA(32, 4, use_alibi=True), "use_alibi"),
+        (lambda: mha.MHA(32, 4, window_size=(3, 3)), "window_size"),
+        (lambda: mha.MHA(32, 4, cross_attn=True, rotary_emb_dim=4), "rotary_emb_dim"),
+        (lambda: mha.MHA(32, 5), "embed_dim"),
+        (lambda: mha.MHA(32, 4)(torch.randn(1, 5, 32), torch.randn(1, 5, 32)), "x_kv"),
+        (lambda: mha.MHA(32, 4)(torch.randn(5, 32), cu_seqlens=cumulative([5]), max_seqlen=5), "cu_seqlens"),
+        (lambda: mha.MHA(32, 4, use_flash_attn=True)(torch.randn(2, 9, 32), key_padding_mask=MASK), "key_padding_mask"),
+        (lambda: mha.MHA(32, 4, dwconv=True)(torch.randn(2, 9, 32), inference_params=object()), "inference_params"),
+    ],
+)
+def test_what_does_not_go_together(make, names):
+    with pytest.raises(ValueError, match=names):
+        make()
+
+
+def test_modules_without_projections():
+    qkv = normal(2, 9, 3, 4, 8).float()
+    plain = attention_by_definition(*qkv.unbind(2), Meaning(causal=True, window=(3, -1)))[0]
+    out = mha.FlashSelfAttention(causal=True, window_size=(3, -1))(qkv)
+    torch.testing.assert_close(out, plain)
+    out = mha.FlashCrossAttention(True, None, 0.0, None, (3, -1))(qkv[:, :, 0], qkv[:, :, 1:])
+    torch.testing.assert_close(out, plain)
+    dropping = mha.SelfAttention(attention_dropout=0.5)
+    assert not torch.equal(dropping(qkv), dropping.eval()(qkv))
+    torch.testing.assert_close(
+        mha.SelfAttention()(qkv, causal=True), mha.CrossAttention(True)(qkv[:, :, 0], qkv[:, :, 1:])
+    )
+
+
+def test_modules_of_version_1():
+    qkv, kv = normal(2, 5, 3, 4, 8).float(), normal(2, 9, 2, 4, 8, seed=1).float()
+    q = qkv[:, :, 0]
+    meaning = Meaning(causal=True, top_left=True)
+    torch.testing.assert_close(
+        mha_v1.FlashSelfAttention(causal=True, triton=True)(qkv), attention_by_definition(*qkv.unbind(2), meaning)[0]
+    )
+    expected = attention_by_definition(q, *kv.unbind(2), meaning)[0]
+    module = mha_v1.FlashCrossAttention(causal=True)
+    torch.testing.assert_close(module(q, kv), expected)
+    packed = module(q.flatten(0, 1), kv.flatten(0, 1), None, cumulative([5, 5]), 5, cumulative([9, 9]), 9)
+    torch.testing.assert_close(packed, expected.flatten(0, 1))
+    with pytest.raises(ValueError, match="max_seqlen"):
+        module(q.flatten(0, 1), kv.flatten(0, 1), None, cumulative([5, 5]))
+    x = normal(2, 9, 32).float()
+    whole = mha_v1.MHA(32, 4, causal=True, rotary_emb_dim=6, use_flash_attn=True)
+    torch.testing.assert_close(whole(x), by_definition(whole, x, meaning=Meaning(causal=True)))
+    assert whole.allocate_inference_cache(2, 7).shape == (2, 7, 2, 4, 8)
+
+
+def test_perceptrons():
+    x = normal(2, 5, 6).float()
+    module = mlp.GatedMlp(6, activation=F.silu, return_residual=True)
+    values, gates = module.fc1(x).chunk(2, -1)
+    torch.testing.assert_close(module(x)[0], module.fc2(values * F.silu(gates)))
+    assert mlp.GatedMlp(6).fc2.in_features == 128 and mlp_v1.GatedMlp(6).fc2.in_features == 256
+    assert mlp.Mlp(6).fc1.out_features == mlp_v1.Mlp(6).fc1.out_features == 24
+
+
+# Blocks
+
+
+class Scale(nn.Module):
+    """A norm that flashtile does not know."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(dim))
+
+    def forward(self, x):
+        return x.tanh() * self.weight
+
+
+def blocks(norm_cls, module=block, **options):
+    torch.manual_seed(0)
+    mixer = partial(nn.Linear, out_features=16)
+    made = module.Block(16, mixer, partial(nn.Linear, out_features=16), norm_cls, **options)
+    for name, parameter in made.named_parameters():
+        nn.init.normal_(parameter) if "norm" in name else None
+    return made
+
+
+NORMS = [nn.LayerNorm, partial(nn.RMSNorm, eps=1e-5), RMSNorm, Scale]
+
+
+@devices
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm_cls", NORMS, ids=["layer", "rms", "our-rms", "other"])
+def test_blocks(norm_cls, fused, device):
+    x, residual = normal(2, 5, 16).float().to(device), normal(2, 5, 16, seed=1).float().to(device)
+    pre = blocks(norm_cls, fused_dropout_add_ln=fused).to(device)
+    hidden, total = pre(x, residual)
+    first = x + residual
+    mixed = pre.mixer(pre.norm1(first))
+    torch.testing.assert_close(total, mixed + first, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(hidden, pre.mlp(pre.norm2(mixed + first)), rtol=2e-3, atol=2e-3)
+    post = blocks(norm_cls, prenorm=False, fused_dropout_add_ln=fused).to(device)
+    middle = post.norm1(post.mixer(x) + x)
+    torch.testing.assert_close(post(x), post.norm2(post.mlp(middle) + middle), rtol=2e-3, atol=2e-3)
+    with pytest.raises(ValueError, match="residual"):
+        post(x, residual)
+
+
+@pytest.mark.parametrize("norm_cls", [nn.LayerNorm, Scale], ids=["layer", "other"])
+def test_dropout_and_drop_path(norm_cls):
+    x, residual = normal(3, 5, 16).float(), normal(3, 5, 16, seed=1).float()
+    made = blocks(norm_cls, resid_dropout1=0.5, drop_path2=1.0)
+    mixed = []
+    made.mixer.register_forward_hook(lambda _, inputs, out: mixed.append(out))
+    _, total = made(x, residual)
+    dropped = total - residual  # the second branch is dropped whole, so that this is the first
+    kept = dropped.abs() > 1e-5
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(dropped[kept], 2 * x[kept], rtol=1e-3, atol=1e-3)
+    made.eval()
+    _, total = made(x, residual)
+    torch.testing.assert_close(total, x + residual + mixed[-1])
+
+    many = normal(64, 1, 16).float()
+    _, total = blocks(norm_cls, drop_path1=0.5, drop_path2=1.0)(many, torch.zeros_like(many))
+    entries = (total != 0).any(-1).flatten()
+    assert 16 < entries.sum() < 48
+    torch.testing.assert_close(total[entries], 2 * many[entries])
+    with pytest.raises(ValueError, match="drop_path"):
+        blocks(norm_cls, drop_path1=1.5)
+
+
+def test_options_of_blocks():
+    x = normal(2, 5, 16).to(torch.bfloat16)
+    made = blocks(nn.LayerNorm, residual_in_fp32=True, sequence_parallel=True, mark_shared_params=True).bfloat16()
+    hidden, total = made(x)
+    assert hidden.dtype is torch.bfloat16 and total.dtype is torch.float32
+    assert made.norm1.weight._sequence_parallel and made.norm2.bias._shared_params
+    assert not hasattr(made.mixer.weight, "_shared_params")
+    default = block.Block(64)
+    assert type(default.mixer) is mha.MHA and type(default.mlp) is mlp.Mlp and default.mlp.fc1.out_features == 256
+    assert type(block_v1.Block(64).mixer) is mha_v1.MHA
+    assert default.allocate_inference_cache(2, 7).shape == (2, 7, 2, 1, 64)
+    alone = block.Block(16, partial(nn.Linear, out_features=16), nn.Identity)
+    assert not hasattr(alone, "norm2") and len(alone(x.float())) == 2
+    with pytest.raises(ValueError, match="residual_in_fp32"):
+        block.Block(64, prenorm=False, residual_in_fp32=True)
+
+
+def test_subsets_of_tokens():
+    cross = partial(mha.MHA, num_heads=2, cross_attn=True)
+    made = block.Block(16, cross, partial(nn.Linear, out_features=16))
+    x = normal(2, 5, 16).float()
+    hidden, residual = made(x, mixer_subset=slice(0, 2))
+    whole, whole_residual = made(x)
+    torch.testing.assert_close(hidden, whole[:, :2])
+    torch.testing.assert_close(residual, whole_residual[:, :2])
+
+
+@pytest.mark.parametrize("module", [block, block_v1])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("norm_cls", NORMS, ids=["layer", "rms", "our-rms", "other"])
+def test_parallel_blocks(norm_cls, tied, module):
+    made = module.ParallelBlock(
+        16, partial(nn.Linear, out_features=16), partial(nn.Linear, out_features=16), norm_cls, tied_norm=tied
+    )
+    x1, x2, residual = (normal(2, 5, 16, seed=seed).float() for seed in range(3))
+    out1, out2, total = made(x1, x2, residual)
+    torch.testing.assert_close(total, x1 + x2 + residual)
+    torch.testing.assert_close(out1, made.mixer(made.norm1(total)), rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(out2, made.mlp((made.norm1 if tied else made.norm2)(total)), rtol=2e-3, atol=2e-3)
+    first = made(x1)
+    torch.testing.assert_close(first[2], x1)
+
+
+def test_two_dropouts_of_a_parallel_block():
+    made = block.ParallelBlock(
+        16, partial(nn.Linear, out_features=16), partial(nn.Linear, out_features=16), resid_dropout1=0.5
+    )
+    x1, x2 = normal(2, 50, 16).float(), torch.zeros(2, 50, 16)
+    total = made(x1, x2)[2]
+    kept = total != 0
+    assert 0.4 < kept.float().mean() < 0.6
+    torch.testing.assert_close(total[kept], 2 * x1[kept])
