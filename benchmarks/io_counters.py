@@ -19,7 +19,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from flashtile.bench.record import Record, make_record, write_record
 from flashtile.bench.standard import causal_mask, standard_attention
 from flashtile.bench.timing import EventTimer
 
-READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+#: Key in a record -> metric.
+DEVICE_MEMORY = {"bytes_read": "dram__bytes_read.sum", "bytes_written": "dram__bytes_write.sum"}
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 #: Where CUDA's installers put it when it is not on the path.
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     shape = _shape(options)
     if options.child:
-        _run_once(make_call(options.child, shape))
+        run_once(make_call(options.child, shape))
         return 0
     device = io_model.find_device(torch.cuda.get_device_name())
     if device is None:
@@ -114,7 +115,7 @@ def make_call(name: str, shape: io_model.Shape, device: str = "cuda") -> Callabl
     return call
 
 
-def _run_once(call: Callable[[], Any]) -> None:
+def run_once(call: Callable[[], Any]) -> None:
     """The child's part: one call that the counters see."""
     for _ in range(_WARM_UP_CALLS):
         call()
@@ -207,15 +208,32 @@ def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, An
     """What each kernel of a computation reads and writes in device memory, counted in a process of its own.
 
     Raises:
-        CountersError: ncu failed, or counted nothing.
+        CountersError: as `profile`.
     """
-    child = [sys.executable, str(Path(__file__).resolve()), "--child", name]
+    child = [str(Path(__file__).resolve()), "--child", name]
     for option in ("batch", "heads", "seq", "head_dim", "dropout", "dtype"):
         child += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
     child += ["--causal"] if options.causal else []
+    return profile(ncu, name, child)
+
+
+def profile(
+    ncu: str, name: str, child: Sequence[str], metrics: Mapping[str, str] = DEVICE_MEMORY
+) -> list[dict[str, Any]]:
+    """What `ncu` counts of the kernels of a Python program.
+
+    Args:
+        ncu: its path.
+        name: of the computation, for errors.
+        child: the program and its arguments, which say themselves when counting begins and ends.
+        metrics: key in the result -> metric, in bytes.
+
+    Raises:
+        CountersError: ncu failed, or counted nothing.
+    """
     settings = ["--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none"]
-    output = ["--metrics", f"{READ},{WRITTEN}", "--csv", "--page", "raw", "--print-units", "base"]
-    done = subprocess.run([ncu, *settings, *output, *child], capture_output=True, text=True)
+    output = ["--metrics", ",".join(metrics.values()), "--csv", "--page", "raw", "--print-units", "base"]
+    done = subprocess.run([ncu, *settings, *output, sys.executable, *child], capture_output=True, text=True)
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         raise CountersError(
             "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root, or load the driver with "
@@ -224,13 +242,13 @@ def count(ncu: str, name: str, options: argparse.Namespace) -> list[dict[str, An
     if done.returncode:
         ending = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise CountersError(f"ncu ended with {done.returncode} for {name}:\n{ending}")
-    kernels = parse(done.stdout)
+    kernels = parse(done.stdout, metrics)
     if not kernels:
         raise CountersError(f"ncu counted no kernel of {name}:\n{done.stdout[-800:]}")
     return kernels
 
 
-def parse(text: str) -> list[dict[str, Any]]:
+def parse(text: str, metrics: Mapping[str, str] = DEVICE_MEMORY) -> list[dict[str, Any]]:
     """Kernels, in the order in which they ran, from the raw page of `ncu --csv`: a line of headings, one of units, one
     for each kernel, among lines that are no CSV.
 
@@ -242,20 +260,20 @@ def parse(text: str) -> list[dict[str, Any]]:
     if start is None:
         return []
     units, *rows = csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"'))))
-    for column in ("Kernel Name", READ, WRITTEN):
+    for column in ("Kernel Name", *metrics.values()):
         if column not in units:
             raise CountersError(f"ncu printed no column {column!r}; there are {', '.join(units)}")
-    for column in (READ, WRITTEN):
+    for column in metrics.values():
         if units[column] != "byte":
             raise CountersError(f"{column}: expected bytes, ncu printed {units[column]!r}")
-    found = []
-    for kernel in rows:
-        try:
-            read, written = (int(float(kernel[column].replace(",", ""))) for column in (READ, WRITTEN))
-        except ValueError:
-            raise CountersError(f"ncu counted nothing for {kernel['Kernel Name']}: {kernel[READ]!r}") from None
-        found.append({"name": kernel["Kernel Name"], "bytes_read": read, "bytes_written": written})
-    return found
+    return [{"name": row["Kernel Name"], **{key: _bytes(row, of) for key, of in metrics.items()}} for row in rows]
+
+
+def _bytes(row: Mapping[str, str], column: str) -> int:
+    try:
+        return int(float(row[column].replace(",", "")))
+    except ValueError:
+        raise CountersError(f"ncu counted nothing for {row['Kernel Name']}: {row[column]!r}") from None
 
 
 def table(record: Record) -> str:

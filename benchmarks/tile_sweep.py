@@ -1,0 +1,171 @@
+"""Time and traffic of the portable forward against the size of its tiles, beside what the IO model predicts.
+
+    python benchmarks/tile_sweep.py --output benchmarks/results/h200-tiles.json
+
+Needs an NVIDIA GPU; and `ncu` as `io_counters.py` does, or `--no-counters`. Beside what crosses device memory it counts
+`lts__t_bytes.sum`, what passes the L2 cache, where small tiles ask again and again for the same keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from io_counters import DEVICE_MEMORY, CountersError, find_ncu, profile, run_once
+
+from flashtile import io_model
+from flashtile.bench.record import Record, make_record, write_record
+from flashtile.bench.timing import EventTimer
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.triton import launch, plan
+from flashtile.ops.attention.triton.configs import TileConfig
+
+_BLOCKS = (16, 32, 64, 128)
+_BLOCK_K, _STAGES, _SECONDS = 64, 2, 0.5
+_METRICS = {**DEVICE_MEMORY, "cache_bytes": "lts__t_bytes.sum"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("tile_sweep: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
+    shape = io_model.Shape(options.batch, options.heads, options.seq, options.head_dim, causal=options.causal)
+    if options.child:
+        run_once(make_call(shape, options.child))
+        return 0
+    device = io_model.find_device(torch.cuda.get_device_name())
+    if device is None:
+        print(f"tile_sweep: no data sheet of {torch.cuda.get_device_name()}", file=sys.stderr)
+        return 2
+    try:
+        record = measure(shape, device, None if options.no_counters else find_ncu(), options)
+    except CountersError as error:
+        print(f"tile_sweep: {error}", file=sys.stderr)
+        return 2
+    print(table(record))
+    if options.output is not None:
+        write_record(record, options.output)
+        print("record:", options.output)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=8192)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--no-counters", action="store_true", help="times and predictions alone, without ncu")
+    parser.add_argument("--output", type=Path, help="JSON file for the record")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def tiles_of(block_q: int) -> TileConfig:
+    """As the model's sweep has them."""
+    return TileConfig(block_q, _BLOCK_K, 4 if block_q <= 64 else 8, _STAGES)
+
+
+def make_call(shape: io_model.Shape, block_q: int, device: str = "cuda") -> Callable[[], Any]:
+    """The forward of the portable kernels with these tiles, on random inputs."""
+    q, k, v = (
+        torch.randn(shape.batch, shape.seq_q, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
+        for _ in range(3)
+    )
+    spec = AttentionSpec(shape.head_dim**-0.5, None, 0 if shape.causal else None)
+    side = SideInputs(None, None, shape.seq_q, shape.seq_q)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        return launch.forward(q, k, v, side, spec)
+
+    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles_of(block_q)
+    plan._plan.cache_clear()
+    try:
+        call()  # the plan, which is remembered from now on
+    finally:
+        plan.choose_tiles = from_tables
+    return call
+
+
+def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
+    """A row for each size of tiles. Without `ncu` there is nothing counted in them."""
+    record = make_record(torch.device("cuda"), " ".join(["python benchmarks/tile_sweep.py", *_kept(sys.argv[1:])]), [])
+    first = None
+    for point in io_model.sweep(shape, device, _BLOCKS, (_BLOCK_K,)):
+        torch.manual_seed(0)
+        call = make_call(shape, point.block_q)
+        out = call()[0]
+        first = out if first is None else first
+        error = (out.float() - first.float()).abs().max().item()
+        ms = statistics.median(EventTimer(call).sample(_SECONDS))
+        kernels = None
+        if ncu is not None:
+            child = [str(Path(__file__).resolve()), "--child", str(point.block_q)]
+            for name in ("batch", "heads", "seq", "head_dim"):
+                child += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+            kernels = profile(ncu, f"tiles of {point.block_q}", [*child, *["--causal"] * shape.causal], _METRICS)
+        record["rows"].append(row(shape, point, ms, error, kernels))
+        plan._plan.cache_clear()
+    return record
+
+
+def _kept(arguments: Sequence[str]) -> list[str]:
+    place = arguments.index("--output") if "--output" in arguments else len(arguments)
+    return [*arguments[:place], *arguments[place + 2 :]]
+
+
+def row(
+    shape: io_model.Shape,
+    point: io_model.SweepPoint,
+    ms: float,
+    error: float,
+    kernels: list[dict[str, Any]] | None,
+) -> dict[str, Any]:
+    """A row: predicted and, with `kernels`, counted. `error` is the distance from the first tiles' output."""
+    counted = None
+    if kernels is not None:
+        counted = {key: sum(kernel[key] for kernel in kernels) for key in _METRICS}
+    case = {"B": shape.batch, "S": shape.seq_q, "H": shape.heads, "D": shape.head_dim, "causal": shape.causal}
+    predicted = {"bytes": point.bytes, "cache_bytes": point.requested, "least_ms": point.seconds * 1e3}
+    return {
+        "op": "attention-tiles",
+        "phase": "fwd",
+        "impl": "flashtile-triton",
+        "case": {**case, "block_q": point.block_q, "block_k": point.block_k, "dtype": "bfloat16"},
+        "ms": ms,
+        "timer": EventTimer.kind,
+        "error": error,
+        "predicted": {**predicted, "bound": point.bound},
+        "counted": counted,
+    }
+
+
+def table(record: Record) -> str:
+    """Time and traffic, predicted and counted."""
+    headings = ("tile", "ms", "least ms", "GB", "GB counted", "GB in the cache", "counted")
+    lines = ["".join(f"{heading:>16}" for heading in headings)]
+    for found in record["rows"]:
+        case, predicted, counted = found["case"], found["predicted"], found["counted"]
+        actual = None if counted is None else counted["bytes_read"] + counted["bytes_written"]
+        cells = (
+            f"{case['block_q']} × {case['block_k']}",
+            f"{found['ms']:.3f}",
+            f"{predicted['least_ms']:.3f}",
+            f"{predicted['bytes'] / 1e9:.3f}",
+            "–" if actual is None else f"{actual / 1e9:.3f}",
+            f"{predicted['cache_bytes'] / 1e9:.2f}",
+            "–" if counted is None else f"{counted['cache_bytes'] / 1e9:.2f}",
+        )
+        lines.append("".join(f"{cell:>16}" for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The script that times the forward against the size of its tiles."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile import io_model
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tile_sweep.py"
+SHAPE = io_model.Shape(1, 2, 70, 16, dtype=torch.float16, causal=True)
+H200 = io_model.DEVICES["H200"]
+
+
+@pytest.fixture
+def tile_sweep(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("tile_sweep")
+
+
+@pytest.mark.interpreter
+def test_tiles_are_those_asked_for_and_change_no_result(tile_sweep, caplog):
+    outs = []
+    with caplog.at_level("INFO", logger="flashtile.select"):
+        for block_q in (16, 32):
+            torch.manual_seed(0)
+            call = tile_sweep.make_call(SHAPE, block_q, "cpu")
+            outs.append(call()[0])
+            assert tile_sweep.plan.choose_tiles.__name__ == "choose_tiles", "the tables serve again"
+    torch.testing.assert_close(outs[0], outs[1])
+    made = [record.message for record in caplog.records]
+    assert [f"BLOCK_M={rows}" in message for rows, message in zip((16, 32), made, strict=True)] == [True, True]
+
+
+def test_rows_and_table(tile_sweep):
+    (point,) = io_model.sweep(SHAPE, H200, (64,))
+    kernels = [{"name": "k", "bytes_read": 4e9, "bytes_written": 2e9, "cache_bytes": 5e9}]
+    rows = [tile_sweep.row(SHAPE, point, 1.5, 0.0, found) for found in (kernels, None)]
+    first, second = tile_sweep.table({"rows": rows}).splitlines()[1:]
+    assert first.split()[0] == "64" and "6.000" in first and "5.00" in first and second.count("–") == 2
+    assert json.loads(json.dumps(rows))[0]["counted"]["cache_bytes"] == 5e9
+
+
+def test_the_command_is_kept_without_its_output(tile_sweep):
+    assert tile_sweep._kept(["--seq", "64", "--output", "x.json", "--causal"]) == ["--seq", "64", "--causal"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_without_a_gpu_the_script_says_so():
+    pytest.importorskip("triton")
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 2 and "needs a GPU" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.gpu
+def test_the_whole_on_a_gpu(tmp_path):
+    if io_model.find_device(torch.cuda.get_device_name()) is None:
+        pytest.skip(f"no data sheet of {torch.cuda.get_device_name()}")
+    output = tmp_path / "tiles.json"
+    arguments = ["--batch", "1", "--seq", "2048", "--no-counters", "--output", output]
+    done = subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["case"]["block_q"] for row in rows] == [16, 32, 64, 128]
+    assert all(row["ms"] > 0 and row["error"] < 0.02 for row in rows)
