@@ -49,7 +49,13 @@ class GPT(nn.Module):
         device: of the parameters; on "meta" nothing is allocated, `to_empty` and then `initialise` or
             `load_state_dict` make it a model.
         dtype: of the parameters.
+
+    Attributes:
+        numbered: the positions of so many tokens on a device, int64 `[S]`, where a model has a part of each sequence
+            (`flashtile.distributed.context_parallel` sets it); None = tokens follow one another.
     """
+
+    numbered: Callable[[int, torch.device], Tensor] | None = None
 
     def __init__(
         self,
@@ -105,9 +111,11 @@ class GPT(nn.Module):
         end = before + tokens.shape[1]
         if end > self.config.context:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {end}")
+        numbers = None if self.numbered is None else self.numbered(tokens.shape[1], tokens.device)
         hidden = self.token(tokens)  # [B, S, W]
         if self.position is not None:
-            hidden = hidden + self.position.weight[before:end]
+            places = self.position.weight[before:end] if numbers is None else self.position(numbers)
+            hidden = hidden + places
         options = {} if cache is None else {"cache": cache}
         branch = residual = None
         for block in self.blocks:

@@ -54,15 +54,7 @@ class _Attention(nn.Module):
 
         `causal`, where given, comes before the module's own. The output has the shape of q.
         """
-        options: dict[str, Any] = {
-            "causal": self.causal if causal is None else causal,
-            "window": self.window,
-            "scale": self.softmax_scale,
-            "dropout_p": self.attention_dropout if self.training else 0.0,
-            "deterministic": self.deterministic,
-        }
-        if self._alibi_slopes is not None:
-            options["alibi_slopes"] = self._slopes_for(q)
+        options = self.options(q, causal)
         if cu_seqlens_q is not None:
             options |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
             return flashtile.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
@@ -72,6 +64,20 @@ class _Attention(nn.Module):
             if given is not None:
                 raise ValueError(f"{name}: expected None without cu_seqlens, got a value; it belongs to packed inputs")
         return flashtile.attention(q, k, v, **options)
+
+    def options(self, q: Tensor, causal: bool | None = None) -> dict[str, Any]:
+        """The keyword arguments of `flashtile.attention` that the module stands for; `causal`, where given, comes
+        before its own."""
+        options: dict[str, Any] = {
+            "causal": self.causal if causal is None else causal,
+            "window": self.window,
+            "scale": self.softmax_scale,
+            "dropout_p": self.attention_dropout if self.training else 0.0,
+            "deterministic": self.deterministic,
+        }
+        if self._alibi_slopes is not None:
+            options["alibi_slopes"] = self._slopes_for(q)
+        return options
 
     def _slopes_for(self, q: Tensor) -> Tensor | None:
         """The slopes on q's device, where they stay."""

@@ -1,0 +1,45 @@
+"""Models over several processes: the logits and gradients of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_models import CONFIGS, JOBS, alone
+from distributed_processes import start
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: alone(config) for name, config in CONFIGS.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_context_parallel_models_are_the_same_model(name, strategy, results, expected):
+    """Logits of all tokens and the loss on every rank; gradients that add up to those of one process."""
+    parts = [of_rank["context"] for of_rank in results]
+    assert not any(isinstance(part, str) for part in parts), parts
+    found = [part[f"{name}-{strategy}"] for part in parts]
+    for key, value in expected[name].items():
+        given = [part[key] for part in found]
+        if key in ("logits", "loss"):
+            for one in given:
+                torch.testing.assert_close(one, value)
+        else:
+            torch.testing.assert_close(sum(given), value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_what_cannot_be_sharded_is_refused(results):
+    for of_rank in results:
+        found = of_rank["refused"]
+        assert "tokens: expected at most 32 in a row (the context), got 40 in the shards of all 2 ranks" in found[0]
+        assert "cache: expected None with shards of sequences" in found[1]
+        assert "model: expected one with flashtile.modules.MHA, got Linear" in found[2]
+        assert "give GPT no attention=" in found[3]
+        assert "got a Bert" in found[4]
