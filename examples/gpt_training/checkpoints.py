@@ -33,7 +33,7 @@ def identity_of(options: Options, learner: Learner, processes: Processes, finger
     return {
         "model": asdict(learner.config),
         "data": fingerprint,
-        "sequences in a step": options.batch * options.accumulate * processes.size,
+        "sequences in a step": options.batch * options.accumulate * processes.replicas,
         "--precision": learner.precision,
         **{flag(name): getattr(options, value or name) for name, value in _DECISIVE.items()},
     }

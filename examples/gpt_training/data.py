@@ -149,20 +149,20 @@ def open_text(options: Options, codec: Codec, context: int, processes: Processes
 def training_batches(text: Text, step: int, context: int, options: Options, processes: Processes) -> list[Tensor]:
     """This process's batches of a step, int64 `[batch, context + 1]` each, at random places of the text.
 
-    The places of all processes are drawn by each, from seed and step alone. So a resumed training needs no position,
-    and as many sequences in a step are the same ones however they are divided.
+    Processes that share sequences have the same ones. The places of all are drawn by each, from seed and step alone. So
+    a resumed training needs no position, and as many sequences in a step are the same ones however they are divided.
     """
     generator = torch.Generator().manual_seed(derived_seed(options.seed, "batch", step))
-    shape = (options.accumulate, processes.size, options.batch)
+    shape = (options.accumulate, processes.replicas, options.batch)
     places = torch.randint(len(text.training) - context, shape, generator=generator)
-    return [_windows(text.training, part, context) for part in places[:, processes.rank]]
+    return [_windows(text.training, part, context) for part in places[:, processes.replica]]
 
 
 def validation_batches(text: Text, context: int, options: Options, processes: Processes) -> Iterator[Tensor]:
     """This process's part of the windows of validation, which lie evenly over the text and are always the same."""
-    shape = (options.validation_batches * options.accumulate, processes.size, options.batch)
+    shape = (options.validation_batches * options.accumulate, processes.replicas, options.batch)
     places = torch.linspace(0, len(text.validation) - context - 1, math.prod(shape), dtype=torch.float64)
-    for part in places.long().view(shape)[:, processes.rank]:
+    for part in places.long().view(shape)[:, processes.replica]:
         yield _windows(text.validation, part, context)
 
 

@@ -7,9 +7,11 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,16 +20,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import flashtile
+from flashtile.distributed import context_parallel, mean_over_shards, shard_sequence
 from flashtile.models import GPT, GPTConfig
 from gpt_training.data import derived_seed
 from gpt_training.options import OptionError, Options
 from gpt_training.processes import Processes
 
+Strategy = Literal["ring", "all_to_all", "all_gather"]
 _LLAMA: dict[str, Any] = {
     "positions": "rotary",
     "norm": "rms",
@@ -97,6 +103,11 @@ class Learner:
                 "--parallel: expected ddp in a process alone, got fsdp; start with torchrun --nproc-per-node N"
             )
         torch.manual_seed(derived_seed(options.seed, "weights"))
+        if config.context % (2 * processes.context):
+            raise OptionError(
+                f"--context: expected a multiple of {2 * processes.context} with --cp {processes.context}, got "
+                f"{config.context}; each process has two runs of as many tokens"
+            )
         make = _sharded if options.parallel == "fsdp" else _copied
         self._model, self._loss = make(config, options, processes)
         self._optimizer = _optimizer(self._model, options)
@@ -174,20 +185,51 @@ class Learner:
 
 
 class _Loss(nn.Module):
-    """The loss as a module's forward: where DDP and FSDP do their work."""
+    """The loss as a module's forward: where DDP and FSDP do their work.
 
-    def __init__(self, model: GPT) -> None:
+    Args:
+        model: whose loss it is.
+        mesh: processes that share each sequence, None where each has its own.
+        strategy: how they share it.
+    """
+
+    def __init__(self, model: GPT, mesh: DeviceMesh | None = None, strategy: Strategy = "ring") -> None:
         super().__init__()
-        self.model = model
+        self.model, self._mesh = model, mesh
+        if mesh is not None:
+            context_parallel(model, mesh, strategy=strategy)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.model.loss(tokens)
+        if self._mesh is None:
+            return self.model.loss(tokens)
+        before, labels = (shard_sequence(part, self._mesh) for part in (tokens[:, :-1], tokens[:, 1:]))
+        mean = mean_over_shards(self._total(self.model.hidden(before), labels), labels.numel(), self._mesh)
+        # The value of the whole sequence's loss; but of its gradient each process has a part, and DDP and FSDP take
+        # the mean of them where the sum is due.
+        return mean + (self._mesh.size() - 1) * (mean - mean.detach())
+
+    def _total(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the losses of a shard."""
+        weight = self.model.output_weight
+        if self.model.config.fused_loss:
+            return cast(Tensor, flashtile.linear_cross_entropy(hidden, weight, labels, reduction="sum"))
+        return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"))
+
+
+def _loss_of(model: GPT, options: Options, processes: Processes) -> _Loss:
+    """The loss of a model, its blocks and sequences divided as the options say."""
+    if options.checkpoint_activations:
+        for block in model.blocks:
+            # In its forward, so that FSDP gathers the block around it, and its parameters keep their names.
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    mesh = processes.context_mesh() if processes.context > 1 else None
+    return _Loss(model, mesh, options.cp_strategy)
 
 
 def _copied(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
     """Each process has the whole model; those of torchrun bring their gradients together."""
     model = GPT(config).to(processes.device)
-    loss: nn.Module = _Loss(model)
+    loss: nn.Module = _loss_of(model, options, processes)
     if options.compile:
         loss.compile()
     if processes.launched:
@@ -202,7 +244,7 @@ def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view")
     weights = GPT(config).state_dict() if processes.first else {}
     model = GPT(config, device="meta")
-    loss = _Loss(model)
+    loss = _loss_of(model, options, processes)
     mesh = init_device_mesh(processes.device.type, (processes.size,))
     for block in model.blocks:
         if options.compile:

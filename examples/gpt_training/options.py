@@ -87,6 +87,11 @@ class Options:
         "ddp",
         choices=("ddp", "fsdp"),
     )
+    cp: int = option("machine", "under torchrun: so many processes share each sequence (context parallel)", 1, least=1)
+    cp_strategy: str = option("machine", "how they share it", "ring", choices=("ring", "all_to_all", "all_gather"))
+    checkpoint_activations: bool = option(
+        "machine", "keep only what enters a block, and compute the block again in the backward", False
+    )
     timeout: float = option("machine", "minutes that a process waits for the others", 10.0, least=0.1)
     peak_tflops: float | None = option(
         "machine", "of one device, for the MFU; default: by its name where that is known", None, least=1e-9
@@ -124,6 +129,8 @@ class Options:
                 f"--minimum-learning-rate: expected at most --learning-rate, {self.learning_rate:g}, "
                 f"got {self.minimum_learning_rate:g}"
             )
+        if self.compile and self.cp > 1:
+            raise OptionError("--compile: expected without --cp, got both; transfers between processes do not compile")
         if self.sample and not self.prompt:
             raise OptionError("--prompt: expected at least one character with --sample, got none")
         if self.plot:

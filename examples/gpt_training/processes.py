@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gpt_training.options import OptionError
 
@@ -27,12 +28,29 @@ class Processes:
         size: how many there are.
         device: on which it computes.
         launched: by torchrun, also where it is alone.
+        context: so many with neighbouring numbers share each sequence.
     """
 
     rank: int
     size: int
     device: torch.device
     launched: bool
+    context: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """How many sequences are read at the same time, for each that a process is given."""
+        return self.size // self.context
+
+    @property
+    def replica(self) -> int:
+        """Which of them this process has, or shares."""
+        return self.rank // self.context
+
+    def context_mesh(self) -> DeviceMesh:
+        """Those that share this process's sequences."""
+        mesh = init_device_mesh(self.device.type, (self.replicas, self.context), mesh_dim_names=("data", "context"))
+        return mesh["context"]
 
     @property
     def first(self) -> bool:
@@ -68,10 +86,10 @@ class Processes:
 
 
 @contextmanager
-def join_processes(device: str | None, minutes: float) -> Iterator[Processes]:
+def join_processes(device: str | None, minutes: float, context: int = 1) -> Iterator[Processes]:
     """Joins the processes of torchrun, or makes a group of this one alone, so that all that follows is one path.
 
-    Numbers and checkpoints go over gloo, gradients on GPUs over NCCL.
+    `context` of them share each sequence. Numbers and checkpoints go over gloo, gradients on GPUs over NCCL.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     launched = dist.is_torchelastic_launched()
@@ -90,6 +108,12 @@ def join_processes(device: str | None, minutes: float) -> Iterator[Processes]:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), where, launched)
+        size = dist.get_world_size()
+        if size % context:
+            raise OptionError(
+                f"--cp: expected a divisor of the number of processes, {size}, got {context}; start a multiple of "
+                f"{context} with torchrun --nproc-per-node"
+            )
+        yield Processes(dist.get_rank(), size, where, launched, context)
     finally:
         dist.destroy_process_group()

@@ -265,3 +265,22 @@ def test_two_gpus_are_one_with_twice_the_batch(parallel, options, train, text, t
     _without_the_last_checkpoint(tmp_path / "whole", tmp_path / "parts")
     _launch(2, two("parts", *options, "--resume"))
     _assert_same(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints(train, text, tmp_path):
+    """Context parallel, with FSDP and with DDP: the same losses, and a checkpoint goes on with another division."""
+    assert train("one", "--fused-loss") == 0
+    two = partial(_arguments, text, tmp_path)
+    _launch(4, two("shared", "--batch=2", "--cp=2", "--parallel=fsdp", "--checkpoint-activations", "--fused-loss"))
+    _assert_close(tmp_path / "one", tmp_path / "shared")
+    for folder in ("in-one", "in-two"):
+        _without_the_last_checkpoint(tmp_path / "shared", tmp_path / folder)
+    assert train("in-one", "--resume", "--fused-loss") == 0
+    _assert_close(tmp_path / "one", tmp_path / "in-one")
+    _launch(2, two("in-two", "--cp=2", "--cp-strategy=all_to_all", "--fused-loss", "--resume"))
+    _assert_close(tmp_path / "one", tmp_path / "in-two")
+
+
+def test_activations_made_again_are_the_same(train, tmp_path):
+    assert train("kept", "--dropout=0.1") == train("again", "--dropout=0.1", "--checkpoint-activations") == 0
+    _assert_same(tmp_path / "kept", tmp_path / "again")

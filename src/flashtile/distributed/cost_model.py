@@ -1,0 +1,195 @@
+"""What context parallelism costs, on paper: time of each strategy from rates of compute and of links.
+
+Letters: `N` ranks, `s` tokens of a shard, `H` and `Hkv` query and key/value heads, `D` head_dim. The schedules are
+those of `schedule`; what is derived from the formulas is in docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: FLOPs of a backward over those of its forward: five products where there were two.
+BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster, by what counts here. Rates are what is reached, not what is promised.
+
+    Attributes:
+        forward: FLOP/s of the forward on one GPU, of the pairs that are computed.
+        backward: likewise of the backward.
+        near: bytes per second that a GPU receives from those of its node, while it sends as many.
+        far: likewise from other nodes.
+        node: GPUs of a node.
+        memory: bytes per second of a GPU's own memory.
+        latency: seconds until a transfer has begun, launches included.
+    """
+
+    forward: float
+    backward: float
+    near: float
+    far: float
+    node: int = 8
+    memory: float = 4.0e12
+    latency: float = 20e-6
+
+
+#: H200s in nodes of 8. Compute is what this project measured on one (benchmarks/results/h200-attention.json, 128
+#: columns, 16,384 tokens, causal); links are 80 % of NVLink 4 (450 GB/s each way) and of one 400 Gb/s port for each
+#: GPU; memory 80 % of 4.8 TB/s. Shares and latency are assumptions, to be exchanged for measurements.
+H200 = Machine(forward=684e12, backward=585e12, near=360e9, far=40e9, memory=3.8e12)
+
+
+@dataclass(frozen=True)
+class Load:
+    """An attention call over all ranks.
+
+    Attributes:
+        length: tokens of the whole sequence, queries and keys.
+        heads, heads_kv, head_dim: of the call.
+        causal: half of the pairs are visible; zigzag shares them out evenly.
+        batch: sequences.
+        itemsize: bytes of an element.
+    """
+
+    length: int
+    heads: int = 32
+    heads_kv: int = 8
+    head_dim: int = 128
+    causal: bool = True
+    batch: int = 1
+    itemsize: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Of a forward."""
+        full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    def bytes_of(self, tokens: float, heads: float) -> float:
+        """Of one tensor."""
+        return self.batch * tokens * heads * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one rank.
+
+    Attributes:
+        compute: of the kernels, were nothing in their way.
+        exposed: in which they wait for transfers.
+        merging: of partial results.
+    """
+
+    compute: float
+    exposed: float
+    merging: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exposed + self.merging
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.compute + other.compute, self.exposed + other.exposed, self.merging + other.merging)
+
+
+Phase = Literal["fwd", "fwd+bwd"]
+
+
+def cost(strategy: str, load: Load, ranks: int, machine: Machine, phase: Phase = "fwd+bwd", inner: int = 1) -> Cost:
+    """The time of a call on `ranks` GPUs.
+
+    Args:
+        strategy: as of `context_parallel_attention`.
+        load: the call.
+        ranks: how many GPUs.
+        machine: of what kind.
+        phase: forward, or forward and backward.
+        inner: of "ring_all_to_all", ranks that exchange heads; they are in one node where they fit.
+
+    Raises:
+        ValueError: no such strategy, or one that cannot serve the load.
+    """
+    if strategy in ("all_to_all", "ring_all_to_all") and load.heads % (ranks if strategy == "all_to_all" else inner):
+        raise ValueError(f"strategy: expected heads that the ranks divide, got {load.heads} heads for {strategy!r}")
+    of = {"ring": _ring, "all_gather": _all_gather, "all_to_all": _all_to_all}
+    if strategy == "ring_all_to_all":
+        forward, backward = (_both(load, ranks, inner, machine, back) for back in (False, True))
+    elif strategy in of:
+        forward, backward = (of[strategy](load, ranks, machine, back) for back in (False, True))
+    else:
+        raise ValueError(f"strategy: expected one of {', '.join(of)}, ring_all_to_all, got {strategy!r}")
+    return forward if phase == "fwd" else forward + backward
+
+
+def efficiency(found: Cost, load: Load, ranks: int, machine: Machine, phase: Phase = "fwd+bwd") -> float:
+    """The time of one GPU for all of the work, over `ranks` times the time of the ranks."""
+    one = load.flops / machine.forward
+    if phase != "fwd":
+        one += BACKWARD * load.flops / machine.backward
+    return one / (ranks * found.total)
+
+
+def overlap_length(load: Load, machine: Machine, bandwidth: float) -> float:
+    """Tokens of a shard from which a ring's forward hides its transfers: where a step's products take as long as the
+    largest block that travels meanwhile.
+
+    With `s` tokens a step has `4 s² H D` FLOPs (half of it where causal) and the block `2 s Hkv D` elements.
+    """
+    work = (2 if load.causal else 4) * load.heads / machine.forward
+    return 2 * load.heads_kv * load.itemsize / (bandwidth * work)
+
+
+def _compute(load: Load, ranks: int, machine: Machine, back: bool) -> float:
+    return load.flops / ranks * (BACKWARD / machine.backward if back else 1 / machine.forward)
+
+
+def _bandwidth(group: int, machine: Machine, stride: int = 1) -> float:
+    """Of the slowest rank of a group whose neighbours are `stride` GPUs apart: between nodes, where it leaves one."""
+    return machine.near if group * stride <= machine.node else machine.far
+
+
+def _ring(load: Load, ranks: int, machine: Machine, back: bool, heads_share: int = 1, stride: int = 1) -> Cost:
+    tokens = load.length / ranks
+    compute = _compute(load, ranks * heads_share, machine, back)
+    heads_kv = max(load.heads_kv / heads_share, 1)
+    block = 2 * load.bytes_of(tokens, heads_kv)
+    arriving = 2 * block if back else block  # gradients of keys and values come back as their blocks go out
+    waiting = machine.latency + arriving / _bandwidth(ranks, machine, stride) - compute / ranks
+    exposed = (ranks - 1) * max(0.0, waiting)
+    return Cost(compute, exposed, _merging(load, tokens, load.heads / heads_share, ranks, machine, back))
+
+
+def _merging(load: Load, tokens: float, heads: float, ranks: int, machine: Machine, back: bool) -> float:
+    """A step reads and writes a float32 sum twice, once to scale and once to add, and reads its own result; under a
+    causal mask of half of the rows on average less than all. Backward: dq once."""
+    elements = load.batch * tokens * heads * load.head_dim * (0.75 if load.causal else 1.0)
+    passes = 8 + load.itemsize if back else 16 + load.itemsize
+    return (ranks - 1) * elements * passes / machine.memory
+
+
+def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
+    arriving = 2 * load.bytes_of(load.length * (ranks - 1) / ranks, load.heads_kv)
+    times = 2 if back else 1  # gathered again, and the gradients returned
+    exposed = times * (machine.latency + arriving / _bandwidth(ranks, machine)) if ranks > 1 else 0.0
+    return Cost(_compute(load, ranks, machine, back), exposed)
+
+
+def _exchange(load: Load, tokens: float, ranks: int, machine: Machine) -> float:
+    """Seconds of exchanging q, k, v and out of `tokens` tokens, or their gradients, among `ranks`."""
+    if ranks == 1:
+        return 0.0
+    heads = 2 * load.heads + 2 * max(load.heads_kv, ranks)
+    share = (ranks - 1) / ranks
+    return 4 * machine.latency + share * load.bytes_of(tokens, heads) / _bandwidth(ranks, machine)
+
+
+def _all_to_all(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
+    return Cost(_compute(load, ranks, machine, back), _exchange(load, load.length / ranks, ranks, machine))
+
+
+def _both(load: Load, ranks: int, inner: int, machine: Machine, back: bool) -> Cost:
+    ring = _ring(load, ranks // inner, machine, back, heads_share=inner, stride=inner)
+    return ring + Cost(0.0, _exchange(load, load.length / ranks, inner, machine))

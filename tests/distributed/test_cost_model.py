@@ -1,0 +1,84 @@
+"""The cost model: its bytes and pairs are those of the schedules, and its limits are what they must be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashtile.distributed import explain_context_parallel
+from flashtile.distributed.cost_model import H200, Load, Machine, cost, efficiency, overlap_length
+
+ROOT = Path(__file__).parents[2]
+_LOAD = Load(131072)
+_ENDLESS = replace(H200, near=1e30, far=1e30, memory=1e30, latency=0.0)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_to_all", "ring_all_to_all"])
+@pytest.mark.parametrize("phase", ["fwd", "fwd+bwd"])
+def test_nothing_is_lost_where_links_cost_nothing(strategy, phase):
+    found = cost(strategy, _LOAD, 16, _ENDLESS, phase, inner=4)
+    assert efficiency(found, _LOAD, 16, _ENDLESS, phase) == pytest.approx(1.0)
+    assert efficiency(cost(strategy, _LOAD, 16, H200, phase, inner=4), _LOAD, 16, H200, phase) < 1.0
+
+
+def test_one_rank_pays_nothing():
+    for strategy in ("ring", "all_gather", "all_to_all", "ring_all_to_all"):
+        assert efficiency(cost(strategy, _LOAD, 1, H200), _LOAD, 1, H200) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_transfers_are_hidden_from_the_length_that_the_formula_says(causal):
+    machine = replace(H200, latency=0.0)
+    edge = overlap_length(replace(_LOAD, causal=causal), machine, machine.near)
+    for factor, hidden in ((0.9, False), (1.1, True)):
+        load = Load(int(8 * edge * factor), causal=causal)
+        assert (cost("ring", load, 8, machine, "fwd").exposed == 0) is hidden
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "all_to_all"])
+def test_bytes_are_those_of_the_explanation(strategy):
+    """Where nothing but bytes costs anything."""
+    machine = Machine(1e30, 1e30, near=1.0, far=1.0, latency=0.0)
+    load = Load(4096, 8, 2, 64)
+    shards = [torch.empty(1, 1024, h, 64, dtype=torch.bfloat16, device="meta") for h in (8, 2, 2)]
+    received = explain_context_parallel(*shards, ranks=4, strategy=strategy, device="sm_90").received
+    assert cost(strategy, load, 4, machine, "fwd").exposed == pytest.approx(received * (1.0))
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="expected heads that the ranks divide"):
+        cost("all_to_all", _LOAD, 64, H200)
+    with pytest.raises(ValueError, match="expected one of ring"):
+        cost("rang", _LOAD, 4, H200)
+
+
+def test_rates_are_those_of_the_record():
+    rows = json.loads((ROOT / "benchmarks/results/h200-attention.json").read_text("utf-8"))["rows"]
+    rates = {
+        row["phase"]: row["tflops"] for row in rows
+        if row["impl"] == "flashtile-hopper" and row["case"]["S"] == 16384 and row["case"]["causal"]
+        and row["case"]["D"] == row["case"]["Dv"] == 128 and row["case"]["H"] == row["case"]["Hkv"] == 16
+    }  # fmt: skip
+    assert (H200.forward, H200.backward) == pytest.approx((rates["fwd"] * 1e12, rates["bwd"] * 1e12), rel=2e-3)
+
+
+def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
+    row = {
+        "impl": "flashtile-ring", "phase": "fwd", "ms": 1.0, "efficiency": 0.9,
+        "case": {"B": 1, "S": 131072, "H": 32, "Hkv": 8, "D": 128, "causal": True, "gpus": 4},
+    }  # fmt: skip
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"rows": [row, {**row, "impl": "torch-context-parallel"}]}))
+    for arguments, expected in ((["--ranks", "8"], "| 8 | 32k |"), (["--record", str(record)], "| 0.900 | 0.9")):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tools/scaling_model.py"), *arguments], capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+    assert done.stdout.count("131,072") == 1
