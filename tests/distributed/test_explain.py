@@ -44,6 +44,12 @@ def test_heads_and_features():
     assert found.kernels.backend == "triton"
 
 
+def test_distances_of_a_part_are_for_the_portable_kernels():
+    slopes = torch.empty(32, device="meta")
+    found = explain_context_parallel(*_shards(), ranks=4, causal=True, alibi_slopes=slopes, device="sm_90")
+    assert found.kernels.backend == "triton"
+
+
 def test_documents():
     shards = tuple(t[0] for t in _shards(rows=64))
     found = explain_context_parallel(*shards, ranks=2, cu_seqlens=(0, 20, 20, 30, 128), causal=True, device="sm_90")

@@ -120,7 +120,12 @@ def _kernels(
             given[name] = torch.empty(rows, keys, dtype=options[name].dtype, device="meta")
     if options.get("key_lengths") is not None:
         given["key_lengths"] = torch.empty(batch, dtype=torch.int32, device="meta")
-    return flashtile.explain(of_q, of_k, of_v, **band, **given, device=q.device if device is None else device)
+    where = q.device if device is None else device
+    found = flashtile.explain(of_q, of_k, of_v, **band, **given, device=where)
+    if found.backend == "hopper" and "alibi_slopes" in given:
+        # Distances of a part of the sequence: the portable kernels alone know where it lies.
+        found = flashtile.explain(of_q, of_k, of_v, **band, **given | {"backend": "triton"}, device=where)
+    return found
 
 
 def _received(schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, heads_kv: int, exchanging: int) -> int:

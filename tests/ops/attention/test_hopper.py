@@ -50,6 +50,7 @@ def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | Non
         ({"dtype": torch.float32}, "triton"),
         ({"dropout": True}, "triton"),
         ({"key_lengths": True}, "triton"),
+        ({"placed": True}, "triton"),
         ({"aligned": False}, "triton"),
         ({"arch": "sm_100"}, "triton"),
         ({"arch": "sm_89"}, "triton"),

@@ -253,3 +253,19 @@ def test_backward_of_keys_with_lengths_of_their_own():
         assert torch.equal(grad, expected[f"d{name}"])
     with pytest.raises(ValueError, match="cu_seqlens_k: expected None without cu_seqlens"):
         attention_backward(inputs.dout, q, k, v, expected["out"], expected["lse"], cu_seqlens_k=lengths["cu_seqlens_k"])
+
+
+def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
+    """The Hopper kernels count ALiBi's distances from a call's own rows and keys."""
+    from flashtile.ops.attention import select
+    from flashtile.ops.attention.partial import _described
+
+    q = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16)
+    slopes = torch.ones(2)
+    for given, backend in ((None, "hopper"), (slopes, "triton")):
+        side, spec = _described(
+            q, q, q, AttentionPart(64, 0, 128, 128), None, None, True, "bottom_right", None, None, 0.0, None, None,
+            None, None, given, None, None, False, "auto",
+        )  # fmt: skip
+        call = select.hopper_call("forward", "sm_90", q, q, q, side, spec, False)
+        assert select.choose_backend("auto", "cuda", q.dtype, None, False, call).backend == backend

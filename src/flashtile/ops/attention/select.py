@@ -149,7 +149,7 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
     tables = side.bias is not None or side.mask is not None or side.block_lists is not None
-    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, tables
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, tables, spec.origin is not None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -72,6 +72,7 @@ class HopperCall(NamedTuple):
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
         tables: there is a bias, a mask or a block mask.
+        placed: it is a part of a larger call, and ALiBi or dropout depend on where.
         learned_slopes: the gradient of ALiBi's slopes is wanted.
     """
 
@@ -84,6 +85,7 @@ class HopperCall(NamedTuple):
     dropout: bool
     key_lengths: bool
     tables: bool = False
+    placed: bool = False
     learned_slopes: bool = False
 
 
@@ -99,6 +101,8 @@ def obstacle(call: HopperCall) -> str | None:
         return "it has no dropout"
     if call.key_lengths:
         return "it has no key_lengths; packed sequences (attention_varlen) do the same"
+    if call.placed:
+        return "its ALiBi counts from the call's own rows and keys, and this is a part of a larger call"
     if call.tables:
         return "it has no bias, mask or block_mask"
     if call.phase == "backward" and call.learned_slopes:
