@@ -67,6 +67,8 @@ WITHIN_OPERATION = {
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "watch"}
+#: One table of what every operation's operators are in PyTorch's own.
+GATHERED = "decompositions"
 #: Packages that stand on the public names, as a user does.
 ON_PUBLIC_NAMES = {
     "bench",
@@ -148,6 +150,8 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
     operation, part = module[2], module[3] if len(module) > 3 else "__init__"
     if name[2:3] == [COMMON]:
         return ""
+    if operation == GATHERED:
+        return "" if name[3] in {"reference", "spec"} else "it gathers the references of all operations"
     if operation == COMMON:
         return "what operations share knows none of them"
     if len(name) < 4 or name[2] != operation:
@@ -179,6 +183,7 @@ def test_imports_follow_the_rule(path):
         ("flashtile.ops.common.checks", "from flashtile._backends import devices"),
         ("flashtile._backends.launch", "from flashtile.ops.attention.spec import AttentionSpec"),
         ("flashtile.models.gpt", "from flashtile.ops.attention.api import attention"),
+        ("flashtile.ops.decompositions", "from flashtile.ops.rotary.cpu import forward"),
         ("flashtile.bench.cases", "import flashtile\nflashtile._backends.devices"),
         ("flashtile.ops.attention.api", "import numpy as np"),
         ("flashtile.models.gpt", "from rich.console import Console"),

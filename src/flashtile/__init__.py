@@ -9,6 +9,7 @@ from flashtile.ops.attention.partial import AttentionPart, attention_backward, a
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from flashtile.ops.decompositions import decompositions
 from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
 from flashtile.ops.kv_cache.api import attention_with_kv_cache
 from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
@@ -36,6 +37,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kv_cache",
     "cross_entropy",
+    "decompositions",
     "draw_dropout_seed",
     "dropout_add_layer_norm",
     "dropout_add_rms_norm",

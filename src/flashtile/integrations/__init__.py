@@ -3,6 +3,7 @@
 `flashtile.integrations.transformers` needs transformers, and is imported by its own name.
 """
 
+from flashtile.integrations import export
 from flashtile.integrations.torch_sdpa import use_flashtile_sdpa
 
-__all__ = ["use_flashtile_sdpa"]
+__all__ = ["export", "use_flashtile_sdpa"]

@@ -43,6 +43,8 @@ class RotaryEmbedding(nn.Module):
 
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """cos and sin of at least so many positions, and with xPos those of the keys; float32."""
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            return self._make_tables(positions, device)  # tables of some length would bound that of the exported model
         made = self._tables
         if made is None or made[0].shape[0] < positions or made[0].device != device:
             self._tables = made = self._make_tables(positions, device)

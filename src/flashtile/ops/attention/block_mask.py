@@ -343,8 +343,8 @@ class BlockMask:
         """Which of `masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
         table = torch.full((self.grid.rows * self.grid.tiles_k,), patterns, device=self.device)
-        table[self._cells()] = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()
-        return table
+        kinds = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()
+        return table.index_put((self._cells(),), kinds)
 
 
 # torch.compile and torch.func see the tensors of a mask, and its sizes as constants.

@@ -74,9 +74,9 @@ def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.devi
     key = torch.arange(seq_k, device=device)[None, :]
     visible = torch.ones(seq_q, seq_k, dtype=torch.bool, device=device)
     if spec.window_left is not None:
-        visible &= key >= diagonal - spec.window_left
+        visible = visible & (key >= diagonal - spec.window_left)
     if spec.window_right is not None:
-        visible &= key <= diagonal + spec.window_right
+        visible = visible & (key <= diagonal + spec.window_right)
     return visible
 
 

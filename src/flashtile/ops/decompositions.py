@@ -1,0 +1,98 @@
+"""What flashtile's operators are in PyTorch's own: for graphs that go where flashtile is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention import reference as attention
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.cross_entropy import reference as cross_entropy
+from flashtile.ops.cross_entropy.spec import CrossEntropySpec
+from flashtile.ops.dense import reference as dense
+from flashtile.ops.dense.spec import ActivationSpec
+from flashtile.ops.layer_norm import reference as layer_norm
+from flashtile.ops.layer_norm.spec import NormSpec, Operands
+from flashtile.ops.rotary import reference as rotary
+from flashtile.ops.rotary.spec import RotarySpec, Rotation
+from flashtile.ops.softmax import reference as softmax
+from flashtile.ops.softmax.spec import SoftmaxSpec
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The forward operators, each with a function of PyTorch's operations that computes the same.
+
+    For `ExportedProgram.run_decompositions`, and other tools of PyTorch that take such a table;
+    `flashtile.integrations.export.decompose` is one call. The functions are the eager references: attention holds all
+    of its scores. They raise ValueError for dropout, and for packed sequences, whose sizes a graph does not know.
+
+    Returns:
+        A new dict: operator overload -> function with its arguments.
+    """
+    ops = torch.ops.flashtile
+    return {
+        ops.attention_forward.default: _attention,
+        ops.layer_norm_forward.default: _layer_norm,
+        ops.rotary.default: _rotary,
+        ops.softmax_forward.default: _softmax,
+        ops.dense_activate.default: _activate,
+        ops.dense_column_sum.default: _column_sum,
+        ops.cross_entropy_forward.default: _cross_entropy,
+    }
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    side = SideInputs(*rest[: len(SideInputs._fields)])
+    spec = AttentionSpec(*rest[len(SideInputs._fields) : -1])
+    if spec.block_shape is not None:
+        batch, heads, tile_q, tile_k = spec.block_shape
+        spec = spec._replace(block_shape=(batch, heads, tile_q, tile_k))
+    if side.packed:
+        raise ValueError(
+            "cu_seqlens_q: expected None in a graph of PyTorch's operations, which does not know where sequences end; "
+            "export the model with a padded batch"
+        )
+    _refuse_dropout(side.dropout_seed)
+    return attention.forward(q, k, v, side, spec)
+
+
+def _layer_norm(*arguments: Any) -> list[Tensor]:
+    operands = Operands(*arguments[: len(Operands._fields)])
+    _refuse_dropout(operands.dropout_seed)
+    results = layer_norm.forward(operands, NormSpec(*arguments[len(Operands._fields) : -1]))
+    return [tensor for tensor in results if tensor is not None]
+
+
+def _rotary(*arguments: Any) -> Tensor:
+    rotation = Rotation(*arguments[: len(Rotation._fields)])
+    return rotary.rotate(rotation, RotarySpec(*arguments[len(Rotation._fields) : -1]))
+
+
+def _softmax(x: Tensor, mask: Tensor | None, scale: float, causal: bool, backend: str) -> Tensor:
+    return softmax.forward(x, mask, SoftmaxSpec(scale, causal))
+
+
+def _activate(pre: Tensor, activation: Any, gated: bool, backend: str) -> Tensor:
+    return dense.activate(pre, ActivationSpec(activation, gated))
+
+
+def _column_sum(x: Tensor, backend: str) -> Tensor:
+    return dense.column_sum(x)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, *rest: Any) -> list[Tensor]:
+    spec = CrossEntropySpec(*rest[:-1])
+    if spec.group:
+        raise ValueError("process_group: expected None in a graph of PyTorch's operations, got one; export without it")
+    return [tensor for tensor in cross_entropy.forward(logits, labels, spec) if tensor is not None]
+
+
+def _refuse_dropout(dropout_seed: Tensor | None) -> None:
+    if dropout_seed is not None:
+        raise ValueError(
+            "dropout_p: expected 0 in a graph of PyTorch's operations, which draw other bits; call model.eval() before "
+            "it is exported"
+        )

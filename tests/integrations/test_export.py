@@ -1,0 +1,213 @@
+"""Exported models: with flashtile's operators, and in PyTorch's own alone, also for sizes other than those exported."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+import flashtile
+from flashtile import BlockMask
+from flashtile.integrations.export import decompose
+from flashtile.models import GPT, GPTConfig
+from flashtile.modules import MHA
+from flashtile.testing import assert_close
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning"),
+]
+
+GPTS = {
+    "gpt2": {},
+    "llama": {"positions": "rotary", "norm": "rms", "activation": "swiglu", "heads_kv": 2, "window": 5},
+    "neox": {"positions": "rotary", "rotary_dim": 4, "parallel": True, "tied": False, "activation": "gelu_tanh"},
+}
+
+
+def operators(program: ExportedProgram) -> set[str]:
+    """The namespaces of what the graph calls."""
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    return {target.namespace for target in targets if isinstance(target, torch._ops.OpOverload)}
+
+
+def make_gpt(name: str) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocabulary=97, width=32, layers=2, heads=4, context=64, **GPTS[name])).eval()
+
+
+def tokens(batch: int, seq: int) -> Tensor:
+    return torch.randint(0, 97, (batch, seq), generator=torch.Generator().manual_seed(batch * seq))
+
+
+def assert_equal_results(program: ExportedProgram, model: nn.Module, *inputs: Tensor) -> None:
+    """By the tolerance policy: the oracle is the model in float64, the eager computation the decomposed program."""
+    actual = program.module()(*inputs).detach()
+    expected = model(*inputs).detach()
+    wide = model.double()(*(t.double() if t.is_floating_point() else t for t in inputs)).detach()
+    model.float()
+    assert_close("out", actual, wide, expected)
+
+
+# Named dimensions need strict=True: PyTorch does not prove its own guard of a reshape there and back without.
+DYNAMIC = {
+    "default": {"dynamic_shapes": ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)},
+    "strict": {"dynamic_shapes": ({0: Dim("batch"), 1: Dim("seq", max=64)},), "strict": True},
+}
+
+
+@pytest.mark.parametrize("mode", DYNAMIC)
+@pytest.mark.parametrize("name", GPTS)
+def test_a_gpt_exports_with_any_batch_and_length(name: str, mode: str) -> None:
+    model = make_gpt(name)
+    program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC[mode])
+    decomposed = decompose(program)
+    assert operators(decomposed) == {"aten"}
+    for batch, seq in ((1, 2), (3, 33), (2, 9)):
+        assert torch.equal(program.module()(tokens(batch, seq)), model(tokens(batch, seq)))
+        assert_equal_results(decomposed, model, tokens(batch, seq))
+
+
+def test_a_model_that_has_run_exports_for_longer_sequences_too() -> None:
+    model = make_gpt("llama")
+    model(tokens(1, 5))
+    program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC["default"])
+    assert torch.equal(program.module()(tokens(2, 40)), model(tokens(2, 40)))
+
+
+def test_an_exported_model_keeps_our_operators_and_can_be_saved() -> None:
+    model = make_gpt("gpt2")
+    program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC["default"])
+    assert operators(program) >= {"flashtile"}
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert torch.equal(torch.export.load(file).module()(tokens(3, 4)), model(tokens(3, 4)))
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def qkv(*more: Tensor) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return *(torch.randn(2, 7, heads, 8, generator=generator) for heads in (4, 2, 2)), *more
+
+
+BLOCKS = BlockMask.from_predicate(lambda b, h, q, k: k <= q, 1, 1, 7, 7)
+CALLS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "causal": (lambda q, k, v: flashtile.attention(q, k, v, causal=True), qkv()),
+    "window, soft cap": (lambda q, k, v: flashtile.attention(q, k, v, window=(2, 1), softcap=3.0), qkv()),
+    "lse": (lambda q, k, v: flashtile.attention(q, k, v, return_lse=True)[1], qkv()),
+    "key lengths": (
+        lambda q, k, v, n: flashtile.attention(q, k, v, key_lengths=n, align="top_left"),
+        qkv(torch.tensor([3, 7])),
+    ),
+    "bias, sinks": (
+        lambda q, k, v, b, s: flashtile.attention(q, k, v, bias=b, sinks=s),
+        qkv(torch.randn(4, 7, 7), torch.randn(4)),
+    ),
+    "mask, slopes": (
+        lambda q, k, v, m, a: flashtile.attention(q, k, v, mask=m, alibi_slopes=a),
+        qkv(torch.rand(2, 1, 7, 7) < 0.5, torch.rand(4)),
+    ),
+    "block mask": (lambda q, k, v: flashtile.attention(q, k, v, block_mask=BLOCKS), qkv()),
+    "sdpa": (
+        lambda q, k, v: flashtile.scaled_dot_product_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, enable_gqa=True
+        ),
+        qkv(),
+    ),
+    "layer norm": (lambda x, w: flashtile.layer_norm(x, w), (torch.randn(5, 8), torch.randn(8))),
+    "sum and RMS norm": (
+        lambda x, r, w: flashtile.dropout_add_rms_norm(x, r, w),
+        (torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)),
+    ),
+    "causal softmax": (lambda x: flashtile.scaled_causal_softmax(x, 0.5), (torch.randn(2, 3, 5, 5),)),
+    "perceptron": (
+        lambda x, w1, w2: flashtile.fused_mlp(x, w1, None, w2, None),
+        (torch.randn(5, 8), torch.randn(16, 8), torch.randn(8, 16)),
+    ),
+    "cross-entropy": (lambda x, y: flashtile.cross_entropy(x, y), (torch.randn(5, 9), torch.arange(5))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_export_and_decompose(name: str) -> None:
+    function, inputs = CALLS[name]
+    model = Function(function)
+    program = torch.export.export(model, inputs)
+    assert "flashtile" in operators(program)
+    decomposed = decompose(program)
+    assert operators(decomposed) == {"aten"}
+    assert torch.equal(program.module()(*inputs), model(*inputs))
+    assert_equal_results(decomposed, model, *inputs)
+
+
+def test_a_layer_decomposes_without_its_dropout_in_evaluation() -> None:
+    layer, x = MHA(32, 4, dropout=0.5, causal=True), torch.randn(2, 7, 32)
+    assert operators(decompose(torch.export.export(layer.eval(), (x,)))) == {"aten"}
+    with pytest.raises(ValueError, match="dropout_p: expected 0 in a graph of PyTorch's operations"):
+        decompose(torch.export.export(layer.train(), (x,)))
+
+
+def test_a_model_of_transformers_exports_and_decomposes() -> None:
+    pytest.importorskip("transformers")
+    from flashtile.integrations.transformers import register, unregister
+    from transformers_cases import ALL, build, make_inputs
+
+    register()
+    model = build(ALL["mistral"], "flashtile", use_cache=False)
+    inputs = {key: value for key, value in make_inputs(ALL["mistral"], "left").items() if key != "labels"}
+    program = torch.export.export(model, (), inputs)
+    decomposed = decompose(program)
+    expected = model(**inputs).logits
+    assert "flashtile" in operators(program) and operators(decomposed) == {"aten"}
+    assert torch.equal(program.module()(**inputs).logits, expected)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(decomposed.module()(**inputs).logits[real], expected[real], rtol=1e-5, atol=1e-5)
+    unregister()
+
+
+# --- what has no equivalent -----------------------------------------------------------------------------------------
+
+
+def test_packed_sequences_are_refused() -> None:
+    inputs = *(torch.randn(9, heads, 8) for heads in (4, 2, 2)), torch.tensor([0, 4, 9])
+    program = torch.export.export(Function(lambda q, k, v, n: flashtile.attention_varlen(q, k, v, n)), inputs)
+    assert "flashtile" in operators(program)
+    with pytest.raises(ValueError, match="cu_seqlens_q: expected None in a graph of PyTorch's operations"):
+        decompose(program)
+
+
+def test_operators_without_an_equivalent_are_named() -> None:
+    def loss(x: Tensor, weight: Tensor, labels: Tensor) -> Any:
+        return flashtile.linear_cross_entropy(x, weight, labels)
+
+    program = torch.export.export(Function(loss), (torch.randn(5, 8), torch.randn(9, 8), torch.arange(5)))
+    with pytest.raises(ValueError, match=r"program: expected operators .* got flashtile.linear_cross_entropy_forward"):
+        decompose(program)
+
+
+def test_only_exported_programs_are_taken() -> None:
+    with pytest.raises(TypeError, match="program: expected an ExportedProgram, got GPT"):
+        decompose(make_gpt("gpt2"))  # type: ignore[arg-type]
+
+
+def test_the_table_has_the_forward_operators() -> None:
+    table = flashtile.decompositions()
+    assert torch.ops.flashtile.attention_forward.default in table
+    table.clear()
+    assert flashtile.decompositions()
