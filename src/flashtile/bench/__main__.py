@@ -22,7 +22,7 @@ _OPTIONS = {
     "attention": ("table", "cases", "impl", "quick", "seconds"),
     "companions": ("op", "cases", "impl", "quick", "seconds", "jobs"),
     "decode": ("cases", "impl", "quick", "seconds"),
-    "train": ("model", "impl", "quick", "batch", "seconds"),
+    "train": ("model", "impl", "quick", "batch", "context", "seconds"),
     "host-time": ("impl",),
     "breakdown": (*("impl", "batch", "seq", "heads", "head_dim", "dropout_p", "full", "dtype", "seconds", "plot"),),
 }
@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="training steps of GPT-2, ours beside transformers")
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
     train.add_argument("--batch", type=_positive, help="sequences in a step")
+    train.add_argument("--context", type=_positive, nargs="+", default=[], help="tokens of a sequence")
     for command in (attention, companions, decode):
         command.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as '*8192*'")
     for command in (attention, companions, decode, train):

@@ -141,6 +141,7 @@ def bench_train(
     *,
     quick: bool = False,
     batch: int | None = None,
+    context: Sequence[int] = (),
     seconds: float | None = None,
 ) -> Record:
     """Measures training steps on this machine's device.
@@ -148,7 +149,8 @@ def bench_train(
     Args:
         model: names of models, each perhaps several with commas; those of the device when empty.
         quick: the first of these models alone.
-        batch: sequences in a step; None for the case's own number.
+        batch: sequences in a step; None for the case's own number, or as many as have its tokens.
+        context: lengths of the sequences; the case's own when empty.
         impl, output, on_case, seconds: as `bench_attention`.
 
     Raises:
@@ -156,7 +158,7 @@ def bench_train(
     """
     device = default_device()
     chosen = training_implementations.select_implementations(_split(impl), device)
-    cases = training_cases.cases_of(device, _split(model), batch)[: 1 if quick else None]
+    cases = training_cases.cases_of(device, _split(model), batch, context)[: 1 if quick else None]
     return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
 
 
@@ -308,7 +310,7 @@ def as_arguments(command: str, options: Mapping[str, Any], device: torch.device)
         elif isinstance(value, str):
             arguments += [f"--{name}", value]
         elif value:
-            arguments += [f"--{name}", *_split(value)]
+            arguments += [f"--{name}", *_split(list(map(str, value)))]
     return arguments
 
 

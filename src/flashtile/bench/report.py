@@ -61,7 +61,7 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     ]
     memory = [row for row in rows if "peak_mib" in row]
     if memory:
-        found.append(_figures("Memory beside inputs and gradients (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
+        found.append(_figures("Memory beside what stays (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
     shares = [row for row in rows if row.get("mfu") is not None]
     if shares:
         found.append(

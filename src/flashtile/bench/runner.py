@@ -136,6 +136,8 @@ def _prepare(implementation: AnyImplementation, problem: Problem) -> Prepared:
                 results = entry.bound.results(phase)
         except Exception as error:  # whatever a peer raises is a fact for the record, not the end of the run
             entry.why.update(dict.fromkeys(phases[index:], describe(error)))
+            if index == 0:
+                entry.bound = None  # the others need the memory
             break
         verdict = problem.judge(entry.bound, phase, results)
         entry.errors[phase] = verdict.error

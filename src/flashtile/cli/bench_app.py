@@ -91,6 +91,7 @@ def bench_train(
         list[str] | None, typer.Option(help="Model; --list names them. Repeat, or commas. Default: all.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a sequence. Repeat for more.")] = None,
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
@@ -100,7 +101,7 @@ def bench_train(
     show: _Show = False,
 ) -> None:
     """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
-    choice = {"model": model, "impl": impl, "quick": quick, "batch": batch, "seconds": seconds}
+    choice = {"model": model, "impl": impl, "quick": quick, "batch": batch, "context": context, "seconds": seconds}
     _measure("train", choice, output, compare, against, show)
 
 

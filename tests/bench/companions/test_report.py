@@ -86,4 +86,4 @@ def test_reasons_name_the_case():
 def test_peaks_have_a_table():
     rows = [row(SMALL, "flashtile-triton", 1.0, peak_mib=12.3), row(SMALL, "eager", 1.0, peak_mib=1000.0)]
     peaks = speed_tables(rows)[-1]
-    assert peaks.title == "Memory beside inputs and gradients (MiB)" and peaks.lines == [[SMALL.name, "12", "1000"]]
+    assert peaks.title == "Memory beside what stays (MiB)" and peaks.lines == [[SMALL.name, "12", "1000"]]

@@ -10,8 +10,9 @@ import torch
 from flashtile.bench import runner
 from flashtile.bench.__main__ import main
 from flashtile.bench.cases import ChoiceError
-from flashtile.bench.commands import bench_train
+from flashtile.bench.commands import as_arguments, bench_train
 from flashtile.bench.report import mean_tables, reasons, speed_tables
+from flashtile.bench.training import problem
 from flashtile.bench.training.cases import MODELS, TrainCase, cases_of, make_tokens, make_weights, weight_shapes
 from flashtile.bench.training.implementations import (
     IMPLEMENTATIONS,
@@ -132,6 +133,41 @@ def test_choosing():
     ]  # fmt: skip
     with pytest.raises(ChoiceError, match="--model: no gpt2-small on cpu; there are: gpt2-tiny"):
         cases_of(CPU, ["gpt2-small"], None)
+
+
+def test_contexts_keep_the_number_of_tokens():
+    names = [case.name for case in cases_of(CUDA, ["gpt2-small"], None, [1024, 4096, 65536])]
+    assert names == ["gpt2-small-b16-s1024-bf16", "gpt2-small-b4-s4096-bf16", "gpt2-small-b1-s65536-bf16"]
+    assert [case.B for case in cases_of(CUDA, [], 2, [4096])] == [2, 2]
+    arguments = as_arguments("train", {"model": ["gpt2-small"], "context": [1024, 4096], "batch": 2}, CUDA)
+    assert arguments[1:8] == ["--model", "gpt2-small", "--context", "1024", "4096", "--batch", "2"]
+
+
+def test_of_long_contexts_the_first_tokens_are_checked(monkeypatch):
+    monkeypatch.setattr(problem, "_CHECKED_TOKENS", 5)
+    case = replace(CASE, S=12)
+    (row,) = run(case, BY_NAME["flashtile"])
+    assert row["ms"] is not None and row["case"]["S"] == 12
+    results = Training(build_plain(case, make_weights(case, CPU)), make_tokens(case, CPU), False).results("")
+    assert results["token_loss"].shape == (3, 5)
+    wrong = changed(logits=lambda model: lambda tokens: model.logits(tokens) * 1.01)
+    assert run(case, wrong)[0]["why"].startswith("wrong result")
+
+
+def test_what_has_no_memory_for_a_whole_sequence_is_a_reason(monkeypatch):
+    monkeypatch.setattr(problem, "_CHECKED_TOKENS", 5)
+
+    def short_of_memory(model):
+        def loss(tokens):
+            if tokens.shape[1] > 6:
+                raise torch.OutOfMemoryError("tried to allocate all scores")
+            return model.loss(tokens)
+
+        return loss
+
+    small, right = run(replace(CASE, S=12), changed(loss=short_of_memory), BY_NAME["plain"])
+    assert small["ms"] is None and small["why"] == "OutOfMemoryError: tried to allocate all scores"
+    assert right["ms"] is not None
 
 
 def test_command_writes_a_record_of_the_documented_form(tmp_path, capsys):

@@ -84,14 +84,25 @@ def training_cases(device: torch.device, batch: int | None = None) -> list[Train
     return cases if batch is None else [replace(case, B=batch) for case in cases]
 
 
-def cases_of(device: torch.device, models: Sequence[str], batch: int | None) -> list[TrainCase]:
+def cases_of(
+    device: torch.device, models: Sequence[str], batch: int | None, contexts: Sequence[int] = ()
+) -> list[TrainCase]:
     """The cases of the named models, of all when none is named.
+
+    Args:
+        contexts: lengths of the sequences; the case's own when empty. Where no batch is given, a step has as many
+            tokens as that case, and at least one sequence.
 
     Raises:
         ChoiceError: there is no such model on this device.
     """
     known = {case.model: case for case in training_cases(device, batch)}
-    return select_named("--model", models or list(known), known, device.type)
+    chosen = select_named("--model", models or list(known), known, device.type)
+    return [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
+
+
+def _with_context(case: TrainCase, context: int, batch: int | None) -> TrainCase:
+    return replace(case, S=context, B=batch or max(1, case.tokens // context))
 
 
 def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
