@@ -132,18 +132,7 @@ class TrainProblem:
         return Training(model, self._tokens, self._autocast)
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        worst, wrong = 0.0, []
-        for name, found in results.items():
-            exact, eager = self._exact[name], self._eager[name]
-            worst = max(worst, testing.error(found, exact) if bool(found.isfinite().all()) else float("inf"))
-            if name == "loss" and self._autocast:
-                # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
-                found, eager = found.bfloat16(), eager.bfloat16()
-            try:
-                testing.assert_close(name, found, exact, eager)
-            except AssertionError as error:
-                wrong.append(str(error))
-        return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
+        return judge_losses(results, self._exact, self._eager, self._autocast)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
@@ -156,6 +145,31 @@ class TrainProblem:
         model = build_plain(self._case, {name: weight.to(dtype) for name, weight in self._weights.items()})
         autocast = self._autocast and dtype is torch.float32
         return Training(model, self._tokens, autocast, _ORACLE_BATCH).results(PHASE)
+
+
+def judge_losses(
+    results: dict[str, Tensor], exact: dict[str, Tensor], eager: dict[str, Tensor], autocast: bool
+) -> Verdict:
+    """Whether losses of a training are those of the one in float64, as the eager one's are.
+
+    Args:
+        results: by name; "loss" are those of steps, the others those of tokens.
+        exact: of the training in float64.
+        eager: of the plain one, in the dtype of what is judged.
+        autocast: products are bfloat16.
+    """
+    worst, wrong = 0.0, []
+    for name, found in results.items():
+        worst = max(worst, testing.error(found, exact[name]) if bool(found.isfinite().all()) else float("inf"))
+        expected = eager[name]
+        if name == "loss" and autocast:
+            # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
+            found, expected = found.bfloat16(), expected.bfloat16()
+        try:
+            testing.assert_close(name, found, exact[name], expected)
+        except AssertionError as error:
+            wrong.append(str(error))
+    return Verdict(worst, "wrong result: " + "; ".join(wrong) if wrong else None)
 
 
 def peak_tflops(device: torch.device) -> float | None:

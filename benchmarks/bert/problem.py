@@ -1,0 +1,248 @@
+"""BERT's masked-LM step as the runner of `flashtile.bench` asks for it: ours on packed sequences beside transformers'.
+
+All implementations begin with the same weights, take the same padded batch, and have no dropout, so that they do the
+same. Their losses, at first and after two steps on the shortest and the longest sequence, must be those of
+transformers' eager model in float64.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.bert.batches import IGNORED, Batch, make_batch
+from benchmarks.evidence.text import Text
+from flashtile.bench.training.problem import judge_losses, peak_tflops
+from flashtile.bench.verify import Verdict
+from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
+
+PHASE = "fwd+bwd+step"
+_CHECKED_STEPS = 2
+_OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
+
+#: Layers, heads, width, vocabulary.
+MODELS = {
+    "bert-large": (24, 16, 1024, 30522),
+    "bert-base": (12, 12, 768, 30522),
+    "bert-tiny": (2, 2, 32, 128),
+}
+
+
+@dataclass(frozen=True)
+class BertCase:
+    """Steps of a model on B sequences, padded to S tokens."""
+
+    model: str
+    B: int
+    S: int
+    dtype: str
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-b{self.B}-s{self.S}-{self.dtype}"
+
+    @property
+    def config(self) -> BertConfig:
+        layers, heads, width, vocabulary = MODELS[self.model]
+        return BertConfig(self.S, layers, heads, width, vocabulary, dropout=0.0, attention_dropout=0.0)
+
+    def record(self) -> dict[str, Any]:
+        """The `case` object of a record; `lengths` are those of the sequences without padding."""
+        return {**{name: getattr(self, name) for name in ("model", "B", "S", "dtype")}, "lengths": list(self.lengths)}
+
+    def flops(self) -> float:
+        """Of the model on the tokens that are there: two for each weight of a product, attention's S² of each sequence;
+        a backward twice that. Padding is no work of the model."""
+        config = self.config
+        weights = 12 * config.layers * config.width**2 + config.width**2 + config.vocabulary * config.width
+        attention = 4 * config.layers * config.width * sum(length**2 for length in self.lengths)
+        return 3.0 * (2 * weights * sum(self.lengths) + attention)
+
+
+class Model(nn.Module):
+    """One implementation of the model: logits `[B, S, V]` and the mean loss of a batch."""
+
+    def __init__(self, inner: nn.Module, ours: bool) -> None:
+        super().__init__()
+        self.inner, self._ours = inner, ours
+
+    def logits(self, batch: Batch) -> Tensor:
+        if self._ours:
+            return self.inner(batch.tokens, batch.mask)[0]
+        return self.inner(input_ids=batch.tokens, attention_mask=batch.mask.long()).prediction_logits
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self._ours:
+            return self.inner.loss(batch.tokens, batch.labels, mask=batch.mask)
+        logits = self.logits(batch)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+
+
+def _flashtile(config: BertConfig, state: dict[str, Tensor]) -> Model:
+    model = BertForPreTraining(config)
+    model.load_state_dict(state)
+    return Model(model, True)
+
+
+def _transformers(attention: str, compiled: bool = False) -> Callable[[BertConfig, dict[str, Tensor]], Model]:
+    def build(config: BertConfig, state: dict[str, Tensor]) -> Model:
+        from transformers import BertConfig as TheirConfig
+        from transformers import BertForPreTraining as TheirModel
+
+        theirs = TheirConfig(
+            vocab_size=config.vocabulary, hidden_size=config.width, num_hidden_layers=config.layers,
+            num_attention_heads=config.heads, intermediate_size=4 * config.width, hidden_act="gelu",
+            max_position_embeddings=config.context, layer_norm_eps=config.norm_eps, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0, attn_implementation=attention,
+        )  # fmt: skip
+        model = TheirModel(theirs)
+        # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.
+        model.load_state_dict(to_hugging_face(state, config, "bert"), strict=False)
+        found = Model(model, False)
+        if compiled:
+            torch.compiler.reset()
+            found.compile(dynamic=False)
+        return found
+
+    return build
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to train: its name in records, what makes the model, and the package that it needs."""
+
+    name: str
+    build: Callable[[BertConfig, dict[str, Tensor]], Model]
+    package: str | None = "transformers"
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+IMPLEMENTATIONS = {
+    each.name: each
+    for each in (
+        Implementation("flashtile", _flashtile, None),
+        Implementation("transformers-eager", _transformers("eager")),
+        Implementation("transformers-sdpa", _transformers("sdpa")),
+        Implementation("transformers-compile", _transformers("sdpa", compiled=True)),
+    )
+}
+
+
+class Training:
+    """A model and its optimizer, with a batch."""
+
+    def __init__(self, model: Model, batch: Batch, autocast: bool) -> None:
+        self._model, self._batch, self._autocast_on = model.train(), batch, autocast
+        self._optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS)
+
+    @property
+    def calls(self) -> Mapping[str, Callable[[], Any]]:
+        return {PHASE: self.step}
+
+    def step(self, batch: Batch | None = None) -> Tensor:
+        """Forward, backward and optimizer; the loss."""
+        with self._autocast():
+            loss = self._model(self._batch if batch is None else batch)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def results(self, phase: str) -> dict[str, Tensor]:
+        """The first steps on two sequences: losses of tokens before and after, and those of the steps."""
+        some = self._batch.shortest_and_longest()
+        before = self._token_losses(some)
+        losses = torch.stack([self.step(some) for _ in range(_CHECKED_STEPS)])
+        found = {"token_loss": before, "token_loss_after": self._token_losses(some), "loss": losses}
+        self.step()  # what has no memory for the whole batch fails here
+        return found
+
+    def facts(self, phase: str) -> dict[str, Any]:
+        """`peak_mib`: the largest memory that a step takes beside weights and moments; on a GPU."""
+        device = self._batch.tokens.device
+        if device.type != "cuda":
+            return {}
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        self.step()
+        torch.cuda.synchronize(device)
+        return {"peak_mib": (torch.cuda.max_memory_allocated(device) - before) / 2**20}
+
+    @torch.no_grad()
+    def _token_losses(self, batch: Batch) -> Tensor:
+        with self._autocast():
+            logits = self._model.logits(batch)
+        asked = batch.labels != IGNORED
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(wide[asked], batch.labels[asked], reduction="none")
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self._batch.tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
+
+
+class BertProblem:
+    """A case on a device.
+
+    Raises:
+        ValueError: transformers, whose model is the oracle, is not installed.
+    """
+
+    op = "bert-step"
+    phases: tuple[str, ...] = (PHASE,)
+
+    def __init__(self, case: BertCase, batch: Batch, device: torch.device) -> None:
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError(
+                "transformers: expected it to be installed, its model is what all are checked by; install it"
+            )
+        self._case, self._batch, self._device = case, batch.to(device), device
+        self._autocast = case.dtype == "bf16"
+        torch.manual_seed(0)
+        self._state = BertForPreTraining(case.config).state_dict()
+        self._exact = self._trained(torch.float64)
+        self._eager = self._trained(torch.float32)
+
+    def offers(self, implementation: Implementation) -> bool:
+        return True
+
+    def unsupported(self, implementation: Implementation, phase: str) -> str | None:
+        return None
+
+    def bind(self, implementation: Implementation) -> Training:
+        model = implementation.build(self._case.config, self._state).to(self._device)
+        return Training(model, self._batch, self._autocast)
+
+    def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
+        return judge_losses(results, self._exact, self._eager, self._autocast)
+
+    def speed(self, phase: str, ms: float) -> dict[str, Any]:
+        """Tokens that are no padding each second, and the share of the GPU's peak that the model's products reach."""
+        tflops, peak = self._case.flops() / ms / 1e9, peak_tflops(self._device)
+        tokens_per_s = sum(self._case.lengths) / ms * 1e3
+        return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
+
+    def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        model = _transformers("eager")(self._case.config, self._state).to(self._device, dtype)
+        some = self._batch.shortest_and_longest()
+        return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
+
+
+def make_case(model: str, size: int, longest: int, dtype: str, text: Text, seed: int = 0) -> tuple[BertCase, Batch]:
+    """A case and its batch."""
+    batch = make_batch(text, size, longest, MODELS[model][3], seed)
+    return BertCase(model, size, longest, dtype, tuple(batch.mask.sum(1).tolist())), batch
+
+
+def select(names: Sequence[str]) -> list[Implementation]:
+    """The named implementations, or all."""
+    return [IMPLEMENTATIONS[name] for name in names or IMPLEMENTATIONS]

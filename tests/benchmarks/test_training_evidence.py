@@ -1,0 +1,177 @@
+"""Loss curves of GPT-2, steps of BERT and what they read: real text, batches of real lengths, right results alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.bert import __main__ as bert_script
+from benchmarks.bert import problem as bert
+from benchmarks.bert.batches import IGNORED, make_batch, sequences
+from benchmarks.evidence.text import batch_of, load_text
+from benchmarks.gpt2 import __main__ as gpt2_script
+from benchmarks.gpt2.curves import differences
+from flashtile.bench import runner
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Three documents of paragraphs of different lengths."""
+    for name, words in (("a.txt", (5, 9, 30)), ("b.md", (100,)), ("c.py", (3, 3, 3, 40, 2))):
+        (tmp_path / name).write_text("\n\n".join(" ".join(f"w{n}" for n in range(count)) for count in words))
+    (tmp_path / "no.bin").write_bytes(b"\0" * 50)
+    return load_text(tmp_path)
+
+
+def test_text_of_a_folder_is_its_text_files_in_order(text, tmp_path):
+    files = [tmp_path / name for name in ("a.txt", "b.md", "c.py")]
+    assert bytes(text.tokens.tolist()) == b"".join(file.read_bytes() for file in files)
+    assert text.documents == [0, *(sum(f.stat().st_size for f in files[: n + 1]) for n in range(3))]
+    assert load_text(files[0]).documents == [0, files[0].stat().st_size]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"expected a file or a folder with text, got .*empty"):
+        load_text(tmp_path / "empty")
+
+
+def test_default_text_is_that_of_python(monkeypatch):
+    monkeypatch.setattr("benchmarks.evidence.text._MOST_BYTES", 100_000)
+    text = load_text()
+    assert len(text.tokens) == 100_000 and "standard library" in text.name and len(text.sha256) == 64
+    assert b"import" in bytes(text.tokens.tolist())
+
+
+def test_batches_are_pieces_of_the_text(text):
+    batch = batch_of(text, 4, 20, seed=3)
+    assert batch.shape == (4, 20) and batch.dtype is torch.int64
+    whole = bytes(text.tokens.tolist())
+    assert all(bytes(row.tolist()) in whole for row in batch)
+    assert torch.equal(batch, batch_of(text, 4, 20, seed=3)) and not torch.equal(batch, batch_of(text, 4, 20, seed=4))
+    with pytest.raises(ValueError, match="take a shorter context"):
+        batch_of(text, 1, len(text.tokens), seed=0)
+
+
+def test_sequences_are_whole_paragraphs(text):
+    """Of at most 16 tokens, the first of which stands for the sequence."""
+    lengths = [len(sequence) for sequence in sequences(text, 16, 1000)]
+    # a: 5 + 9, then 30 = 15 + 15; b: 100 = 6 · 15 + 10; c: 3 + 3 + 3, then 40 = 15 + 15 + 10 with 2 more.
+    assert lengths == [15, 16, 16, *[16] * 6, 11, 10, 16, 16, 13]
+    assert all(sequence[0] == 1 and min(sequence[1:]) >= 5 for sequence in sequences(text, 16, 1000))
+
+
+def test_a_batch_asks_for_some_tokens_of_every_sequence(text):
+    batch = make_batch(text, 10, 16, 1000)
+    asked = batch.labels != IGNORED
+    assert asked.any(1).all() and not (asked & ~batch.mask).any() and not asked[:, 0].any()
+    assert (batch.tokens[asked] == 2).all() and (batch.labels[asked] >= 5).all()
+    assert not batch.tokens[~batch.mask].any()
+    lengths = batch.mask.sum(1)
+    some = batch.shortest_and_longest()
+    assert some.mask.sum(1).tolist() == [lengths.min(), lengths.max()] == [10, 16]
+    with pytest.raises(ValueError, match="expected text for 99 sequences, got 14"):
+        make_batch(text, 99, 16, 1000)
+
+
+def test_curves_of_eager_and_flashtile_are_one(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    data, output = tmp_path / "text.txt", tmp_path / "record.json"
+    data.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    arguments = ["--model=gpt2-tiny", "--steps=40", "--batch=4", "--context=32", f"--data={data}", "--device=cpu"]
+    assert gpt2_script.main([*arguments, f"--output={output}"]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["impl"] for row in rows] == ["transformers-eager", "flashtile"]
+    assert all(len(row["curve"]) == 40 and row["curve"][-1] < row["curve"][0] - 0.3 for row in rows)
+    ((largest, mean),) = differences(rows).values()
+    assert mean <= largest < 0.01
+    assert "smoothed losses of the second half: at most 0.00" in capsys.readouterr().out
+
+
+def test_differences_see_another_curve():
+    row = {"impl": "one", "curve": [4.0 - 0.01 * step for step in range(100)]}
+    other = {"impl": "other", "curve": [loss + 0.5 for loss in row["curve"]]}
+    assert differences([row, other])["other"] == pytest.approx((0.5, 0.5))
+    broken = {"impl": "broken", "curve": [*row["curve"][:-1], None]}
+    assert differences([row, broken])["broken"][0] == float("inf")
+
+
+def test_wrong_options_end_with_a_line(tmp_path, capsys):
+    assert gpt2_script.main(["--model=gpt2-tiny", "--impl", "flashtile"]) == 2
+    assert "either --steps or --minutes" in capsys.readouterr().err
+    assert bert_script.main(["--model=bert-tiny", f"--data={tmp_path}"]) == 2
+    assert "a folder with text" in capsys.readouterr().err
+
+
+@pytest.fixture
+def case(text, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
+    return bert.make_case("bert-tiny", 12, 16, "fp32", text)
+
+
+def _run(case, *implementations):
+    return runner.run_case(
+        case[0], implementations, CPU, problem=lambda c, device: bert.BertProblem(c, case[1], device)
+    )
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_bert_packed_and_padded_are_the_same_training(case, dtype):
+    case = (replace(case[0], dtype=dtype), case[1])
+    rows = _run(case, *bert.select(["flashtile", "transformers-eager", "transformers-sdpa"]))
+    for row in rows:
+        assert row["ms"] is not None, row
+        assert row["tokens_per_s"] == pytest.approx(sum(case[0].lengths) / row["ms"] * 1e3)
+        assert row["case"]["lengths"] == list(case[0].lengths) and row["op"] == "bert-step"
+
+
+def test_bert_that_sees_its_padding_gets_no_speed(case):
+    def blind(config, state):
+        model = bert._flashtile(config, state)
+        logits = model.inner.forward
+        model.inner.forward = lambda tokens, mask: logits(tokens, None)
+        return model
+
+    (row,) = _run(case, bert.Implementation("blind", blind, None))
+    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss")
+
+
+def test_flops_are_those_of_the_tokens_that_are_there(case):
+    lengths = case[0].lengths
+    products = 2 * (4 + 8) * 32**2 + 32**2 + 128 * 32  # weights of two layers, and of the head
+    attention = sum(2 * 2 * 2 * length**2 * 32 for length in lengths)
+    assert case[0].flops() == 3 * (2 * products * sum(lengths) + attention)
+
+
+def test_bert_script_writes_a_record(text, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    output = tmp_path / "record.json"
+    arguments = ["--model=bert-tiny", "--impl", "flashtile", "transformers-sdpa", "--batch", "2", "4", "--context=16"]
+    options = [f"--data={tmp_path}", "--device=cpu", "--seconds=0.01", f"--output={output}"]
+    assert bert_script.main([*arguments, *options]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["impl"], row["case"]["B"]) for row in rows] == [
+        (impl, size) for size in (2, 4) for impl in ("flashtile", "transformers-sdpa")
+    ]
+    assert all(row["ms"] > 0 and row["text_sha256"] == text.sha256 for row in rows)
+    assert "% of the batch" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_scripts_run_on_a_gpu(text, tmp_path):
+    pytest.importorskip("transformers")
+    arguments = ["--model=bert-base", "--batch", "4", "--context=128", "--seconds=0.05", "--device=cuda"]
+    data = tmp_path / "long.txt"
+    data.write_text(" ".join(f"word{n}" for n in range(4000)))
+    output = tmp_path / "bert.json"
+    assert bert_script.main([*arguments, f"--data={data}", f"--output={output}"]) == 0
+    assert all(row["ms"] is not None and row["peak_mib"] > 0 for row in json.loads(output.read_text())["rows"])
+    output = tmp_path / "gpt2.json"
+    arguments = ["--steps=20", "--batch=2", "--context=256", "--device=cuda", f"--data={data}", f"--output={output}"]
+    assert gpt2_script.main(arguments) == 0
+    ((largest, _),) = differences(json.loads(output.read_text())["rows"]).values()
+    assert largest < 0.05
