@@ -97,6 +97,29 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
     return torch.zeros_like(q), spec._replace(scale=1.0), 0
 
 
+def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
+    """Whether a row may see no key, as far as the host knows. A sink does not count."""
+    hiding = side.key_lengths, side.mask, side.bias, side.block_lists
+    if any(tensor is not None for tensor in hiding):
+        return True
+    left, right = spec.window_left, spec.window_right
+    if left is not None and right is not None and left + right < 0:
+        return True
+    if side.cu_seqlens_q is not None and side.cu_seqlens_k is not None:
+        # Sequences with as many queries as keys: each row sees the key on its diagonal, unless a side is negative.
+        same = side.cu_seqlens_q.data_ptr() == side.cu_seqlens_k.data_ptr()
+        return not same or (left or 0) < 0 or (right or 0) < 0
+    seq_q, seq_k = q.shape[1], k.shape[1]
+    shift = 0 if spec.top_left else seq_k - seq_q
+    return (right is not None and shift + right < 0) or (left is not None and seq_q - 1 + shift - left >= seq_k)
+
+
+def quiet_rows(dout: Tensor, lse: Tensor) -> Tensor:
+    """The gradient of out with zeros in the rows that see no key: nothing may pass through these, not even NaN, which
+    a weight of 0 would not stop in the products of a kernel."""
+    return torch.where(lse.isneginf().transpose(-1, -2).unsqueeze(-1), 0.0, dout)
+
+
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
     """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
     left, right = (max(-WIDEST_WINDOW, min(side or 0, WIDEST_WINDOW)) for side in (spec.window_left, spec.window_right))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.cpu.scores import (
+    Modifiers,
     SideGradients,
     TileMask,
     modifiers_of,
@@ -239,7 +240,14 @@ def _backward_block(
         if sinks is not None:
             by_head = row.lse.unflatten(1, (block.group, -1))
             weights = (sinks - by_head).exp2_().view_as(row.lse)
-            of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
+            # A row that sees its sink alone has out = 0: NaN from above, or infinity, shows in its delta.
+            if not row.delta.isfinite().all():
+                blind = _blind_rows(block, rows, row, matrices, modifiers, scratch)
+                delta = _delta_of_lse(block, rows, row, dlse).mul_(keep_probability)
+                of_side.add_rows(weights, torch.where(blind, delta, row.delta), block, rows, 1 / keep_probability)
+                row = _BackwardRows(*(t.masked_fill(blind, float("inf") if t is row.lse else 0) for t in row))
+            else:
+                of_side.add_rows(weights, row.delta, block, rows, 1 / keep_probability)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
             if wholly_hidden(modifiers, rows, keys):
                 continue
@@ -258,6 +266,33 @@ def _backward_block(
     for grad, total in zip(grads[1:], (matrices.dk, matrices.dv)):
         target = tiles.key_view(block, grad)
         target.copy_(total.view(target.shape))
+
+
+def _blind_rows(
+    block: Block,
+    rows: range,
+    row: _BackwardRows,
+    matrices: _KeysAndGradients,
+    modifiers: Modifiers | None,
+    scratch: Scratch,
+) -> Tensor:
+    """Which rows see no key, whatever sink they have: bool `[N, G·R, 1]`. The scores are made once more for it."""
+    seen = torch.zeros_like(row.lse, dtype=torch.bool)
+    for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
+        if not wholly_hidden(modifiers, rows, keys):
+            scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
+            if modifiers is not None:
+                modify(scores, block, rows, keys, modifiers)
+            tiles.mask_band(scores, block, rows, keys)
+            seen |= (scores != float("-inf")).any(dim=-1, keepdim=True)
+    return ~seen
+
+
+def _delta_of_lse(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
+    """What delta is where out is 0: `-dlse`, `[N, G·R, 1]`."""
+    if dlse is None:
+        return torch.zeros_like(row.delta)
+    return tiles.load_rows(tiles.statistics_view(block, dlse), rows, row.delta.dtype).neg_()
 
 
 def _score_gradients(

@@ -31,7 +31,15 @@ from flashtile.ops.attention.hopper.score_parameters import (
     parameter_types,
     score_scalars,
 )
-from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
+from flashtile.ops.attention.plans import (
+    Layout,
+    clipped_window,
+    may_hide_rows,
+    packing,
+    positive_scale,
+    quiet_rows,
+    tiles_of,
+)
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 #: Of a thread at the start: four warpgroups share 64 Ki.
@@ -98,6 +106,8 @@ def backward(
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
+    if may_hide_rows(q, k, side, spec):
+        dout = quiet_rows(dout, lse)
     out, dout = _readable(out.contiguous()), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -132,7 +142,8 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, lse: Tensor) -> Tensor:
     *batch, heads, _ = lse.shape
     of_lse, delta = statistics.view(*batch, heads, -1, 2, statistics.shape[-1]).unbind(-2)
     weights = torch.exp2((sinks * LOG2_E)[:, None, None] - of_lse)
-    by_head = (weights * delta).sum((-2, -1))
+    # Rows past the last sequence have no sink, whatever their delta is.
+    by_head = torch.where(weights == 0, 0.0, weights * delta).sum((-2, -1))
     return -(by_head.sum(0) if batch else by_head)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
-from flashtile.ops.attention.plans import positive_scale
+from flashtile.ops.attention.plans import may_hide_rows, positive_scale, quiet_rows
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
@@ -42,6 +42,8 @@ def backward(
 ) -> Gradients:
     """Runs the dq kernel, then the dk/dv kernel, and that of the bias where its gradient is wanted. Deterministic."""
     sign = 1
+    if may_hide_rows(q, k, side, spec):
+        dout = quiet_rows(dout, lse)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     dq, statistics, slope_sums = backward_queries(
@@ -144,7 +146,8 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor) -> Tensor:
     """The gradient of the sinks: minus the sum over rows of what the sink weighs times delta."""
     lse, delta = statistics[..., 0], statistics[..., 1]  # [batch, heads, seq_q], packed [heads, total_q]
     weights = torch.exp2((sinks * _LOG2_E)[:, None] - lse)
-    by_head = (weights * delta).sum(-1)
+    # Rows past the last sequence have no sink, whatever their delta is.
+    by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
     return -(by_head if by_head.dim() == 1 else by_head.sum(0))
 
 

@@ -1,0 +1,192 @@
+"""Rows that see no key: no gradient passes through them on any backend, not even NaN from above."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile import BlockMask
+from flashtile.ops.attention.plans import may_hide_rows
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+NAN = float("nan")
+
+
+def _shown(seq_q: int, seq_k: int) -> Tensor:
+    """A mask under which the first 5 rows and row 9 see nothing."""
+    shown = torch.ones(seq_q, seq_k, dtype=torch.bool)
+    shown[:5] = shown[9] = False
+    return shown
+
+
+_TABLE = torch.zeros(36, 20).masked_fill(~_shown(36, 20), -torch.inf)
+
+#: What hides rows -> arguments of a call of 36 queries and 20 keys.
+HIDING: dict[str, dict[str, Any]] = {
+    "causal": {"causal": True},
+    "window": {"window": (3, None), "align": "top_left"},
+    "key_lengths": {"key_lengths": torch.tensor([20, 0])},
+    "mask": {"mask": _shown(36, 20)},
+    "bias": {"bias": _TABLE},
+    "block_mask": {"block_mask": BlockMask.from_dense(_shown(36, 20), (64, 64))},
+    "dropout": {"causal": True, "dropout_p": 0.3, "dropout_seed": torch.tensor([1, 2])},
+    "alibi_softcap": {"causal": True, "alibi_slopes": torch.tensor([0.1, 0.2]), "softcap": 3.0},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 14, 30]), "cu_seqlens_k": torch.tensor([0, 0, 16])},
+}
+_LEARNED = ("bias", "alibi_slopes")
+
+
+def gradients(
+    name: str, backend: str, device: str, dtype: torch.dtype, value: float, sinks: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients by name where `value` comes from above, through out and lse, in the rows that see no key; and these."""
+    generator = torch.Generator().manual_seed(0)
+    packed, width = name == "packed", 64 if device == "cuda" else 16
+    shapes = ((36, 2, width), (20, 2, width), (20, 2, width))
+    leaves = {
+        letter: torch.randn(shape if packed else (2, *shape), generator=generator).to(device, dtype)
+        for letter, shape in zip("qkv", shapes)
+    }
+    options = {key: t.to(device) if isinstance(t, (Tensor, BlockMask)) else t for key, t in HIDING[name].items()}
+    leaves |= {key: options.pop(key).clone() for key in _LEARNED if key in options}
+    if sinks is not None:
+        leaves["sinks"] = sinks.to(device).clone()
+    leaves = {key: tensor.requires_grad_() for key, tensor in leaves.items()}
+    function = flashtile.attention_varlen if packed else flashtile.attention
+    out, lse = function(**leaves, **options, return_lse=True, backend=backend)
+    upstream, of_lse = torch.randn(out.shape, generator=generator).to(out), torch.ones_like(lse)
+    plain = {key: t for key, t in (leaves | options).items() if key != "sinks" and "dropout" not in key}
+    blind = function(**plain, return_lse=True, backend="reference")[1].isneginf()  # [..., heads, rows]
+    assert blind.any() and not blind.all()
+    if sinks is None:
+        assert torch.equal(lse.isneginf(), blind)
+        of_lse[blind] = value
+    blind = blind.transpose(-1, -2)
+    upstream[blind] = value
+    grads = torch.autograd.grad((out, lse), list(leaves.values()), (upstream, of_lse))
+    return dict(zip(leaves, grads)), blind
+
+
+def check(name: str, backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    quiet, blind = gradients(name, backend, device, dtype, 0.0)
+    loud, _ = gradients(name, backend, device, dtype, NAN)
+    torch.testing.assert_close(loud, quiet)
+    assert not loud["q"][blind].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", HIDING)
+def test_nan_from_above_does_not_spread(name: str, backend: str) -> None:
+    check(name, backend)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", HIDING)
+def test_nan_from_above_does_not_spread_in_interpreted_kernels(name: str) -> None:
+    check(name, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", HIDING)
+def test_nan_from_above_does_not_spread_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check(name, "triton", "cuda", dtype)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", ["causal", "window", "packed"])
+def test_nan_from_above_does_not_spread_in_hopper_kernels(name: str) -> None:
+    check(name, "hopper", "cuda", torch.bfloat16)
+
+
+# --- rows that see a sink alone -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("value", [NAN, float("inf")], ids=str)
+@pytest.mark.parametrize("name", HIDING)
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name: str, value: float, backend: str) -> None:
+    sinks = torch.tensor([0.3, -torch.inf])
+    quiet, blind = gradients(name, backend, "cpu", torch.float32, 0.0, sinks)
+    loud, _ = gradients(name, backend, "cpu", torch.float32, value, sinks)
+    torch.testing.assert_close(loud, quiet)
+    assert not loud["q"][blind].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str) -> None:
+    q, k = torch.randn(1, 6, 1, 8, requires_grad=True), torch.randn(1, 4, 1, 8, requires_grad=True)
+    out = flashtile.attention(q, k, k, causal=True, sinks=torch.zeros(1), backend=backend)
+    upstream = torch.ones_like(out)
+    upstream[:, :3] = NAN  # the first two rows see nothing, the third the first key
+    dq, dk = torch.autograd.grad(out, (q, k), upstream)
+    assert dq.isnan().any(-1).flatten().tolist() == [False, False, True, False, False, False]
+    assert dk.isnan().any()
+
+
+def _rows_past_the_end(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    q = torch.randn(20, 2, 64 if device == "cuda" else 16).to(device, dtype).requires_grad_()
+    sinks = torch.zeros(2, device=device).requires_grad_()
+    cu_seqlens = torch.tensor([0, 5, 13], device=device)
+    out = flashtile.attention_varlen(q, q, q, cu_seqlens, sinks=sinks, backend=backend)
+    upstream = torch.ones_like(out)
+    quiet = torch.autograd.grad(out, (q, sinks), upstream, retain_graph=True)
+    upstream[13:] = NAN
+    torch.testing.assert_close(torch.autograd.grad(out, (q, sinks), upstream), quiet)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_rows_past_the_last_sequence_give_sinks_no_gradient(backend: str) -> None:
+    _rows_past_the_end(backend)
+
+
+@pytest.mark.interpreter
+def test_interpreted_rows_past_the_last_sequence_give_sinks_no_gradient() -> None:
+    _rows_past_the_end("triton")
+
+
+@pytest.mark.gpu
+def test_rows_past_the_last_sequence_give_sinks_no_gradient_on_a_gpu() -> None:
+    _rows_past_the_end("triton", "cuda")
+
+
+@pytest.mark.hopper
+def test_rows_past_the_last_sequence_give_sinks_no_gradient_in_hopper_kernels() -> None:
+    _rows_past_the_end("hopper", "cuda", torch.bfloat16)
+
+
+# --- what the host knows --------------------------------------------------------------------------------------------
+
+_SIDES = (None, -2, 0, 3)
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+@pytest.mark.parametrize("seq_q, seq_k", [(4, 4), (6, 3), (3, 6), (1, 5), (5, 1)])
+def test_the_host_knows_when_a_band_hides_rows(seq_q: int, seq_k: int, top_left: bool) -> None:
+    q, k = torch.empty(1, seq_q, 1, 8), torch.empty(1, seq_k, 1, 8)
+    for left, right in product(_SIDES, _SIDES):
+        diagonal = torch.arange(seq_q)[:, None] + (0 if top_left else seq_k - seq_q)
+        key = torch.arange(seq_k)
+        shown = (key >= diagonal - (99 if left is None else left)) & (
+            key <= diagonal + (99 if right is None else right)
+        )
+        hides = not shown.any(dim=1).all()
+        spec = AttentionSpec(1.0, left, right, top_left)
+        # It may err on the safe side only.
+        assert may_hide_rows(q, k, SideInputs(), spec) >= hides, (left, right)
+    plain = AttentionSpec(1.0, None, 0)
+    assert may_hide_rows(q, k, SideInputs(), plain) == (seq_q > seq_k)
+    assert not may_hide_rows(q, k, SideInputs(), AttentionSpec(1.0))
+
+
+def test_packed_sequences_of_equal_lengths_hide_nothing() -> None:
+    q, cu_seqlens = torch.empty(6, 1, 8), torch.tensor([0, 2, 6])
+    same, other = SideInputs(cu_seqlens, cu_seqlens, 4, 4), SideInputs(cu_seqlens, cu_seqlens.clone(), 4, 4)
+    assert not may_hide_rows(q, q, same, AttentionSpec(1.0, 3, 0))
+    assert may_hide_rows(q, q, same, AttentionSpec(1.0, -1, None))
+    assert may_hide_rows(q, q, other, AttentionSpec(1.0))
