@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -13,6 +14,8 @@ from torch import Tensor
 
 #: Examples that share a generator of random numbers: the unit of work of a process.
 _PART = 128
+#: Batches are as wide as a multiple of this.
+_WIDTH = 64
 
 
 class Examples(NamedTuple):
@@ -36,9 +39,9 @@ class Examples(NamedTuple):
         return Examples(*(t[:-count] for t in self)), Examples(*(t[-count:] for t in self))
 
     def batch(self, rows: Tensor, device: torch.device) -> Examples:
-        """Some rows on a device, cut to the longest of them."""
+        """Some rows on a device, cut after the longest of them, so that there are few sizes of batches."""
         lengths = self.lengths[rows]
-        tokens = self.tokens[rows, : int(lengths.max())]
+        tokens = self.tokens[rows, : _WIDTH * math.ceil(int(lengths.max()) / _WIDTH)]
         return Examples(*(t.to(device, non_blocking=True) for t in (tokens, lengths, self.labels[rows])))
 
     def batches(self, size: int, device: torch.device) -> Iterator[Examples]:

@@ -70,6 +70,15 @@ def test_listops_are_as_defined():
     assert set(made.labels.tolist()) == set(range(10))
 
 
+def test_batches_have_few_widths():
+    made = listops.make_listops(60, 0, _SHORT)
+    for rows in torch.arange(60).split(4):
+        batch = made.batch(rows, torch.device("cpu"))
+        width = min(64 * math.ceil(int(batch.lengths.max()) / 64), made.tokens.shape[1])
+        assert batch.tokens.shape == (4, width) and torch.equal(batch.labels, made.labels[rows])
+    assert sum(len(batch) for batch in made.batches(7, torch.device("cpu"))) == 60
+
+
 def _pieces(image: torch.Tensor) -> int:
     """How many dashes and dots an image has: bright pixels that touch are one."""
     left = {tuple(place) for place in (image > 127).nonzero().tolist()}

@@ -145,8 +145,16 @@ def test_contexts_keep_the_number_of_tokens():
 
 def test_of_long_contexts_the_first_tokens_are_checked(monkeypatch):
     monkeypatch.setattr(problem, "_CHECKED_TOKENS", 5)
+    oracle_tokens = []
+
+    def watched(case, weights):
+        model = build_plain(case, weights)
+        return replace(model, loss=lambda tokens: (oracle_tokens.append(tokens.shape[1]), model.loss(tokens))[1])
+
+    monkeypatch.setattr(problem, "build_plain", watched)
     case = replace(CASE, S=12)
     (row,) = run(case, BY_NAME["flashtile"])
+    assert set(oracle_tokens) == {6}, "the oracle holds all scores, and sees no whole sequence"
     assert row["ms"] is not None and row["case"]["S"] == 12
     results = Training(build_plain(case, make_weights(case, CPU)), make_tokens(case, CPU), False).results("")
     assert results["token_loss"].shape == (3, 5)

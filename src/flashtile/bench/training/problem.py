@@ -144,7 +144,8 @@ class TrainProblem:
         """The first losses of the plain formula; in float32 as autocast has it."""
         model = build_plain(self._case, {name: weight.to(dtype) for name, weight in self._weights.items()})
         autocast = self._autocast and dtype is torch.float32
-        return Training(model, self._tokens, autocast, _ORACLE_BATCH).results(PHASE)
+        checked = self._tokens[:, : _CHECKED_TOKENS + 1]  # alone: of a whole sequence it would hold all scores
+        return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
 
 
 def judge_losses(
