@@ -84,7 +84,7 @@ def candidates(situation: Situation) -> Iterator[AttendTiles]:
     block_m = min(64, max(16, power_of_two(situation.rows)))
     for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5)):
         tiles = AttendTiles(block_m, block_n, warps, stages)
-        if shared_memory(tiles, situation) <= facts.shared_memory:
+        if shared_memory(facts, tiles, situation) <= facts.shared_memory:
             yield tiles
 
 

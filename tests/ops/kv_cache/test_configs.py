@@ -55,7 +55,7 @@ def test_tiles_fit_every_device(arch: str, head_dim: int, head_dim_v: int, dtype
     for rows in (1, 4, 32, 1000):
         situation = Situation(dtype, head_dim, head_dim_v, rows)
         tiles = choose_tiles(KNOWN_DEVICES[arch], situation)
-        assert shared_memory(tiles, situation) <= KNOWN_DEVICES[arch].shared_memory
+        assert shared_memory(KNOWN_DEVICES[arch], tiles, situation) <= KNOWN_DEVICES[arch].shared_memory
         assert tiles.block_m >= 16 and tiles.block_n >= 16 and tiles.block_m <= max(16, 2 * rows)
         assert resident_programs(KNOWN_DEVICES[arch], tiles, situation) >= 1
 

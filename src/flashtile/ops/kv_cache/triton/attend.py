@@ -41,7 +41,10 @@ def attend_kernel(
     program = tl.program_id(0)
     rows = seq_q * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
-    first_row = program % row_tiles * BLOCK_M
+    row_tile = program % row_tiles
+    if HAS_RIGHT:
+        row_tile = row_tiles - 1 - row_tile  # the later rows see more, and start first
+    first_row = row_tile * BLOCK_M
     head_kv = program // row_tiles % heads_kv
     split = program // row_tiles // heads_kv % splits
     sequence = program // row_tiles // heads_kv // splits
@@ -56,11 +59,12 @@ def attend_kernel(
     begin, full_begin, full_end, end = visible_ranges(
         first_query, last_query, shift, left, total, window_left, window_right, HAS_LEFT, HAS_RIGHT
     )
-    # This split's share of the tiles that the rows see.
+    # This split's share of the tiles that the rows see: the first splits take one more where they do not divide.
     skipped = begin // BLOCK_N
     tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - skipped, 0)
-    first_tile = skipped + (tiles.to(tl.int64) * split // splits).to(tl.int32)
-    last_tile = skipped + (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)
+    share, rest = tiles // splits, tiles % splits
+    first_tile = skipped + split * share + tl.minimum(split, rest)
+    last_tile = first_tile + share + tl.where(split < rest, 1, 0)
 
     row = first_row + tl.arange(0, BLOCK_M)
     there = row < rows

@@ -134,26 +134,27 @@ def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
     if table is _FLOAT32 and device.arch.startswith("gfx1"):
         tiles = tiles._replace(block_n=16, num_warps=8)  # half the registers of CDNA
     tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(situation.rows))))
-    return _fit(tiles, situation, device.shared_memory)
+    return _fit(device, tiles, situation)
 
 
-def shared_memory(tiles: AttendTiles, situation: Situation) -> int:
+def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile the rows and hold it to the limit."""
     width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
     itemsize = situation.dtype.itemsize
     if tiles.chunk:
         elements = tiles.chunk * (tiles.block_m + tiles.block_n) + tiles.block_n * width_v
     else:
-        # From 64 rows on Hopper multiplies asynchronously, and holds the tiles of one more stage.
-        buffers = max(1, tiles.num_stages - (tiles.block_m < 64))
+        # From 64 rows on Hopper and sm_100 multiply asynchronously, and hold the tiles of one more stage.
+        asynchronous = tiles.block_m >= 64 and 90 <= device.capability < 120
+        buffers = max(1, tiles.num_stages - (not asynchronous))
         elements = tiles.block_m * width + tiles.block_n * (width + width_v) * buffers
     # Beside the tiles: scores on their way to the next product, and reductions.
     return itemsize * elements + max(4 * tiles.block_m * tiles.block_n, 2048)
 
 
-def _fit(tiles: AttendTiles, situation: Situation, limit: int) -> AttendTiles:
+def _fit(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> AttendTiles:
     """Fewer stages first, then fewer keys, then fewer rows, then chunks of the head."""
-    while shared_memory(tiles, situation) > limit and not tiles.chunk:
+    while shared_memory(device, tiles, situation) > device.shared_memory and not tiles.chunk:
         if tiles.num_stages > 2 or (tiles.num_stages > 1 and tiles.block_n <= 16):
             tiles = tiles._replace(num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
@@ -167,7 +168,7 @@ def _fit(tiles: AttendTiles, situation: Situation, limit: int) -> AttendTiles:
 
 def resident_programs(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
     """Programs that a multiprocessor holds at once, by shared memory and warps."""
-    by_memory = device.shared_memory // shared_memory(tiles, situation)
+    by_memory = device.shared_memory // shared_memory(device, tiles, situation)
     return max(1, min(by_memory, 16 // tiles.num_warps))
 
 
