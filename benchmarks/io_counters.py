@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import glob
 import io
 import os
 import shutil
@@ -37,7 +38,7 @@ DEVICE_MEMORY = {"bytes_read": "dram__bytes_read.sum", "bytes_written": "dram__b
 _WARM_UP_CALLS = 2
 _SECONDS = 1.0
 #: Where CUDA's installers put it when it is not on the path.
-_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
+_PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
 
 
 class CountersError(Exception):
@@ -195,7 +196,8 @@ def find_ncu() -> str:
     Raises:
         CountersError: there is none.
     """
-    for place in (os.environ.get("NCU"), shutil.which("ncu"), *_PLACES):
+    installed = [place for pattern in _PLACES for place in sorted(glob.glob(pattern), reverse=True)]
+    for place in (os.environ.get("NCU"), shutil.which("ncu"), *installed):
         if place and Path(place).exists():
             return place
     raise CountersError(

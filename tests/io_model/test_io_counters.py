@@ -83,7 +83,7 @@ def test_what_ncu_says_is_passed_on(tmp_path, body, message):
         io_counters.count(fake_ncu(tmp_path, body), "flashtile", options())
 
 
-def test_without_ncu_the_error_says_what_to_do(monkeypatch):
+def test_without_ncu_the_error_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setattr(io_counters.shutil, "which", lambda name: None)
     monkeypatch.setattr(io_counters, "_PLACES", ())
     monkeypatch.delenv("NCU", raising=False)
@@ -91,6 +91,12 @@ def test_without_ncu_the_error_says_what_to_do(monkeypatch):
         io_counters.find_ncu()
     monkeypatch.setenv("NCU", str(SCRIPT))
     assert io_counters.find_ncu() == str(SCRIPT)
+    monkeypatch.delenv("NCU")
+    for version in ("2024.1", "2025.3"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "ncu").touch()
+    monkeypatch.setattr(io_counters, "_PLACES", (f"{tmp_path}/*/ncu",))
+    assert io_counters.find_ncu() == str(tmp_path / "2025.3" / "ncu")
 
 
 def test_both_computations_run():
