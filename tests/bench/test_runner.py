@@ -314,7 +314,8 @@ def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
     half = replace(case, dtype="bf16")
-    assert hopper_limits(half, CPU) is not None and backends == ["triton"]
+    served = case.mask is None and case.bias is None  # a soft cap alone is
+    assert (hopper_limits(half, CPU) is None) == served and backends == ["hopper" if served else "triton"]
 
 
 def test_hopper_is_not_asked_elsewhere(monkeypatch):
