@@ -1,0 +1,55 @@
+"""The benchmark of context parallelism: its record, its cases, and what it does with what cannot run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from flashtile.bench.distributed.__main__ import main
+from flashtile.bench.distributed.cases import PHASES, cases_of
+from flashtile.bench.distributed.worker import covered
+
+
+def test_a_record_of_two_processes(tmp_path, capfd):
+    output = tmp_path / "record.json"
+    assert main(["--output", str(output), "--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]) == 0
+    record = json.loads(output.read_text("utf-8"))
+    assert "flashtile.bench.distributed --gpus=2 --impl flashtile-ring" in record["command"]
+    rows = {(row["impl"], row["phase"]): row for row in record["rows"]}
+    assert set(rows) == {
+        (impl, phase) for impl in ("flashtile-one-gpu", "flashtile-ring", "torch-cp-alltoall") for phase in PHASES
+    }
+    case = rows["flashtile-ring", "fwd"]["case"]
+    assert all(row["case"] == case and case["gpus"] == 2 for row in record["rows"])
+    alone, ring = rows["flashtile-one-gpu", "fwd"], rows["flashtile-ring", "fwd"]
+    assert alone["efficiency"] == 1.0
+    assert ring["efficiency"] == pytest.approx(alone["ms"] / (2 * ring["ms"]))
+    assert 0 < ring["error"] < 1e-5
+    if not torch.cuda.is_available():
+        failed = rows["torch-cp-alltoall", "fwd"]
+        assert failed["ms"] is None and "NotImplementedError" in failed["why"]
+    assert "flashtile-ring" in capfd.readouterr().out
+
+
+def test_cases_are_of_all_gpus_together():
+    cases = cases_of("cuda", 4)
+    assert {case.S for case in cases} == {2**15, 2**17, 2**18, 2**19}
+    assert {case.causal for case in cases if case.S < 2**19} == {True, False}
+    assert max(case.S for case in cases_of("cuda", 4, quick=True)) == 2**17
+    causal, full = (next(c for c in cases if c.causal is kind and c.S == 2**15) for kind in (True, False))
+    assert full.flops("fwd") == 2 * causal.flops("fwd") == 4 * 32 * 2**30 * 128
+    assert full.flops("fwd+bwd") == 3.5 * full.flops("fwd")
+    assert full.checked.S == 2048
+
+
+def test_lengths_that_are_not_there(tmp_path, capsys):
+    assert main(["--output", str(tmp_path / "record.json"), "--lengths", "7"]) == 2
+    assert "--lengths: expected some of the table's" in capsys.readouterr().err
+
+
+def test_what_is_covered():
+    assert covered([], [(0, 1)]) is None
+    assert covered([(0, 2), (1, 4)], [(1, 2), (3, 9)]) == 0.5
+    assert covered([(0, 1)], [(0, 1), (0, 1)]) == 1.0
