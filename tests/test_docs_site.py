@@ -52,6 +52,12 @@ def test_every_document_is_a_page(site):
     assert {Path(name) for name in ("readme.html", "contributing.html", "changelog.html", "records.html")} <= pages
 
 
+def test_no_page_is_named_twice():
+    navigation = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    names = re.findall(r": (\w+\.md)$", navigation, re.MULTILINE)
+    assert "index.md" in names and len(set(names)) == len(names)
+
+
 def test_links_lead_somewhere(site):
     """Of pages, pictures, styles and scripts, on disk as they are, anchors included."""
     texts = dict(_pages(site))
