@@ -164,6 +164,13 @@ def test_memory_against_length():
     assert memory.title == "Memory, forward" and memory.lines[0] == ("1k", "1048576") and time.lines[0][1] == "1"
 
 
+def test_memory_of_each_head_size():
+    rows = [{**one, "peak_mib": one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
+    (chart,) = figures.lengths(named(rows))
+    assert chart.title == "head_dim 64, full, bf16, memory with the backward"
+    assert chart.lines[0] == ("512", "128", "128")
+
+
 def test_points_lie_under_the_roof_of_a_known_machine():
     chart, _ = figures.rooflines_of(named(LINES))
     assert chart.title == "H200, bfloat16, forward"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashtile.bench.cases import Case, Inputs
 from flashtile.bench.implementations import Implementation
+from flashtile.bench.memory import peak_facts
 
 
 class Bound:
@@ -59,8 +60,8 @@ class Bound:
         return dict(zip(("out", "dq", "dk", "dv", "dbias"), tensors))
 
     def facts(self, phase: str) -> dict[str, Any]:
-        """No keys of a row beside those that every row has."""
-        return {}
+        """Of the backward, the memory that it and the forward before it take beside inputs and gradients (on a GPU)."""
+        return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else {}
 
     def forward_backward(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self.forward(), self._leaves, self._dout)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.bench.companions.case import Case, Inputs, Tensors, Way
+from flashtile.bench.memory import peak_facts
 
 
 class Bound:
@@ -59,18 +60,7 @@ class Bound:
 
     def facts(self, phase: str) -> dict[str, Any]:
         """Of forward and backward together, the memory that they take beside inputs and gradients (on a GPU)."""
-        device = self._leaves[0].device
-        if phase != "fwd+bwd" or device.type != "cuda":
-            return {}
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        gradients = self.forward_backward()
-        torch.cuda.synchronize(device)
-        inputs = {leaf.untyped_storage().data_ptr() for leaf in self._leaves}
-        own = {(storage := g.untyped_storage()).data_ptr(): storage.nbytes() for g in gradients}
-        kept = sum(size for pointer, size in own.items() if pointer not in inputs)
-        return {"peak_mib": round((torch.cuda.max_memory_allocated(device) - before - kept) / 2**20, 1)}
+        return peak_facts(self.forward_backward, self._leaves) if phase == "fwd+bwd" else {}
 
     def _own_leaves(self) -> Tensors:
         return self.way.own_leaves(list(self._inputs.leaves.values()))

@@ -19,6 +19,7 @@ from flashtile.bench.training import cases as training
 Row = dict[str, Any]
 
 PHASES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "fwd+bwd+step": "training step"}
+_MEMORY = "MiB beside inputs and gradients"
 #: So many lengths make a line.
 _LEAST_LENGTHS = 3
 
@@ -142,19 +143,27 @@ def ratios(named: Named) -> list[Chart]:
 
 
 def lengths(named: Named) -> list[Chart]:
-    """Memory and time of rows that say what they take beside their inputs."""
-    rows = [row for row in named.rows if row["op"] == "attention" and row.get("memory_mib") is not None]
+    """Memory of each head size and mask; memory and time of rows that have nothing else."""
     charts = []
-    for key, label in (("memory_mib", "MiB beside the inputs"), ("ms", "ms")):
-        points: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            points.setdefault(row["impl"], []).append((row["case"]["S"], row[key]))
-        if points:
-            series = [named.series(impl, found) for impl, found in points.items()]
-            what = "Memory" if key == "memory_mib" else "Time"
-            title = f"{what}, {_phase(rows[0]['phase'])}"
-            charts.append(line_chart(title, series, "sequence length", label, logarithmic=True))
+    for (family, phase), members in _families(named).items():
+        with_memory = [(case.S, row) for case, row in members if row.get("peak_mib")]
+        if len({seq for seq, _ in with_memory}) >= _LEAST_LENGTHS:
+            title = f"{_family_name(family)}, memory with the {_phase(phase)}"
+            charts.append(_against_length(named, title, with_memory, "peak_mib", _MEMORY))
+    rows = [row for row in named.rows if row["op"] == "attention" and row.get("memory_mib") is not None]
+    if rows:
+        phase, by_length = _phase(rows[0]["phase"]), [(row["case"]["S"], row) for row in rows]
+        charts.append(_against_length(named, f"Memory, {phase}", by_length, "memory_mib", _MEMORY))
+        charts.append(_against_length(named, f"Time, {phase}", by_length, "ms", "ms"))
     return charts
+
+
+def _against_length(named: Named, title: str, rows: Sequence[tuple[int, Row]], key: str, label: str) -> Chart:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for seq, row in rows:
+        points.setdefault(row["impl"], []).append((seq, row[key]))
+    series = [named.series(impl, found) for impl, found in points.items()]
+    return line_chart(title, series, "sequence length", label, logarithmic=True)
 
 
 def kinds(named: Named) -> list[Chart]:
