@@ -1,4 +1,4 @@
-"""The names that are served have the arguments and defaults of flash_attn 2.8.3 and 1.0.9."""
+"""The names that are served have the arguments and defaults of flash_attn 2.8.3 and 1.0.9, and of FlashAttention-3."""
 
 from __future__ import annotations
 
@@ -264,7 +264,32 @@ VERSION_1 = {
     },
     "modules.block": _BLOCKS,
 }
-SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1}
+_V3 = (
+    "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+    "sm_margin=0"
+)
+VERSION_3 = {
+    "flash_attn_interface": {
+        "flash_attn_func": f"q, k, v, {_V3}",
+        "flash_attn_varlen_func": f"q, k, v, {_SEQLENS}, seqused_q=None, seqused_k=None, {_V3}",
+        "flash_attn_qkvpacked_func": "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, "
+        "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
+        "sm_margin=0",
+        "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+        "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+        "cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, "
+        "v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+        "return_softmax_lse=False",
+        "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+        "get_scheduler_metadata": "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+        "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+        "cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), "
+        "attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
+    },
+}
+SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1, "flash_attn_3": VERSION_3}
 NAMES = [
     (".".join(part for part in ("flashtile.compat", tree, module) if part), name, arguments)
     for tree, modules in SERVED.items()

@@ -1,0 +1,241 @@
+"""FlashAttention-3's `flash_attn_interface` over flashtile: attention dense, packed and with a cache.
+
+Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what they mean in flash_attn 2
+(`flashtile.compat.flash_attn.flash_attn_interface`); v may have another head_dim than q and k. Of the others
+
+- `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
+  them; flashtile decides for itself, and they are accepted and not used (but for num_splits of a call with a cache);
+- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` are not served: anything but their default raises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.compat.shared import calls
+from flashtile.compat.shared.arguments import refuse, refuse_given, unpacked
+from flashtile.compat.shared.calls import Call, Packed
+from flashtile.compat.shared.used_rows import only_used_rows
+
+_8_BITS = "products of 8 bits are not served, pass 16-bit q, k and v"
+_QV = "its scores are those of cat(q, qv) and cat(k, v) along head_dim, pass these"
+_PACKED_CACHE = "with a cache every sequence has as many queries, pad them"
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
+    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic), False)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
+    `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
+    _refuse_unserved(None, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if qkv.dim() == 5:
+        q, k, v = unpacked("qkv", qkv, 3, "batch, seq")
+    else:
+        if num_heads_q is None or qkv.dim() != 4 or (rest := qkv.shape[2] - num_heads_q) < 2 or rest % 2:
+            raise ValueError(
+                "qkv: expected shape [batch, seq, 3, heads, head_dim], or [batch, seq, heads_q + 2 heads_kv, head_dim] "
+                f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
+            )
+        q, k, v = qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
+    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic), False)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
+
+    `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
+    result past seqused_q are 0. With either, the rows are copied first.
+    """
+    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    call = _call(softmax_scale, causal, window_size, softcap, deterministic)
+    if seqused_q is None:
+        layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
+        out = calls.packed(q, k, v, layout, call, False)
+    else:
+        used = only_used_rows(q, cu_seqlens_q, seqused_q)
+        layout = Packed(used.cu_seqlens, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
+        out = calls.packed(used.x, k, v, layout, call, False)
+        assert isinstance(out, Tensor)
+        out = used.back(out)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    qv: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """One step of decoding, by `flashtile.attention_with_kv_cache`: out, or (out, lse).
+
+    Arguments as in flash_attn 2; `page_table` is its block_table. Packed queries and new keys (`cu_seqlens_q`,
+    `cu_seqlens_k_new`, `max_seqlen_q`) and positions of the rotation apart from the lengths (`rotary_seqlens`) are not
+    served: anything but None raises.
+    """
+    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse_given(_PACKED_CACHE, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q)
+    refuse_given("positions are those of the lengths, rotate before the call", rotary_seqlens=rotary_seqlens)
+    return calls.with_cache(
+        q, k_cache, v_cache, k, v, _call(softmax_scale, causal, window_size, softcap, False), return_softmax_lse,
+        cache_lengths=cache_seqlens, cache_batch_indices=cache_batch_idx, cache_left_padding=cache_leftpad,
+        block_table=page_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+        rotary_interleaved=bool(rotary_interleaved), num_splits=num_splits or None,
+    )  # fmt: skip
+
+
+def flash_attn_combine(
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Puts together attention over disjoint keys, by `flashtile.logsumexp_merge`.
+
+    Args:
+        out_partial: float32 `[parts, batch, seq, heads, head_dim]`, packed `[parts, total, heads, head_dim]`.
+        lse_partial: float32 `[parts, batch, seq, heads]`, packed `[parts, total, heads]`.
+        out: a buffer for the result.
+        out_dtype: of the result; default that of out_partial.
+
+    Returns:
+        out `[batch, seq, heads, head_dim]` and lse `[batch, seq, heads]`.
+    """
+    merged, lse = flashtile.logsumexp_merge(out_partial.unbind(0), lse_partial.transpose(-1, -2).unbind(0))
+    merged = merged.to(out_partial.dtype if out_dtype is None else out_dtype)
+    if out is not None:
+        if out.shape != merged.shape or (out_dtype is not None and out.dtype is not out_dtype):
+            raise ValueError(
+                f"out: expected {merged.dtype} {list(merged.shape)}, got {out.dtype} {list(out.shape)}; the result is "
+                "written to it"
+            )
+        merged = out.copy_(merged)
+    return merged, lse.transpose(-1, -2)
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """What `scheduler_metadata` takes: an empty tensor, because the kernels read the lengths by themselves."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
+
+
+def _call(
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool
+) -> Call:
+    return Call(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+
+
+def _refuse_unserved(qv: Tensor | None, attention_chunk: int, **descales: Tensor | None) -> None:
+    refuse_given(_QV, qv=qv)
+    refuse_given(_8_BITS, **descales)
+    if attention_chunk:
+        refuse("attention_chunk", "0", attention_chunk, "say what is visible by a mask or a flashtile.BlockMask")
