@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import posixpath
@@ -35,6 +36,8 @@ PACKAGES = {
     "io_model": "IO model",
     "learn": "From scratch",
 }
+#: Packages within packages that have a page with them, where what they need is installed.
+NESTED = {"integrations": ("transformers",)}
 #: Packages whose names are not public, or have other pages.
 _OTHERS = {"bench", "cli", "ops"}
 #: Operations whose page has another title than their name.
@@ -134,7 +137,11 @@ def api_pages() -> list[tuple[str, str, list[str]]]:
     for found in pkgutil.iter_modules(flashtile.__path__):
         if found.name not in _OTHERS and not found.name.startswith("_"):
             package = importlib.import_module(f"flashtile.{found.name}")
-            pages.append((found.name, PACKAGES.get(found.name, found.name.capitalize()), _members(package)))
+            members = _members(package)
+            for inner in NESTED.get(found.name, ()):
+                if importlib.util.find_spec(inner):
+                    members += _members(importlib.import_module(f"flashtile.{found.name}.{inner}"))
+            pages.append((found.name, PACKAGES.get(found.name, found.name.capitalize()), members))
     return [page for page in pages if page[2]]
 
 

@@ -98,6 +98,10 @@ def _transformers(attention: str, compiled: bool = False) -> Callable[[BertConfi
         from transformers import BertConfig as TheirConfig
         from transformers import BertForPreTraining as TheirModel
 
+        if attention == "flashtile":
+            from flashtile.integrations.transformers import register
+
+            register()
         theirs = TheirConfig(
             vocab_size=config.vocabulary, hidden_size=config.width, num_hidden_layers=config.layers,
             num_attention_heads=config.heads, intermediate_size=4 * config.width, hidden_act="gelu",
@@ -132,6 +136,7 @@ IMPLEMENTATIONS = {
         Implementation("flashtile", _flashtile, None),
         Implementation("transformers-eager", _transformers("eager")),
         Implementation("transformers-sdpa", _transformers("sdpa")),
+        Implementation("transformers-flashtile", _transformers("flashtile")),
         Implementation("transformers-compile", _transformers("sdpa", compiled=True)),
     )
 }

@@ -66,7 +66,7 @@ def test_right_training_gets_a_speed(dtype):
 
 def test_transformers_trains_likewise():
     pytest.importorskip("transformers")
-    for row in run(CASE, BY_NAME["transformers-eager"], BY_NAME["transformers-sdpa"]):
+    for row in run(CASE, *(BY_NAME[f"transformers-{name}"] for name in ("eager", "sdpa", "flashtile"))):
         assert row["ms"] is not None, row
 
 

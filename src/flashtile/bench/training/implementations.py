@@ -132,6 +132,10 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
     def build(case: TrainCase, weights: dict[str, Tensor]) -> Model:
         from transformers import AutoModelForCausalLM, GPT2Config
 
+        if attention == "flashtile":
+            from flashtile.integrations.transformers import register
+
+            register()
         sizes = case.sizes
         config = GPT2Config(
             vocab_size=sizes.vocabulary,
@@ -170,6 +174,7 @@ IMPLEMENTATIONS = (
     Implementation("transformers-eager", _build_transformers("eager"), "transformers"),
     Implementation("transformers-sdpa", _build_transformers("sdpa"), "transformers"),
     Implementation("transformers-compile", _build_transformers("sdpa", compiled=True), "transformers"),
+    Implementation("transformers-flashtile", _build_transformers("flashtile"), "transformers", default=False),
     Implementation("plain", build_plain, default=False),
 )
 
