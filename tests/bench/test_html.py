@@ -195,6 +195,28 @@ def test_other_operations_are_drawn_by_their_time():
     assert decoding.title == "Cache-decode, forward" and decoding.lines == (("S=1", "4"),)
 
 
+def test_training_by_length_losses_and_accuracy():
+    step = {"op": "train-step", "phase": "fwd+bwd+step"}
+    rows = [
+        row("flashtile", {"model": "m", "B": 8, "S": seq}, 1.0, **step, tokens_per_s=1e6 / seq, peak_mib=seq)
+        for seq in (1024, 4096, 16384)
+    ]
+    rows.append(row("flashtile", {"model": "other", "B": 8, "S": 64}, 1.0, **step, tokens_per_s=5.0))
+    speed, memory, alone = figures.tokens(named(rows))
+    assert speed.title == "train-step model=m, speed" and speed.lines[0] == ("1k", "977")
+    assert memory.lines[-1] == ("16k", "16384") and alone.lines[0][1] == "5"
+    curve = [float(i) for i in range(600)] + [None] * 10
+    rows = [row(impl, {"model": "m"}, 1.0, op="train-curve", curve=curve) for impl in ("flashtile", "plain")]
+    (chart,) = figures.losses(named(rows))
+    assert chart.headings == ("step", "flashtile", "plain") and chart.lines == (("600", "594", "594"),)
+    assert "<circle" not in chart.svg
+    broken = row("flashtile", {}, 1.0, op="train-curve", curve=[None])
+    assert figures.losses(named([broken])) == []
+    rows = [row("flashtile", {"seed": 1}, 1.0, op="lra-listops", accuracy=0.5)]
+    (chart,) = figures.accuracies(named(rows))
+    assert chart.title == "Lra-listops" and chart.lines == (("seed=1", "50"),) and figures.others(named(rows)) == []
+
+
 def test_traffic_and_breakdown():
     parts = {"bytes_read": 3e9, "bytes_written": 1e9}
     io = row("standard", {"B": 1}, 2.0, op="attention-io", predicted=parts, counted={**parts, "bytes_read": 5e9})

@@ -54,16 +54,21 @@ def line_chart(
     *,
     logarithmic: bool = False,
     level: float | None = None,
+    steps: bool = False,
 ) -> Chart:
     """Lines over lengths, whose axis is logarithmic.
 
     Args:
         logarithmic: the other axis is, too.
         level: a horizontal line to compare with.
+        steps: lines over steps instead, whose axis is linear; too many for marks and a table.
     """
     lengths = [x for one in series for x, _ in one.points]
     values = [y for one in series for _, y in one.points] + ([] if level is None else [level])
-    across = log_axis(lengths, _LEFT, _WIDTH - _RIGHT, base=2)
+    if steps:
+        across = linear_axis(lengths, _LEFT, _WIDTH - _RIGHT)
+    else:
+        across = log_axis(lengths, _LEFT, _WIDTH - _RIGHT, base=2)
     make = log_axis if logarithmic else linear_axis
     up = make(values, _HEIGHT - _BOTTOM, _TOP)
     parts = [*_grid(across, up, x_label, y_label)]
@@ -72,14 +77,14 @@ def line_chart(
     for one in series:
         places = [(across(x), up(y)) for x, y in one.points]
         parts.append(path(places, f"l s{one.index}"))
+        shown = [] if steps else list(zip(places, one.points, strict=True))
         parts += [
-            mark(*place, one.index, f"{one.name}, {number(x)}: {_figure(y)} {y_label}")
-            for place, (x, y) in zip(places, one.points, strict=True)
+            mark(*place, one.index, f"{one.name}, {number(x)}: {_figure(y)} {y_label}") for place, (x, y) in shown
         ]
     by_name = {one.name: dict(one.points) for one in series}
     lines = [
         (number(x), *(_figure(by_name[one.name][x]) if x in by_name[one.name] else "–" for one in series))
-        for x in sorted(set(lengths))
+        for x in sorted({max(lengths)} if steps else set(lengths))
     ]
     headings = (x_label, *(one.name for one in series))
     return Chart(title, drawing(_WIDTH, _HEIGHT, title, parts), _legend(series), headings, tuple(lines))

@@ -20,6 +20,8 @@ Row = dict[str, Any]
 
 PHASES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "fwd+bwd+step": "training step"}
 _MEMORY = "MiB beside inputs and gradients"
+#: Of a curve of losses.
+_POINTS = 60
 #: So many lengths make a line.
 _LEAST_LENGTHS = 3
 
@@ -87,7 +89,9 @@ def sections(records: Sequence[Named]) -> list[Section]:
         ("Decoding", "Queries against a key/value cache.", decoding),
         ("Beside attention: bandwidth", "GB/s of what must be read and written; a copy is beside it.", bandwidths),
         ("Beside attention: products", "TFLOP/s, higher is better.", products),
-        ("Training", "Tokens in a second, higher is better.", tokens),
+        ("Training: speed", "Tokens in a second, higher is better.", tokens),
+        ("Training: losses", "Each point is the mean of some steps.", losses),
+        ("Training: accuracy", "Of what was held out, higher is better.", accuracies),
         ("Host time", "Microseconds of the host for one small call, lower is better.", host),
         ("Other rows", "Milliseconds, lower is better.", others),
     ]
@@ -188,8 +192,60 @@ def products(named: Named) -> list[Chart]:
 
 
 def tokens(named: Named) -> list[Chart]:
-    rows = [row for row in named.rows if row["op"] == training.OP]
-    return _dots(named, rows, "tokens_per_s", "tokens/s", "{phase}")
+    """Against the length of the context where there are enough, else by case."""
+    families: dict[str, list[Row]] = {}
+    for row in named.rows:
+        if row.get("tokens_per_s") is not None:
+            of_family = {key: value for key, value in row["case"].items() if key not in ("B", "S")}
+            families.setdefault(plain_case({"case": {"": row["op"], **of_family}}), []).append(row)
+    charts, single = [], []
+    for name, rows in families.items():
+        by_length = [(row["case"]["S"], row) for row in rows if row["case"].get("S")]
+        if len({seq for seq, _ in by_length}) < _LEAST_LENGTHS:
+            single += rows
+            continue
+        title = name.lstrip("=")
+        charts.append(_against_length(named, f"{title}, speed", by_length, "tokens_per_s", "tokens/s"))
+        if with_memory := [(seq, row) for seq, row in by_length if row.get("peak_mib")]:
+            charts.append(_against_length(named, f"{title}, memory", with_memory, "peak_mib", _MEMORY))
+    return [*charts, *_dots(named, single, "tokens_per_s", "tokens/s", "{op}, {phase}")]
+
+
+def losses(named: Named) -> list[Chart]:
+    """Losses of rows that have a `curve`, each point the mean of some steps."""
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in named.rows:
+        if row.get("curve"):
+            name = f"{row['op']}: {plain_case(row)}"
+            curves.setdefault(name, {})[row["impl"]] = _smooth(row["curve"])
+    return [
+        line_chart(
+            name,
+            [named.series(impl, points) for impl, points in found.items() if points],
+            "step",
+            "loss",
+            steps=True,
+        )
+        for name, found in curves.items()
+        if any(found.values())
+    ]
+
+
+def _smooth(curve: Sequence[float | None]) -> list[tuple[float, float]]:
+    """At most `_POINTS` points (last step, mean); a part with a loss that was not finite is left out."""
+    part = max(1, len(curve) // _POINTS)
+    found = []
+    for begin in range(0, len(curve), part):
+        values = curve[begin : begin + part]
+        finite = [value for value in values if value is not None]
+        if len(finite) == len(values):
+            found.append((float(begin + len(values)), sum(finite) / len(finite)))
+    return found
+
+
+def accuracies(named: Named) -> list[Chart]:
+    rows = [{**row, "percent": 100 * row["accuracy"]} for row in named.rows if row.get("accuracy") is not None]
+    return _dots(named, rows, "percent", "% right", "{op}")
 
 
 def host(named: Named) -> list[Chart]:
@@ -220,7 +276,10 @@ def others(named: Named) -> list[Chart]:
     rows = [
         row
         for row in named.rows
-        if row["op"] not in _DRAWN_ELSEWHERE and not row["op"].endswith("-host") and not _is_decoding(row)
+        if row["op"] not in _DRAWN_ELSEWHERE
+        and not row["op"].endswith("-host")
+        and not _is_decoding(row)
+        and not any(row.get(key) for key in ("tokens_per_s", "curve", "accuracy"))
     ]
     return _dots(named, rows, "ms", "ms", "{op}, {phase}", log=True)
 
