@@ -411,7 +411,7 @@ for _device in ("CPU", "CUDA"):
 for _name in ("attention_forward", "attention_backward"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::attention_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::attention_backward", _backward_fake, lib=_library)
+dispatch.register_fake("flashtile::attention_forward", _forward_fake, _library)
+dispatch.register_fake("flashtile::attention_backward", _backward_fake, _library)
 torch.library.register_vmap("flashtile::attention_forward", _vmap_rule(_forward_op, 3), lib=_library)
 torch.library.register_vmap("flashtile::attention_backward", _vmap_rule(_backward_op, 7), lib=_library)

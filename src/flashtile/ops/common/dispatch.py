@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_WRITES_GRAPHS_OUT = TorchVersion(torch.__version__) < "2.13"
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
@@ -36,6 +40,23 @@ def unobserved(*tensors: Tensor | None) -> bool:
 def transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def register_fake(name: str, fake: Callable[..., Any], library: torch.library.Library) -> None:
+    """Registers what an operator returns under tracing: `fake`.
+
+    Where inductor has no lowering for an operator, it makes one when it first meets it. PyTorch before 2.13 writes out,
+    for a log that nobody reads, all that the arguments were computed from, as a tree: behind some blocks of a
+    Transformer that does not end. For the operators of a list it makes one without; fakes run before it looks.
+    """
+
+    def traced(*arguments: Any, **named: Any) -> Any:
+        lowering: Any = sys.modules.get("torch._inductor.lowering")
+        if lowering is not None and _WRITES_GRAPHS_OUT:
+            lowering.FALLBACK_ALLOW_LIST.add(name)
+        return fake(*arguments, **named)
+
+    torch.library.register_fake(name, traced, lib=library)
 
 
 def refuse_nested_forward_mode(name: str) -> None:

@@ -218,5 +218,5 @@ for _device in ("CPU", "CUDA"):
 for _name in ("linear_cross_entropy_forward", "linear_cross_entropy_backward"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::linear_cross_entropy_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::linear_cross_entropy_backward", _backward_fake, lib=_library)
+dispatch.register_fake("flashtile::linear_cross_entropy_forward", _forward_fake, _library)
+dispatch.register_fake("flashtile::linear_cross_entropy_backward", _backward_fake, _library)

@@ -208,6 +208,6 @@ for _device in ("CPU", "CUDA"):
 for _name in ("cross_entropy_forward", "cross_entropy_backward", "cross_entropy_backward_"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::cross_entropy_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::cross_entropy_backward", _backward_fake, lib=_library)
-torch.library.register_fake("flashtile::cross_entropy_backward_", lambda *arguments: None, lib=_library)
+dispatch.register_fake("flashtile::cross_entropy_forward", _forward_fake, _library)
+dispatch.register_fake("flashtile::cross_entropy_backward", _backward_fake, _library)
+dispatch.register_fake("flashtile::cross_entropy_backward_", lambda *arguments: None, _library)

@@ -321,4 +321,4 @@ for _name, (_implementation, _fake) in _IMPLEMENTATIONS.items():
         _library.impl(_name, _implementation, _device)
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"flashtile::{_name}", _fake, lib=_library)
+    dispatch.register_fake(f"flashtile::{_name}", _fake, _library)

@@ -82,4 +82,4 @@ for _name in ("attention_cached", "attention_cached_"):
         _library.impl(_name, _implementation, _device)
     # Nothing is recorded: inputs that want a gradient are refused above the operators.
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"flashtile::{_name}", _fake, lib=_library)
+    dispatch.register_fake(f"flashtile::{_name}", _fake, _library)

@@ -232,5 +232,5 @@ for _device in ("CPU", "CUDA"):
 for _name in ("layer_norm_forward", "layer_norm_backward"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::layer_norm_forward", _forward_fake, lib=_library)
-torch.library.register_fake("flashtile::layer_norm_backward", _backward_fake, lib=_library)
+dispatch.register_fake("flashtile::layer_norm_forward", _forward_fake, _library)
+dispatch.register_fake("flashtile::layer_norm_backward", _backward_fake, _library)

@@ -111,5 +111,5 @@ for _device in ("CPU", "CUDA"):
 _library.impl("rotary", torch.library.fallthrough_kernel, "Autograd")
 # Autograd is recorded above the operators. What is left below it is that x has changed.
 _library.impl("rotary_", torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::rotary", lambda x, *rest: x.new_empty(x.shape), lib=_library)
-torch.library.register_fake("flashtile::rotary_", lambda x, *rest: None, lib=_library)
+dispatch.register_fake("flashtile::rotary", lambda x, *rest: x.new_empty(x.shape), _library)
+dispatch.register_fake("flashtile::rotary_", lambda x, *rest: None, _library)

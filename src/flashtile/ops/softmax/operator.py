@@ -83,7 +83,5 @@ for _device in ("CPU", "CUDA"):
 for _name in ("softmax_forward", "softmax_backward"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
-torch.library.register_fake("flashtile::softmax_forward", lambda x, *rest: x.new_empty(x.shape), lib=_library)
-torch.library.register_fake(
-    "flashtile::softmax_backward", lambda dout, out, *rest: out.new_empty(out.shape), lib=_library
-)
+dispatch.register_fake("flashtile::softmax_forward", lambda x, *rest: x.new_empty(x.shape), _library)
+dispatch.register_fake("flashtile::softmax_backward", lambda dout, out, *rest: out.new_empty(out.shape), _library)
