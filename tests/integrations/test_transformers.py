@@ -404,9 +404,16 @@ def test_padding_and_packed_sequences_exclude_each_other() -> None:
 # --- a GPU ----------------------------------------------------------------------------------------------------------
 
 
+# Not gpt-oss in bfloat16: whether two experts change places may hang on the last bit.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss", "bert", "t5"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ("llama", "mistral", "gemma2", "gpt-oss", "bert", "t5")),
+        *((name, torch.bfloat16) for name in ("llama", "mistral", "gemma2", "bert", "t5")),
+    ],
+    ids=str,
+)
 def test_models_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     check(ALL[name], make_inputs(ALL[name], "left"), device="cuda", dtype=dtype)
 

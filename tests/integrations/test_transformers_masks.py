@@ -105,11 +105,19 @@ def test_padding_that_hides_nothing_is_left_out_on_a_cpu() -> None:
     assert decoded is not None and decoded.keys == 5 and decoded.visible is None
 
 
+def packed(pattern: Any, positions: Tensor, sequence_of_row: Tensor) -> Any:
+    """A pattern within packed sequences, as the installed transformers composes it."""
+    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if make is not None:
+        return make(pattern, positions, sequence_of_row)
+    return masking_utils.and_masks(pattern, masking_utils.packed_sequence_mask_function(sequence_of_row))
+
+
 @pytest.mark.parametrize("name", ["causal", "causal window"])
 def test_packed_sequences_keep_where_they_end(name: str) -> None:
     sequence_of_row = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
     positions = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
-    pattern = masking_utils.packed_sequence_compatibility_function(PATTERNS[name][0], positions, sequence_of_row)
+    pattern = packed(PATTERNS[name][0], positions, sequence_of_row)
     decoded = compact.decode(make_mask(2, 6, 6, mask_function=pattern, allow_is_causal_skip=False))
     assert decoded is not None and decoded.band == compact.Band(causal=True, windowed=name != "causal")
     assert decoded.ends is not None and decoded.ends.tolist() == [3, 5, 6, 12]
@@ -121,8 +129,8 @@ OTHERS = {
     "union": (masking_utils.or_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k < 2),
               {"allow_is_causal_skip": False}),
     "somebody's own": (lambda b, h, q, k: k != q, {}),
-    "packed chunks": (masking_utils.packed_sequence_compatibility_function(
-        CHUNKED, torch.arange(6).expand(2, 6), torch.zeros(2, 6, dtype=torch.int64)), {"allow_is_causal_skip": False}),
+    "packed chunks": (packed(CHUNKED, torch.arange(6).expand(2, 6), torch.zeros(2, 6, dtype=torch.int64)),
+                      {"allow_is_causal_skip": False}),
     "asked for": (masking_utils.causal_mask_function, {"allow_is_causal_skip": False}),
 }  # fmt: skip
 

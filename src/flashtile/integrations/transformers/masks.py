@@ -148,9 +148,14 @@ def _packed_sequences(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], 
     both = _parts_of_and(pattern)
     if both is None or len(both) != 2:
         return None
-    same = _made_by(both[0], masking_utils.packed_sequence_mask_function, None)
-    within = _made_by(both[1], masking_utils.remap_positions_for_packed_sequence, None, None)
-    return (within["mask_function"], same["packed_sequence_mask"]) if same and within else None
+    # Before 5.23, transformers kept the indices as they are, which for a band is the same: distances count.
+    remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
+    for sequences, rest in (both, both[::-1]):
+        same = _made_by(sequences, masking_utils.packed_sequence_mask_function, None)
+        if same:
+            within = _made_by(rest, remap, None, None) if remap else None
+            return within["mask_function"] if within else rest, same["packed_sequence_mask"]
+    return None
 
 
 def _parts_of_and(pattern: Callable[..., Any]) -> tuple[Callable[..., Any], ...] | None:

@@ -71,9 +71,7 @@ def _let_names_through() -> None:
     """
     check = getattr(PreTrainedModel, _CHECK, None)
     if check is None:
-        raise RuntimeError(
-            f"transformers: expected PreTrainedModel.{_CHECK}, which 5.23 has; install transformers 5.23"
-        )
+        raise RuntimeError(f"transformers: expected PreTrainedModel.{_CHECK}, which 5.20 to 5.23 have; install one")
     if getattr(check, "knows_flashtile", False):
         return
 
