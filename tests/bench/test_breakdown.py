@@ -95,7 +95,7 @@ def test_steps_are_compared_with_themselves():
 def test_the_page_draws_it():
     record = {"machine": {}, "rows": rows_by_hand()}
     (chart,) = figures.breakdowns(Named(record, "r.json", implementations([record])))
-    assert ("standard, forward", "softmax", "3") in chart.lines
+    assert ("standard", "softmax", "3") in chart.lines
     assert figures.others(Named(record, "r.json", implementations([record]))) == []
 
 

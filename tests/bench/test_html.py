@@ -227,7 +227,8 @@ def test_traffic_and_breakdown():
         row("standard", {"B": 1}, ms, op="attention-breakdown", step=name) for name, ms in (("mask", 1.0), ("pv", 3))
     ]
     (stacked,) = figures.breakdowns(named(steps))
-    assert stacked.lines == (("standard, forward", "mask", "1"), ("standard, forward", "pv", "3"))
+    assert stacked.title == "Forward, B=1"
+    assert stacked.lines == (("standard", "mask", "1"), ("standard", "pv", "3"))
     widths = [float(part.get("width")) for part in ElementTree.fromstring(stacked.svg).findall(f"{SVG}rect")]
     assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
 

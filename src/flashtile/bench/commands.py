@@ -343,9 +343,9 @@ def command_line() -> str:
     program = "flashtile" if Path(sys.argv[0]).name != "__main__.py" else "python -m flashtile.bench"
     kept, skip = [], False
     for argument in sys.argv[1:]:
-        if skip or argument.startswith("--output="):
+        if skip or argument.startswith(("--output=", "--plot=")):
             skip = False
-        elif argument in ("--output", "-o"):
+        elif argument in ("--output", "-o", "--plot"):
             skip = True
         else:
             kept.append(argument)

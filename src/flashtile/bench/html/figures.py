@@ -285,12 +285,13 @@ def others(named: Named) -> list[Chart]:
 
 
 def breakdowns(named: Named) -> list[Chart]:
-    """Rows of `flashtile bench breakdown`: a stack of steps for each implementation, a chart for each case."""
+    """Rows of `flashtile bench breakdown`: a stack of steps for each implementation."""
     by_case: dict[str, dict[str, list[tuple[str, float]]]] = {}
     for row in named.rows:
         if row["op"] == "attention-breakdown":
-            bar = f"{row['impl']}, {_phase(row['phase'])}"
-            by_case.setdefault(plain_case(row), {}).setdefault(bar, []).append((row["step"], row["ms"]))
+            title = f"{_phase(row['phase'])}, {plain_case(row)}"
+            bars = by_case.setdefault(title[0].upper() + title[1:], {})
+            bars.setdefault(row["impl"], []).append((row["step"], row["ms"]))
     return [stacked_chart(name, bars, "ms") for name, bars in by_case.items()]
 
 
