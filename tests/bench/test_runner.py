@@ -400,7 +400,7 @@ def test_command_line_leaves_the_output_out(monkeypatch):
     assert command_line() == "flashtile bench attention --quick"
     monkeypatch.setattr("sys.argv", ["somewhere/flashtile/bench/__main__.py", "attention"])
     assert command_line() == "python -m flashtile.bench attention"
-    monkeypatch.setattr(sys, "argv", ["flashtile", "bench", "breakdown", "--plot", "a.png", "--full"])
+    monkeypatch.setattr("sys.argv", ["flashtile", "bench", "breakdown", "--plot", "a.png", "--full"])
     assert command_line() == "flashtile bench breakdown --full"
 
 
