@@ -145,6 +145,16 @@ def test_empty_tiles_are_not_computed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
     assert len(made) == 2 * 2  # forward and backward, 256 × 256 at a time
 
 
+def test_tables_of_tiles_are_made_once_for_each_call_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    kind_table = BlockMask.kind_table
+    monkeypatch.setattr(BlockMask, "kind_table", lambda mask: made.append(0) or kind_table(mask))
+    monkeypatch.setattr(tiles, "_TILE_ELEMENTS_PER_THREAD", 1)  # a block for each head of each batch entry
+    q = torch.randn(3, 70, 2, 8, requires_grad=True)
+    flashtile.attention(q, q, q, block_mask=patterns.causal(70, 70)).sum().backward()
+    assert len(made) == 2  # forward and backward
+
+
 def test_documents_are_packed_sequences() -> None:
     lengths = [70, 1, 129]
     q, k, v = (torch.randn(1, sum(lengths), 2, 16) for _ in range(3))

@@ -175,7 +175,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        _save(ctx, q, k, v, *output, *unflatten(rest), len(rest))
+        ctx.save_for_forward(*_save(ctx, q, k, v, *output, *unflatten(rest), len(rest)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -200,14 +200,14 @@ def _save(
     spec: AttentionSpec,
     backend: str,
     other_arguments: int,
-) -> None:
+) -> tuple[Tensor | None, ...]:
+    """Keeps what the backward needs, and returns the tensors of it."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest = side
     saved = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest
     ctx.save_for_backward(*saved)
-    if dispatch.transformed():
-        ctx.save_for_forward(*saved)
     ctx.scalars = (max_seqlen_q, max_seqlen_k), spec, backend, other_arguments
     ctx.set_materialize_grads(False)
+    return saved
 
 
 class _DifferentiableBackward(torch.autograd.Function):

@@ -117,7 +117,8 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
 def quiet_rows(dout: Tensor, lse: Tensor) -> Tensor:
     """The gradient of out with zeros in the rows that see no key: nothing may pass through these, not even NaN, which
     a weight of 0 would not stop in the products of a kernel."""
-    return torch.where(lse.isneginf().transpose(-1, -2).unsqueeze(-1), 0.0, dout)
+    quiet = torch.where(lse.isneginf().transpose(-1, -2).unsqueeze(-1), 0.0, dout)
+    return quiet if quiet.stride(-1) == 1 else quiet.contiguous()
 
 
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
