@@ -99,8 +99,7 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
 
 def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
     """Whether a row may see no key, as far as the host knows. A sink does not count."""
-    hiding = side.key_lengths, side.mask, side.bias, side.block_lists
-    if any(tensor is not None for tensor in hiding):
+    if not (side.key_lengths is side.mask is side.bias is side.block_lists is None):
         return True
     left, right = spec.window_left, spec.window_right
     if left is not None and right is not None and left + right < 0:
