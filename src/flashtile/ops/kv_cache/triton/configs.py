@@ -93,8 +93,8 @@ _TENSOR_CORES: _Table = (
     (512, AttendTiles(16, 32, 4, 2)),
 )
 
-#: sm_90, 16-bit. Measured on an H200 (32 query and 8 key/value heads, bfloat16, one query): microseconds for 8 sequences
-#: of 4,096 keys, 1 of 131,072 and 32 of 32,768; the row of other GPUs takes 37.9, 132.3 and 944.
+#: sm_90, 16-bit. Measured on an H200 (32 query and 8 key/value heads, bfloat16, one query): microseconds for 8
+#: sequences of 4,096 keys, 1 of 131,072 and 32 of 32,768; the row of other GPUs takes 37.9, 132.3 and 944.
 _HOPPER: _Table = (
     _TENSOR_CORES[0],
     (
