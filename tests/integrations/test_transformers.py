@@ -225,6 +225,18 @@ def test_greedy_generation_is_that_of_eager(name: str, padding: str, cache: str 
     assert len(set(expected[:, SEQ:].flatten().tolist())) > 2
 
 
+@pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma2", 1), ("gpt-oss", 1)])  # without a window
+def test_steps_over_many_keys_split_them(name: str, layers: int) -> None:
+    inputs = make_inputs(LANGUAGE[name])
+    with Watch() as watch:
+        generated(build(LANGUAGE[name], "flashtile"), inputs, max_new_tokens=9)
+    steps = [call for call in watch.calls if call.startswith("attention_cached")]
+    assert len(steps) == layers * 5  # from the 17th key on
+    check(LANGUAGE[name], inputs)  # and nothing of it where gradients are wanted
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert generated(build(LANGUAGE[name], "flashtile"), inputs).shape == (2, SEQ + 9)
+
+
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
 def test_greedy_generation_from_an_encoder_is_that_of_eager(name: str) -> None:
     inputs = make_inputs(ALL[name], "left" if name != "whisper" else "none")

@@ -24,6 +24,9 @@ _REFUSED = {
     "head_mask": "weights for heads; use attn_implementation='eager'",
 }
 
+#: Up to so many queries are a step of generation.
+_FEW_QUERIES = 16
+
 
 class Visible(NamedTuple):
     """What queries see of the keys that are in use."""
@@ -100,8 +103,25 @@ def attend(
     if query.shape[0] != key.shape[0]:  # queries that a model learns, one set for all
         query = query.expand(key.shape[0], -1, -1, -1)
     bias = _summed(position_bias, visible.bias, query)
+    if bias is None and visible.mask is None and _decodes(query, key, value, options):
+        for name in ("dropout_p", "deterministic"):
+            del options[name]
+        return flashtile.attention_with_kv_cache(query, key, value, **options), None
     out = flashtile.attention(query, key, value, mask=visible.mask, bias=bias, **options)
     return out, None
+
+
+def _decodes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a call is a step of generation, for which there are kernels that split the keys.
+
+    Sizes are looked at last: where they are symbols, asking makes them a condition of the graph.
+    """
+    if torch.compiler.is_exporting() or options["dropout_p"] or options["backend"] == "hopper" or query.is_meta:
+        return False
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if recorded or torch.is_autocast_enabled(query.device.type):
+        return False
+    return query.shape[1] <= _FEW_QUERIES < key.shape[1]
 
 
 def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
