@@ -42,9 +42,16 @@ _LEARNED = ("bias", "alibi_slopes")
 
 
 def gradients(
-    name: str, backend: str, device: str, dtype: torch.dtype, value: float, sinks: Tensor | None = None
+    name: str,
+    backend: str,
+    device: str,
+    dtype: torch.dtype,
+    value: float,
+    lse_value: float,
+    sinks: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Gradients by name where `value` comes from above, through out and lse, in the rows that see no key; and these."""
+    """Gradients by name where `value` comes from above through out, and `lse_value` through lse, in the rows that see
+    no key; and these rows."""
     generator = torch.Generator().manual_seed(0)
     packed, width = name == "packed", 64 if device == "cuda" else 16
     shapes = ((36, 2, width), (20, 2, width), (20, 2, width))
@@ -63,9 +70,8 @@ def gradients(
     plain = {key: t for key, t in (leaves | options).items() if key != "sinks" and "dropout" not in key}
     blind = function(**plain, return_lse=True, backend="reference")[1].isneginf()  # [..., heads, rows]
     assert blind.any() and not blind.all()
-    if sinks is None:
-        assert torch.equal(lse.isneginf(), blind)
-        of_lse[blind] = value
+    assert sinks is not None or torch.equal(lse.isneginf(), blind)
+    of_lse[blind] = lse_value
     blind = blind.transpose(-1, -2)
     upstream[blind] = value
     grads = torch.autograd.grad((out, lse), list(leaves.values()), (upstream, of_lse))
@@ -73,8 +79,8 @@ def gradients(
 
 
 def check(name: str, backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-    quiet, blind = gradients(name, backend, device, dtype, 0.0)
-    loud, _ = gradients(name, backend, device, dtype, NAN)
+    quiet, blind = gradients(name, backend, device, dtype, 0.0, 0.0)
+    loud, _ = gradients(name, backend, device, dtype, NAN, NAN)
     torch.testing.assert_close(loud, quiet)
     assert not loud["q"][blind].any()
 
@@ -107,26 +113,70 @@ def test_nan_from_above_does_not_spread_in_hopper_kernels(name: str) -> None:
 # --- rows that see a sink alone -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("value", [NAN, float("inf")], ids=str)
-@pytest.mark.parametrize("name", HIDING)
-def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name: str, value: float, backend: str) -> None:
+def check_sinks(name: str, backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
     sinks = torch.tensor([0.3, -torch.inf])
-    quiet, blind = gradients(name, backend, "cpu", torch.float32, 0.0, sinks)
-    loud, _ = gradients(name, backend, "cpu", torch.float32, value, sinks)
+    quiet, blind = gradients(name, backend, device, dtype, 0.0, 1.0, sinks)
+    for value in (NAN, float("inf")):
+        loud, _ = gradients(name, backend, device, dtype, value, 1.0, sinks)
+        torch.testing.assert_close(loud, quiet)
+    # What comes through lse is the sink's, and nobody else's.
+    loud, _ = gradients(name, backend, device, dtype, NAN, NAN, sinks)
+    assert loud.pop("sinks").isnan().tolist() == [True, False]
+    quiet.pop("sinks")
     torch.testing.assert_close(loud, quiet)
     assert not loud["q"][blind].any()
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str) -> None:
-    q, k = torch.randn(1, 6, 1, 8, requires_grad=True), torch.randn(1, 4, 1, 8, requires_grad=True)
-    out = flashtile.attention(q, k, k, causal=True, sinks=torch.zeros(1), backend=backend)
+@pytest.mark.parametrize("name", HIDING)
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on(name: str, backend: str) -> None:
+    check_sinks(name, backend)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", HIDING)
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on_in_interpreted_kernels(name: str) -> None:
+    check_sinks(name, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    check_sinks(name, "triton", "cuda", dtype)
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("name", ["causal", "window", "packed"])
+def test_a_row_that_sees_its_sink_alone_passes_nothing_on_in_hopper_kernels(name: str) -> None:
+    check_sinks(name, "hopper", "cuda", torch.bfloat16)
+
+
+def _row_that_sees_a_key(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
+    shapes = (1, 6, 1, 64 if device == "cuda" else 16), (1, 4, 1, 64 if device == "cuda" else 16)
+    q, k = (torch.randn(shape).to(device, dtype).requires_grad_() for shape in shapes)
+    out = flashtile.attention(q, k, k, causal=True, sinks=torch.zeros(1, device=device), backend=backend)
     upstream = torch.ones_like(out)
     upstream[:, :3] = NAN  # the first two rows see nothing, the third the first key
     dq, dk = torch.autograd.grad(out, (q, k), upstream)
     assert dq.isnan().any(-1).flatten().tolist() == [False, False, True, False, False, False]
     assert dk.isnan().any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_row_that_sees_a_key_spreads_nan_beside_a_sink(backend: str) -> None:
+    _row_that_sees_a_key(backend)
+
+
+@pytest.mark.interpreter
+def test_a_row_that_sees_a_key_spreads_nan_in_interpreted_kernels() -> None:
+    _row_that_sees_a_key("triton")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_row_that_sees_a_key_spreads_nan_on_a_gpu(backend: str) -> None:
+    _row_that_sees_a_key(backend, "cuda", torch.bfloat16)
 
 
 def _rows_past_the_end(backend: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:

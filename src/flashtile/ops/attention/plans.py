@@ -113,10 +113,43 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
     return (right is not None and shift + right < 0) or (left is not None and seq_q - 1 + shift - left >= seq_k)
 
 
-def quiet_rows(dout: Tensor, lse: Tensor) -> Tensor:
-    """The gradient of out with zeros in the rows that see no key: nothing may pass through these, not even NaN, which
-    a weight of 0 would not stop in the products of a kernel."""
-    quiet = torch.where(lse.isneginf().transpose(-1, -2).unsqueeze(-1), 0.0, dout)
+class Upstream(NamedTuple):
+    """What comes from above and may go through the kernels.
+
+    Attributes:
+        dout: zero in the rows that see no key.
+        dlse: without NaN and infinity in those that see a sink alone.
+        sinks: what was taken out of dlse, `[heads]`: part of the sinks' gradient, else of none.
+    """
+
+    dout: Tensor
+    dlse: Tensor | None
+    sinks: Tensor | None = None
+
+
+def quiet_rows(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Upstream:
+    """Lets nothing pass through rows that see no key, not even NaN, which a weight of 0 would not stop in the products
+    of a kernel.
+
+    Such a row has `lse = -inf`, or beside sinks `out = 0` and the sink as its lse, up to rounding. Of the latter only
+    what is not finite is taken away: the rest does nothing anyway.
+    """
+    blind = lse.isneginf()
+    if sinks is None:
+        return Upstream(_with_zeros(dout, blind), dlse)
+    alone = ~blind & ~out.any(dim=-1).transpose(-1, -2) & torch.isclose(lse, sinks[:, None], rtol=1e-6, atol=1e-6)
+    loud = alone & ~dout.isfinite().all(dim=-1).transpose(-1, -2)
+    dout = _with_zeros(dout, blind | loud)
+    if dlse is None:
+        return Upstream(dout, None)
+    loud = alone & ~dlse.isfinite()
+    of_sinks = torch.where(loud, dlse, 0.0).sum(-1)
+    return Upstream(dout, torch.where(loud, 0.0, dlse), of_sinks if of_sinks.dim() == 1 else of_sinks.sum(0))
+
+
+def _with_zeros(dout: Tensor, rows: Tensor) -> Tensor:
+    """dout with zeros in some rows, `[*, heads, rows]`; its last dimension stays contiguous."""
+    quiet = torch.where(rows.transpose(-1, -2).unsqueeze(-1), 0.0, dout)
     return quiet if quiet.stride(-1) == 1 else quiet.contiguous()
 
 

@@ -289,10 +289,11 @@ def _blind_rows(
 
 
 def _delta_of_lse(block: Block, rows: range, row: _BackwardRows, dlse: Tensor | None) -> Tensor:
-    """What delta is where out is 0: `-dlse`, `[N, G·R, 1]`."""
+    """What delta is where out is 0: `-dlse`, `[N, G·R, 1]`; 0 in rows without a sink, too."""
     if dlse is None:
         return torch.zeros_like(row.delta)
-    return tiles.load_rows(tiles.statistics_view(block, dlse), rows, row.delta.dtype).neg_()
+    delta = tiles.load_rows(tiles.statistics_view(block, dlse), rows, row.delta.dtype).neg_()
+    return delta.masked_fill_(row.lse == float("inf"), 0)
 
 
 def _score_gradients(

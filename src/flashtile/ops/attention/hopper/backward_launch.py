@@ -103,11 +103,11 @@ def backward(
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = torch.zeros_like(side.sinks) if wanted.sinks and side.sinks is not None else None
         return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
-    sign = 1
+    sign, more = 1, None
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     if may_hide_rows(q, k, side, spec):
-        dout = quiet_rows(dout, lse)
+        dout, dlse, more = quiet_rows(dout, dlse, out, lse, side.sinks)
     out, dout = _readable(out.contiguous()), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -133,6 +133,8 @@ def backward(
     )
     plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = _sink_gradient(statistics, side.sinks, lse) if wanted.sinks and side.sinks is not None else None
+    if dsinks is not None and more is not None:
+        dsinks += more
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
 
 

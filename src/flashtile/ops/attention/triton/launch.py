@@ -41,9 +41,9 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Runs the dq kernel, then the dk/dv kernel, and that of the bias where its gradient is wanted. Deterministic."""
-    sign = 1
+    sign, more = 1, None
     if may_hide_rows(q, k, side, spec):
-        dout = quiet_rows(dout, lse)
+        dout, dlse, more = quiet_rows(dout, dlse, out, lse, side.sinks)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     dq, statistics, slope_sums = backward_queries(
@@ -53,6 +53,8 @@ def backward(
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
     dalibi_slopes = None if slope_sums is None else _slope_gradient(slope_sums, side)
     dsinks = _sink_gradient(statistics, side.sinks) if wanted.sinks and side.sinks is not None else None
+    if dsinks is not None and more is not None:
+        dsinks += more
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks)
 
 
