@@ -67,6 +67,14 @@ LANGUAGE = {
     "qwen2": Tiny("Qwen2Config", "AutoModelForCausalLM", decoder(
         use_sliding_window=True, sliding_window=5, layer_types=["full_attention", "sliding_attention"])),
     "qwen3": Tiny("Qwen3Config", "AutoModelForCausalLM", decoder()),
+    "gpt-neox": Tiny("GPTNeoXConfig", "AutoModelForCausalLM", {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 64, "hidden_dropout": 0.0}),
+    # Heads of 16 columns, those of the values of 12.
+    "deepseek-v3": Tiny("DeepseekV3Config", "AutoModelForCausalLM", {
+        **decoder(num_key_value_heads=4), "moe_intermediate_size": 16, "n_shared_experts": 1, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1}),
 }  # fmt: skip
 OTHERS = {
     "bert": Tiny("BertConfig", "AutoModelForMaskedLM", {
