@@ -194,3 +194,37 @@ def test_host_times_are_those_of_the_record():
     for phase, (_, *cells) in zip(("fwd-nograd", "fwd", "fwd+bwd"), table, strict=True):
         for impl, cell in zip(("flashtile-triton", "sdpa-flash", "sdpa-cudnn"), cells, strict=True):
             assert float(f"{1000 * times[impl, phase]:.3g}") == float(cell), (impl, phase)
+
+
+def _rows(record: str) -> list[dict]:
+    rows = json.loads((ROOT / "benchmarks/results" / record).read_text("utf-8"))["rows"]
+    return [row for row in rows if row["ms"] is not None]
+
+
+def test_decoding_speeds_are_those_of_the_record():
+    found = {}
+    for row in _rows("h200-decode.json"):
+        case = row["case"]
+        if row["op"] != "copy" and not case["append"]:
+            found[case["B"], case["S"], row["impl"], case["page"]] = f"{round(row['gbps']):,}"
+    columns = [
+        *(("flashtile-triton", page) for page in (None, 16, 64)), ("sdpa-flash", None), ("sdpa-cudnn", None)
+    ]  # fmt: skip
+    table = _table((ROOT / "README.md").read_text("utf-8"), "cache")[1:]
+    for name, *cells in table:
+        batch, length = (int(part.replace(",", "")) for part in name.split(" × "))
+        assert cells == [found.get((batch, length, *column), "–") for column in columns], name
+    assert len(table) == len({key[:2] for key in found})
+
+
+def test_speeds_of_several_gpus_are_those_of_the_record():
+    found = {}
+    for row in _rows("h200x4-context-parallel.json"):
+        case, alone = row["case"], row["impl"] == "flashtile-one-gpu"
+        cell = f"{row['ms']:.1f}" if alone else f"{row['ms']:.1f} ({row['efficiency']:.2f})"
+        found.setdefault((case["S"], case["causal"], row["impl"]), []).append(cell)
+    ours = [f"flashtile-{name}" for name in ("one-gpu", "all_to_all", "all_gather", "ring")]
+    columns = [*ours, "torch-cp-allgather", "torch-cp-alltoall"]
+    for name, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens")[1:]:
+        length, causal = int(name.split(", ")[0].replace(",", "")), "causal" in name
+        assert cells == [" / ".join(found.get((length, causal, impl), ["–", "–"])) for impl in columns], name

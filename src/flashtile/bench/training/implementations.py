@@ -170,7 +170,7 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
 IMPLEMENTATIONS = (
     Implementation("flashtile", _build_flashtile(fused_loss=False)),
     Implementation("flashtile-fused-loss", _build_flashtile(fused_loss=True)),
-    Implementation("flashtile-compile", _build_flashtile(fused_loss=False, compiled=True), default=False),
+    Implementation("flashtile-compile", _build_flashtile(fused_loss=False, compiled=True)),
     Implementation("transformers-eager", _build_transformers("eager"), "transformers"),
     Implementation("transformers-sdpa", _build_transformers("sdpa"), "transformers"),
     Implementation("transformers-compile", _build_transformers("sdpa", compiled=True), "transformers"),
