@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashtile.integrations import use_flashtile_sdpa
 from flashtile.integrations.transformers import register, unregister
 from transformers_cases import (
     ALL,
@@ -321,6 +322,16 @@ def test_decoding_from_a_static_cache_compiles_once() -> None:
 # --- registration and errors ----------------------------------------------------------------------------------------
 
 
+def test_sdpa_models_run_ours_within_the_context() -> None:
+    inputs = make_inputs(ALL["llama"], "left")
+    expected = build(ALL["llama"], "flashtile")(**inputs).logits
+    with use_flashtile_sdpa(), Watch() as watch:
+        actual = build(ALL["llama"], "sdpa")(**inputs).logits
+    assert [call for call in watch.calls if call.startswith("attention_forward")]
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
 def test_names_come_and_go() -> None:
     config = ALL["llama"].make_config()
     register("tiles", backend="reference", deterministic=True)
@@ -389,6 +400,7 @@ def attention_of(tiny: Tiny) -> tuple[Any, tuple[Any, ...]]:
         (torch.ones(2, 1, 1, 8, dtype=torch.uint8), {}, "expected a mask for the 9 keys of the layer, got one for 8"),
         (torch.ones(2, 1, 5, 9, dtype=torch.uint8), {}, "expected one of flashtile's masks"),
         (torch.ones(2, 3, 1, 9, dtype=torch.uint8), {}, "sliding_window: expected LlamaAttention to pass it"),
+        (torch.ones(2, 2, 1, 9, dtype=torch.int8), {"is_causal": False}, "is_causal: expected True or None beside a"),
         (torch.ones(1, 1, 1, 9), {"cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q, cu_seq_lens_k: expected"),
     ],
     ids=lambda value: "",

@@ -76,9 +76,7 @@ def attend(
         (out `[B, Q, H, V]`, None: there are no weights).
     """
     _refuse(output_attentions, kwargs)
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    visible = _visible(module, attention_mask, query.shape[2], key.shape[2], bool(is_causal), sliding_window)
+    visible = _visible(module, attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     options: dict[str, Any] = {
         "scale": scaling,
         "softcap": softcap,
@@ -140,12 +138,13 @@ def _visible(
     attention_mask: Tensor | None,
     seq_q: int,
     seq_k: int,
-    is_causal: bool,
+    is_causal: bool | None,
     sliding_window: int | None,
 ) -> Visible:
     """What a mask and the module's own attributes say."""
     if attention_mask is None or attention_mask.dim() == 2:
-        return _by_module(attention_mask, seq_q, seq_k, is_causal, sliding_window)
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return _by_module(attention_mask, seq_q, seq_k, bool(causal), sliding_window)
     mask = compact.decode(attention_mask)
     if mask is None:
         # A mask of transformers or of the user, which holds everything.
@@ -153,6 +152,11 @@ def _visible(
             return Visible(seq_k, mask=attention_mask)
         return Visible(seq_k, bias=attention_mask)
     band = mask.band
+    if band.causal and is_causal is False and seq_q > 1:
+        raise ValueError(
+            "is_causal: expected True or None beside a causal mask, which the model has made, got False; set "
+            "config.is_causal = False, and its masks look both ways"
+        )
     window: tuple[int | None, int | None] | None = None
     if band.windowed:
         width = _window_of(module, sliding_window, band.causal)
