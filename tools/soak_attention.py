@@ -1,9 +1,12 @@
-"""Random attention calls on a GPU, forward and backward, each against float64; then one call many times, bit for bit.
+"""Random attention calls, forward and backward, each against float64; then one call many times, bit for bit.
 
     python tools/soak_attention.py [--count 200] [--seed 0] [--backend hopper] [--processes 8] [--repeats 100]
+    python tools/soak_attention.py --features --backend triton
 
-Head sizes, masks, packing, grouped heads, lengths, dtypes and strides are drawn; call number `n` of a seed is always
-the same one. Compilation takes most of the time, so calls are shared out among processes.
+Head sizes, masks, packing, grouped heads, lengths, dtypes and strides are drawn; with `--features` also what changes
+scores, block masks, key lengths and dropout, any number of them together. Call number `n` of a seed is always the same
+one. Compilation takes most of the time on a GPU, so calls are shared out among processes. The backends cpu and
+reference run on the CPU, the others on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import multiprocessing
 import random
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ _MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def draw_case(seed: int, number: int) -> AttentionCase:
+def draw_case(seed: int, number: int, features: bool) -> AttentionCase:
     """The `number`-th case of a seed."""
     generator = random.Random(f"{seed}/{number}")
     head_dim, head_dim_v = generator.choice(_HEADS)
@@ -49,7 +53,32 @@ def draw_case(seed: int, number: int) -> AttentionCase:
         dtype=generator.choice((torch.bfloat16, torch.float16)),
         **lengths,
     )
-    return with_arguments(case, **generator.choice(_MASKS))
+    case = with_arguments(case, **generator.choice(_MASKS))
+    return _with_features(case, generator) if features else case
+
+
+def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCase:
+    """The case with each feature that a backend may lack in a third of the calls."""
+
+    def maybe(*choices: Any) -> Any:
+        return generator.choice(choices) if generator.random() < 0.33 else None
+
+    sequences = case.batch if case.lengths_q is None else len(case.lengths_q)
+    shapes = ("1111", "111k", "11q1", "11qk", "1hqk", "1h1k")
+    batched = () if case.packed else ("b111", "b11k", "b1qk", "bhqk", "bh1k")
+    key_lengths = maybe(tuple(_length(generator) for _ in range(sequences)))
+    changed = replace(
+        case,
+        bias=maybe(*shapes, *batched),
+        bias_dtype=generator.choice((None, torch.float32)),
+        mask=maybe(*shapes, *batched),
+        alibi_slopes=maybe("h", "bh"),
+        sinks=generator.random() < 0.33,
+        key_lengths=key_lengths,
+        block_mask=None if case.packed else maybe((64, 64), (128, 128), (16, 256), (192, 64)),
+    )
+    arguments = {"softcap": maybe(2.0, 30.0), "dropout_p": maybe(0.1, 0.5), "scale": maybe(-0.2, 0.3)}
+    return with_arguments(changed, **{name: value for name, value in arguments.items() if value is not None})
 
 
 def _length(generator: random.Random) -> int:
@@ -59,15 +88,19 @@ def _length(generator: random.Random) -> int:
     )
 
 
-def run_case(job: tuple[int, int, str]) -> str | None:
+def _device_of(backend: str) -> str:
+    return "cpu" if backend in ("cpu", "reference") else "cuda"
+
+
+def run_case(job: tuple[int, int, str, bool]) -> str | None:
     """Checks one case. Returns what went wrong, or None."""
-    seed, number, backend = job
-    case = draw_case(seed, number)
+    seed, number, backend, features = job
+    case = draw_case(seed, number, features)
     try:
-        inputs = make_inputs(case, "cuda", number)
+        inputs = make_inputs(case, _device_of(backend), number)
         if number % 3 == 0:
             inputs.q, inputs.k, inputs.v = _side_by_side(inputs.q, inputs.k, inputs.v)
-        check(case, backend, "cuda", inputs=inputs)
+        check(case, backend, _device_of(backend), inputs=inputs)
     except Exception as error:
         return f"{number}: {case}: {type(error).__name__}: {error}"
     return None
@@ -83,8 +116,9 @@ def _side_by_side(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 def repeat_forward(backend: str, repeats: int) -> int:
     """Runs one long causal call `repeats` times. Returns how many results differed from the first in any bit."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    q, k, v = (torch.randn(2, 4000, heads, 128, generator=generator, device="cuda").bfloat16() for heads in (16, 4, 4))
+    device = _device_of(backend)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = (torch.randn(2, 4000, heads, 128, generator=generator, device=device).bfloat16() for heads in (16, 4, 4))
     first = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     differing = 0
     for _ in range(repeats):
@@ -98,10 +132,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="hopper")
+    parser.add_argument("--features", action="store_true", help="draw what changes scores, masks, lengths, dropout too")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=100)
     options = parser.parse_args()
-    jobs = [(options.seed, number, options.backend) for number in range(options.count)]
+    jobs = [(options.seed, number, options.backend, options.features) for number in range(options.count)]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         failures = [failure for failure in pool.imap_unordered(run_case, jobs, chunksize=4) if failure]
     for failure in failures:
