@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
-from flashtile.distributed import context_parallel, mean_over_shards, shard_sequence, unshard_sequence
+from flashtile.distributed import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    context_parallel,
+    mean_over_shards,
+    row_orders,
+    shard_sequence,
+    tensor_parallel_plan,
+    unshard_sequence,
+    vocabulary_loss,
+)
 from flashtile.models import GPT, GPTConfig
 
-SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 61}
+SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 64}
 #: GPT-2, Llama with grouped heads, GPT-NeoX with parallel blocks.
 CONFIGS = {
     "gpt2": GPTConfig(**SMALL),
@@ -84,4 +98,74 @@ def refused(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-JOBS = {"context": in_context, "refused": refused}
+def in_tensor(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
+    """The loss and all gradients of a model whose weights are cut, put together again."""
+    found = {}
+    for name, config in CONFIGS.items():
+        for fused in (False, True):
+            cut = model(replace(config, fused_loss=fused))
+            parallelize_module(cut, mesh, tensor_parallel_plan(cut))
+            batch = tokens(config)
+            hidden = cut.hidden(batch[:, :-1])
+            loss = vocabulary_loss(cut, hidden, batch[:, 1:], mesh)
+            loss.backward()
+            orders = row_orders(cut)
+            grads = {}
+            for key, p in cut.named_parameters():
+                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                grads[key] = grad[orders[key].argsort()] if key in orders else grad
+            found[f"{name}-{fused}"] = {"loss": loss.detach(), **grads}
+    return found
+
+
+def layers(mesh: DeviceMesh) -> dict[str, Tensor]:
+    """A perceptron and an embedding, with and without shards of tokens, beside whole layers of the same weights."""
+    found = {}
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for sequence in (False, True):
+        torch.manual_seed(11)
+        options: dict[str, Any] = {"sequence_parallel": sequence, "dtype": torch.float64}
+        embedding = VocabParallelEmbedding(8, 6, mesh, **options)
+        first = ColumnParallelLinear(6, 4, mesh, **options)
+        second = RowParallelLinear(4, 6, mesh, **options)
+        torch.manual_seed(11)
+        whole = [nn.Embedding(8, 6, dtype=torch.float64), nn.Linear(6, 4, dtype=torch.float64)]
+        whole.append(nn.Linear(4, 6, dtype=torch.float64))
+        numbers = torch.tensor([[0, 7, 3, 4], [5, 5, 1, 2]])
+        out = second(torch.tanh(first(embedding(numbers))))
+        expected = whole[2](torch.tanh(whole[1](whole[0](numbers))))
+        upstream = torch.arange(expected.numel(), dtype=torch.float64).view(expected.shape)
+        out.backward(upstream.chunk(ranks, 1)[rank] if sequence else upstream)
+        expected.backward(upstream)
+        found[f"out-{sequence}"] = out.detach(), (expected.chunk(ranks, 1)[rank] if sequence else expected).detach()
+        for layer, of in zip((embedding, first, second), whole):
+            for key, parameter in layer.named_parameters():
+                grad = parameter.grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                found[f"{type(layer).__name__}-{key}-{sequence}"] = grad, of.get_parameter(key).grad
+    return found
+
+
+def refused_plans(mesh: DeviceMesh) -> list[str]:
+    found = []
+    odd = replace(CONFIGS["llama"], heads_kv=1)
+    dropping = replace(CONFIGS["gpt2"], attention_dropout=0.1)
+    actions = (
+        lambda: tensor_parallel_plan(nn.Linear(2, 2)),
+        lambda: parallelize_module(model(odd), mesh, tensor_parallel_plan(model(odd))),
+        lambda: parallelize_module(model(dropping), mesh, tensor_parallel_plan(model(dropping))),
+        lambda: ColumnParallelLinear(4, 3, mesh),
+        lambda: RowParallelLinear(4, 4, mesh, sequence_parallel=True)(torch.zeros(3, 2)),
+    )
+    for action in actions:
+        try:
+            action()
+            found.append("nothing")
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    return found
+
+
+JOBS = {
+    "context": in_context, "refused": refused, "tensor": in_tensor, "layers": layers, "refused plans": refused_plans,
+}  # fmt: skip

@@ -43,3 +43,35 @@ def test_what_cannot_be_sharded_is_refused(results):
         assert "model: expected one with flashtile.modules.MHA, got Linear" in found[2]
         assert "give GPT no attention=" in found[3]
         assert "got a Bert" in found[4]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensor_parallel_models_are_the_same_model(name, fused, results, expected):
+    parts = [of_rank["tensor"] for of_rank in results]
+    assert not any(isinstance(part, str) for part in parts), parts
+    for part in parts:
+        found = part[f"{name}-{fused}"]
+        for key, value in expected[name].items():
+            if key != "logits":
+                torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_layers_cut_over_ranks_are_the_whole_ones(results):
+    for of_rank in results:
+        assert not isinstance(of_rank["layers"], str), of_rank["layers"]
+        for name, (found, whole) in of_rank["layers"].items():
+            torch.testing.assert_close(found, whole, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_plans_that_cannot_be_are_refused(results):
+    messages = (
+        "model: expected a flashtile.models.GPT, got Linear",
+        "mesh: expected a number of ranks that divides the 4 query and 1 key/value heads, got 2",
+        "plan: expected no attention dropout, got 0.1",
+        "mesh: expected a number of ranks that divides the 3 features, got 2",
+        "x: expected a number of tokens that the 2 ranks divide with sequence_parallel=True, got 3",
+    )
+    for of_rank in results:
+        for found, message in zip(of_rank["refused plans"], messages, strict=True):
+            assert message in found

@@ -1,0 +1,317 @@
+"""Layers whose weights are cut over ranks: linear layers by columns and rows, an embedding by its vocabulary.
+
+Weights are DTensors on a mesh of one dimension, so that FSDP and `torch.distributed.checkpoint` know their place. With
+`sequence_parallel` activations between such layers are shards of the sequence (dimension -2): a column layer gathers
+them, a row layer scatters its sums. Reference: Shoeybi et al., "Megatron-LM" (2019), section 3; Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models" (2022), section 4.2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+#: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
+_TOKENS = -2
+
+
+class _Enter(torch.autograd.Function):
+    """The same on all ranks, each of which uses it for its part: gradients are added up."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _added_up(grad, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of the ranks' parts; each part's gradient is the sum's."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _added_up(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    """Shards of tokens to all tokens; the gradients of all ranks are added up and cut again."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """The sum of the ranks' parts, of which each keeps a shard of the tokens."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _gathered(grad, ctx.group), None
+
+
+def _added_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = tensor.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim=_TOKENS)
+
+
+def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Parts go to their ranks as they are, and are added up there in float32, in the order of the ranks."""
+    ranks = group.size()
+    parts = torch.stack(tensor.chunk(ranks, dim=_TOKENS)).contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    wide = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    return received.sum(0, dtype=wide).to(tensor.dtype)
+
+
+def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
+    """What all ranks use, each for its part of the features: the same on all, or shards of tokens that are gathered."""
+    return (_Gather if sequence_parallel else _Enter).apply(tensor, mesh.get_group())
+
+
+def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
+    """The sum of what the ranks have, on all of them, or with sequence_parallel its tokens shared out."""
+    if sequence_parallel and tensor.shape[_TOKENS] % mesh.size():
+        raise ValueError(
+            f"x: expected a number of tokens that the {mesh.size()} ranks divide with sequence_parallel=True, got "
+            f"{tensor.shape[_TOKENS]}; pad the sequence"
+        )
+    return (_Scatter if sequence_parallel else _Leave).apply(tensor, mesh.get_group())
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter; its gradient finds the way back."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = None) -> nn.Parameter:
+    """The part of a whole tensor, the same on all ranks, that this rank keeps, as a parameter.
+
+    Args:
+        order: rows of the whole in the order in which they are cut.
+    """
+    ranks = mesh.size()
+    if tensor.shape[dim] % ranks:
+        raise ValueError(f"mesh: expected a number of ranks that divides the {tensor.shape[dim]} features, got {ranks}")
+    learned = tensor.requires_grad
+    with torch.no_grad():
+        if order is not None and not tensor.is_meta:
+            tensor = tensor[order.to(tensor.device)]
+        part = tensor.chunk(ranks, dim)[mesh.get_local_rank()].contiguous().clone()
+        return nn.Parameter(DTensor.from_local(part, mesh, [Shard(dim)], run_check=False), learned)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer of which each rank computes some output features.
+
+    Args:
+        in_features: of the input, whole on all ranks.
+        out_features: of all ranks together; the number of ranks divides it.
+        mesh: the ranks, of one dimension.
+        bias: has a bias, cut likewise.
+        sequence_parallel: the input is this rank's shard of the tokens; all are gathered.
+        device, dtype: of the parameters, which all ranks draw alike: seed their generators alike.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, None, sequence_parallel)
+
+    @classmethod
+    def of(
+        cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
+    ) -> ColumnParallelLinear:
+        """The layer with the weights of a whole one; `order`: its rows as they are shared out, each rank's together."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(linear, mesh, order, sequence_parallel)
+        return made
+
+    def _take(self, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None, sequence_parallel: bool) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.mesh, self.order, self.sequence_parallel = mesh, order, sequence_parallel
+        self.weight = sharded(linear.weight, mesh, 0, order)
+        self.bias = None if linear.bias is None else sharded(linear.bias, mesh, 0, order)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel of all tokens."""
+        bias = None if self.bias is None else local(self.bias)
+        return F.linear(enter(x, self.mesh, self.sequence_parallel), local(self.weight), bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}, bias={self.bias is not None}"
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer of which each rank has some input features, and whose parts are added up.
+
+    Args:
+        in_features: of all ranks together; the number of ranks divides it.
+        out_features: of the output, whole on all ranks.
+        mesh: the ranks, of one dimension.
+        bias: has a bias, the same on all ranks, added once.
+        sequence_parallel: each rank keeps a shard of the output's tokens.
+        device, dtype: as of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        mesh: DeviceMesh,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._take(nn.Linear(in_features, out_features, bias, device, dtype), mesh, sequence_parallel)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
+        """The layer with the weights of a whole one."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(linear, mesh, sequence_parallel)
+        return made
+
+    def _take(self, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
+        self.weight = sharded(linear.weight, mesh, 1)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., in_features / ranks]` -> `[..., out_features]`; with sequence_parallel of this rank's tokens."""
+        return self.finish(F.linear(x, local(self.weight)))
+
+    def finish(self, part: Tensor) -> Tensor:
+        """The layer's output from this rank's product."""
+        out = leave(part, self.mesh, self.sequence_parallel)
+        if self.bias is None:
+            return out
+        # Of shards of tokens each rank sees a part of the bias's gradient.
+        bias = _Enter.apply(self.bias, self.mesh.get_group()) if self.sequence_parallel else self.bias
+        return out + bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, ranks={self.mesh.size()}, bias={self.bias is not None}"
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding of which each rank has some tokens.
+
+    Args:
+        num_embeddings: of all ranks together; the number of ranks divides it.
+        embedding_dim: of the output, whole on all ranks.
+        mesh: the ranks, of one dimension.
+        sequence_parallel: each rank keeps a shard of the output's tokens.
+        device, dtype: as of `ColumnParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        mesh: DeviceMesh,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._take(nn.Embedding(num_embeddings, embedding_dim, device=device, dtype=dtype), mesh, sequence_parallel)
+
+    @classmethod
+    def of(cls, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool = False) -> VocabParallelEmbedding:
+        """The layer with the weights of a whole one."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take(embedding, mesh, sequence_parallel)
+        return made
+
+    def _take(self, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.mesh, self.sequence_parallel = mesh, sequence_parallel
+        self.weight = sharded(embedding.weight, mesh, 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 `[..., seq]` -> `[..., seq, embedding_dim]`, with sequence_parallel `[..., seq / ranks, ...]`."""
+        weight = local(self.weight)
+        own = tokens - self.mesh.get_local_rank() * weight.shape[0]
+        elsewhere = (own < 0) | (own >= weight.shape[0])
+        found = F.embedding(own.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        return leave(found, self.mesh, self.sequence_parallel)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.mesh.size()}"
+
+
+def interleaved(groups: list[int], ranks: int) -> Tensor:
+    """The rows of layers that stand one above the other, so ordered that each rank's share of every one is together.
+
+    Args:
+        groups: rows of each, which the number of ranks divides: of q, k and v, or of values and gates.
+    """
+    starts = [sum(groups[:place]) for place in range(len(groups))]
+    for rows in groups:
+        if rows % ranks:
+            raise ValueError(f"mesh: expected a number of ranks that divides {rows} rows, got {ranks}")
+    return torch.cat(
+        [
+            start + rank * rows // ranks + torch.arange(rows // ranks)
+            for rank in range(ranks)
+            for start, rows in zip(starts, groups)
+        ]
+    )
+
+
+def heads_divide(heads: int, heads_kv: int, ranks: int) -> None:
+    """Whether heads can be shared out.
+
+    Raises:
+        ValueError: the ranks do not divide both.
+    """
+    if math.gcd(heads, heads_kv) % ranks:
+        raise ValueError(
+            f"mesh: expected a number of ranks that divides the {heads} query and {heads_kv} key/value heads, got "
+            f"{ranks}; take fewer for tensor parallelism"
+        )

@@ -1,0 +1,162 @@
+"""Plans that cut flashtile's modules over ranks, for `torch.distributed.tensor.parallel.parallelize_module`."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+import flashtile
+from flashtile.distributed.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    enter,
+    heads_divide,
+    interleaved,
+    local,
+)
+from flashtile.models import GPT
+from flashtile.modules import MHA, Block, FusedMlp, GatedMlp, Mlp, ParallelBlock
+from flashtile.modules.attention import InnerAttention
+
+
+class AttentionParallel(ParallelStyle):
+    """Shares out the heads of an `MHA`: projections by columns, the output projection by rows."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, MHA) or module.cross_attn or not isinstance(module.inner_attn, InnerAttention):
+            raise TypeError(
+                f"plan: expected an MHA with self-attention of flashtile's own, got {type(module).__name__}; cut it "
+                "before context_parallel exchanges its attention"
+            )
+        ranks, inner = device_mesh.size(), module.inner_attn
+        heads_divide(module.num_heads, module.num_heads_kv, ranks)
+        if inner.attention_dropout:
+            raise ValueError(
+                f"plan: expected no attention dropout, got {inner.attention_dropout}; the heads of all ranks would "
+                "drop the same weights"
+            )
+        of_heads = [module.head_dim * heads for heads in (module.num_heads, module.num_heads_kv, module.num_heads_kv)]
+        module.Wqkv = cast(Any, ColumnParallelLinear.of(module.Wqkv, device_mesh, interleaved(of_heads, ranks)))
+        module.out_proj = cast(Any, RowParallelLinear.of(module.out_proj, device_mesh))
+        module.num_heads //= ranks
+        module.num_heads_kv //= ranks
+        if inner._alibi_slopes is not None:
+            inner._alibi_slopes = inner._alibi_slopes.chunk(ranks, -1)[device_mesh.get_local_rank()]
+        return module
+
+
+class MlpParallel(ParallelStyle):
+    """Shares out the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, (Mlp, GatedMlp, FusedMlp)) or module.return_residual:
+            raise TypeError(f"plan: expected an Mlp, GatedMlp or FusedMlp, got {type(module).__name__}")
+        gated = isinstance(module, GatedMlp) or (isinstance(module, FusedMlp) and module.gated)
+        rows = module.fc1.out_features
+        order = interleaved([rows // 2] * 2 if gated else [rows], device_mesh.size())
+        module.fc1 = cast(Any, ColumnParallelLinear.of(module.fc1, device_mesh, order))
+        module.fc2 = cast(Any, RowParallelLinear.of(module.fc2, device_mesh))
+        if isinstance(module, FusedMlp):
+            module.forward = _fused_forward.__get__(module)  # type: ignore[method-assign]
+        return module
+
+
+def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
+    """That of a `FusedMlp` whose layers are cut: it takes their weights, not their forward."""
+    fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)
+    part = flashtile.fused_mlp(
+        enter(x, fc1.mesh),
+        local(fc1.weight),
+        None if fc1.bias is None else local(fc1.bias),
+        local(fc2.weight),
+        None,
+        activation=module.activation,
+        gated=module.gated,
+        checkpoint_level=module.checkpoint_level,
+    )
+    return fc2.finish(cast(Tensor, part))
+
+
+class BlockParallel(ParallelStyle):
+    """Both parts of a `Block` or `ParallelBlock`; norms are computed on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, (Block, ParallelBlock)):
+            raise TypeError(f"plan: expected a Block or ParallelBlock, got {type(module).__name__}")
+        AttentionParallel()._apply(module.mixer, device_mesh)
+        if not isinstance(module.mlp, nn.Identity):
+            MlpParallel()._apply(module.mlp, device_mesh)
+        return module
+
+
+class VocabularyParallel(ParallelStyle):
+    """The embedding and head of a `GPT`: each rank has some tokens, and computes their logits (`vocabulary_loss`)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, GPT):
+            raise TypeError(f"plan: expected a GPT, got {type(module).__name__}")
+        module.token = cast(Any, VocabParallelEmbedding.of(module.token, device_mesh))
+        if module.head is not None:
+            module.head = cast(Any, ColumnParallelLinear.of(module.head, device_mesh))
+        return module
+
+
+def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """How to cut a model, for `parallelize_module(model, mesh, plan)` on a mesh of one dimension.
+
+    Each rank gets some heads of every attention, some hidden features of every MLP, and some tokens of the vocabulary.
+    Parameters become DTensors, or stay the same on all ranks (norms, learned positions, biases of output layers).
+    State-dict keys stay; `row_orders` tells whose rows are stored in another order.
+
+    Args:
+        model: a `flashtile.models.GPT`, without attention dropout, before `context_parallel` and before FSDP; on the
+            meta device, or with the same weights on all ranks.
+
+    Raises:
+        TypeError: no plan is known for the model.
+    """
+    if not isinstance(model, GPT):
+        raise TypeError(
+            f"model: expected a flashtile.models.GPT, got {type(model).__name__}; make a plan of AttentionParallel, "
+            "MlpParallel and BlockParallel"
+        )
+    return {"": VocabularyParallel(), "blocks.*": BlockParallel()}
+
+
+def row_orders(model: nn.Module) -> dict[str, Tensor]:
+    """Of parameters whose rows are stored in another order than in the whole model: stored row -> row there."""
+    return {
+        f"{path}.{name}": module.order
+        for path, module in model.named_modules()
+        if isinstance(module, ColumnParallelLinear) and module.order is not None
+        for name in ("weight", "bias")
+        if getattr(module, name) is not None
+    }
+
+
+def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh, **options: Any) -> Tensor:
+    """Cross-entropy of a model that was cut by `tensor_parallel_plan`, from what `GPT.hidden` gave.
+
+    Args:
+        hidden: `[B, S, width]`, the same on all ranks.
+        labels: int64 `[B, S]`.
+        mesh: the ranks.
+        options: of `flashtile.cross_entropy`, such as `reduction`.
+
+    Returns:
+        The loss of the whole vocabulary, the same on all ranks.
+    """
+    weight = local(model.output_weight)
+    group = mesh.get_group()
+    if model.config.fused_loss:
+        found = flashtile.linear_cross_entropy(hidden, weight, labels, process_group=group, **options)
+    else:
+        logits = F.linear(enter(hidden, mesh), weight)
+        found = flashtile.cross_entropy(logits, labels, process_group=group, **options)
+    return cast(torch.Tensor, found)
