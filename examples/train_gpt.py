@@ -113,6 +113,7 @@ class Training:
         self._flops = flops_of_token(GPT(self._config, device="meta"))
         where = torch.cuda.get_device_name() if processes.device.type == "cuda" else "CPU"
         spread = f"{processes.size} × {where}" + (f", {options.parallel}" if processes.launched else "")
+        spread += f", {options.tp} of them for each layer's weights" if options.tp > 1 else ""
         spread += f", {options.cp} of them for each sequence ({options.cp_strategy})" if options.cp > 1 else ""
         self._report.line(f"{self._learner.parameters:,} parameters, {self._learner.precision}, {spread}")
         self._report.line(f"{len(text.training):,} tokens for training, {len(text.validation):,} for validation")
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the program; its exit status is 2 after a mistake in the options."""
     try:
         options = parse(arguments)
-        with join_processes(options.device, options.timeout, options.cp) as processes:
+        with join_processes(options.device, options.timeout, options.cp, options.tp) as processes:
             return Training(options, processes).run()
     except OptionError as error:
         if os.environ.get("RANK", "0") == "0":

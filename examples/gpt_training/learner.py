@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,14 +20,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile.distributed import context_parallel, mean_over_shards, shard_sequence
+from flashtile.distributed import (
+    context_parallel,
+    mean_over_shards,
+    row_orders,
+    shard_sequence,
+    tensor_parallel_plan,
+    vocabulary_loss,
+)
 from flashtile.models import GPT, GPTConfig
 from gpt_training.data import derived_seed
 from gpt_training.options import OptionError, Options
@@ -110,6 +118,7 @@ class Learner:
             )
         make = _sharded if options.parallel == "fsdp" else _copied
         self._model, self._loss = make(config, options, processes)
+        self._orders = row_orders(self._model)
         self._optimizer = _optimizer(self._model, options)
 
     @property
@@ -128,7 +137,8 @@ class Learner:
             The mean loss of this process's batches, and the norm of all processes' mean gradient before it is clipped.
         """
         # Dropout is a function of seed, step and rank too: a checkpoint needs no state of a generator.
-        torch.manual_seed(derived_seed(self._options.seed, "dropout", step, self._processes.rank))
+        place = self._processes.rank // self._processes.tensor
+        torch.manual_seed(derived_seed(self._options.seed, "dropout", step, place))
         self._loss.train()
         losses = []
         for index, tokens in enumerate(batches):
@@ -136,7 +146,7 @@ class Learner:
                 loss = self._loss_of(tokens)
                 (loss / len(batches)).backward()
             losses.append(loss.detach())
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip or math.inf)
+        norm = clip_gradients(self._model, self._options.clip or math.inf)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(step, self._options)
         self._optimizer.step()
@@ -151,12 +161,21 @@ class Learner:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: this process's part of the weights and of the optimizer's moments."""
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=_as_stored(self._processes.tensor > 1))
+        return _with_rows({"model": model, "optimizer": optimizer}, self._orders, stored=False)
 
     def load(self, state: dict[str, Any]) -> None:
+        options = _as_stored(self._processes.tensor > 1, reading=True)
+        state = _with_rows(state, self._orders, stored=True)
+        optimizer = state["optimizer"]
+        if self._processes.tensor > 1:
+            optimizer = _nested(optimizer)
         set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=optimizer,
+            options=options,
         )
 
     def copy_on_first(self) -> GPT | None:
@@ -165,7 +184,7 @@ class Learner:
         if not self._processes.first:
             return None
         model = GPT(self.config).eval()
-        model.load_state_dict(state)
+        model.load_state_dict(_with_rows({"model": state}, self._orders, stored=False)["model"])
         return model.to(self._processes.device, torch.bfloat16 if self.precision == "bf16" else torch.float32)
 
     def _loss_of(self, tokens: Tensor) -> Tensor:
@@ -189,47 +208,52 @@ class _Loss(nn.Module):
 
     Args:
         model: whose loss it is.
-        mesh: processes that share each sequence, None where each has its own.
-        strategy: how they share it.
+        mesh: of all processes, as `Processes.mesh` has it.
+        strategy: how they share sequences.
     """
 
-    def __init__(self, model: GPT, mesh: DeviceMesh | None = None, strategy: Strategy = "ring") -> None:
+    def __init__(self, model: GPT, mesh: DeviceMesh, strategy: Strategy = "ring") -> None:
         super().__init__()
-        self.model, self._mesh = model, mesh
-        if mesh is not None:
-            context_parallel(model, mesh, strategy=strategy)
+        self.model, self._context, self._tensor = model, mesh["context"], mesh["tensor"]
+        if self._context.size() > 1:
+            context_parallel(model, self._context, strategy=strategy)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self._mesh is None:
+        parts = self._context.size()
+        if parts == self._tensor.size() == 1:
             return self.model.loss(tokens)
-        before, labels = (shard_sequence(part, self._mesh) for part in (tokens[:, :-1], tokens[:, 1:]))
-        mean = mean_over_shards(self._total(self.model.hidden(before), labels), labels.numel(), self._mesh)
+        before, labels = tokens[:, :-1], tokens[:, 1:]
+        if parts == 1:
+            return self._total(self.model.hidden(before), labels) / labels.numel()
+        before, labels = (shard_sequence(part, self._context) for part in (before, labels))
+        mean = mean_over_shards(self._total(self.model.hidden(before), labels), labels.numel(), self._context)
         # The value of the whole sequence's loss; but of its gradient each process has a part, and DDP and FSDP take
         # the mean of them where the sum is due.
-        return mean + (self._mesh.size() - 1) * (mean - mean.detach())
+        return mean + (parts - 1) * (mean - mean.detach())
 
     def _total(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The sum of the losses of a shard."""
+        if self._tensor.size() > 1:
+            return vocabulary_loss(self.model, hidden, labels, self._tensor, reduction="sum")
         weight = self.model.output_weight
         if self.model.config.fused_loss:
             return cast(Tensor, flashtile.linear_cross_entropy(hidden, weight, labels, reduction="sum"))
         return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, weight), labels, reduction="sum"))
 
 
-def _loss_of(model: GPT, options: Options, processes: Processes) -> _Loss:
+def _loss_of(model: GPT, options: Options, mesh: DeviceMesh) -> _Loss:
     """The loss of a model, its blocks and sequences divided as the options say."""
     if options.checkpoint_activations:
         for block in model.blocks:
             # In its forward, so that FSDP gathers the block around it, and its parameters keep their names.
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    mesh = processes.context_mesh() if processes.context > 1 else None
     return _Loss(model, mesh, options.cp_strategy)
 
 
 def _copied(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
     """Each process has the whole model; those of torchrun bring their gradients together."""
     model = GPT(config).to(processes.device)
-    loss: nn.Module = _loss_of(model, options, processes)
+    loss: nn.Module = _loss_of(model, options, processes.mesh())
     if options.compile:
         loss.compile()
     if processes.launched:
@@ -244,25 +268,85 @@ def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view")
     weights = GPT(config).state_dict() if processes.first else {}
     model = GPT(config, device="meta")
-    loss = _loss_of(model, options, processes)
-    mesh = init_device_mesh(processes.device.type, (processes.size,))
+    mesh = processes.mesh()
+    if processes.tensor > 1:
+        parallelize_module(model, mesh["tensor"], tensor_parallel_plan(model))
+        weights = _with_rows({"model": weights}, row_orders(model), stored=True)["model"]
+    loss = _loss_of(model, options, mesh)
+    shards = mesh["data", "context"]._flatten("shards")
     for block in model.blocks:
         if options.compile:
             block.compile()
-        fully_shard(block, mesh=mesh)
-    fully_shard(loss, mesh=mesh)
+        fully_shard(block, mesh=shards)
+    fully_shard(loss, mesh=shards)
     loss.to_empty(device=processes.device)
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return model, loss
 
 
+def _as_stored(whole: bool, reading: bool = False) -> StateDictOptions:
+    """How states are asked for: this process's part, or all of it on each."""
+    # By names of parameters, whatever groups they are in; but whole states are not read so.
+    return StateDictOptions(full_state_dict=whole, flatten_optimizer_state_dict=not (whole and reading))
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state by parameters, each in a group of its own, from one with flat names."""
+    state: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in flat.items():
+        part, name = key.split(".", 1)
+        parameter, field = name.rsplit(".", 1)
+        (state if part == "state" else groups).setdefault(parameter, {})[field] = value
+    return {"state": state, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
+
+
+def _with_rows(state: dict[str, Any], orders: dict[str, Tensor], stored: bool) -> dict[str, Any]:
+    """A state with the rows of whole layers in the order in which processes share them, or in their own again."""
+    moved = {}
+    for part, tensors in state.items():
+        moved[part] = dict(tensors)
+        for name, order in orders.items():
+            for key in (name, f"state.{name}.exp_avg", f"state.{name}.exp_avg_sq"):
+                if key in tensors:
+                    rows = order if stored else order.argsort()
+                    moved[part][key] = tensors[key][rows.to(tensors[key].device)]
+    return moved
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Together what lies alike on the same processes: no operation takes DTensors of several meshes."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        key = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(key, []).append(tensor)
+    return list(groups.values())
+
+
+def clip_gradients(model: nn.Module, limit: float) -> Tensor:
+    """Makes the norm of all gradients at most `limit`. Returns what it was."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if len(_by_mesh(grads)) <= 1:
+        return nn.utils.clip_grad_norm_(model.parameters(), limit)
+    norms = [norm_tensor(nn.utils.get_total_norm(group)) for group in _by_mesh(grads)]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        (grad.to_local() if isinstance(grad, DTensor) else grad).mul_(factor)
+    return norm
+
+
+def norm_tensor(norm: Tensor) -> Tensor:
+    """A norm of all processes, on each."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def _optimizer(model: nn.Module, options: Options) -> torch.optim.Optimizer:
-    """AdamW in one kernel for all parameters; matrices decay."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": options.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """AdamW in one kernel for all parameters that lie alike; matrices decay."""
+    groups = []
+    for decay, chosen in ((options.weight_decay, lambda p: p.dim() >= 2), (0.0, lambda p: p.dim() < 2)):
+        alike = _by_mesh(filter(chosen, model.parameters()))
+        groups += [{"params": parameters, "weight_decay": decay} for parameters in alike]
     return torch.optim.AdamW(groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), fused=True)
 
 
@@ -277,4 +361,4 @@ def _precision(options: Options, device: torch.device) -> str:
 
 def norm_of(norm: Tensor) -> float:
     """As a number; waits for the GPU, and with FSDP all processes must call."""
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return float(norm_tensor(norm))

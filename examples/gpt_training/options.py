@@ -89,6 +89,12 @@ class Options:
     )
     cp: int = option("machine", "under torchrun: so many processes share each sequence (context parallel)", 1, least=1)
     cp_strategy: str = option("machine", "how they share it", "ring", choices=("ring", "all_to_all", "all_gather"))
+    tp: int = option(
+        "machine",
+        "under torchrun, with fsdp: so many processes share each layer's weights (tensor parallel)",
+        1,
+        least=1,
+    )
     checkpoint_activations: bool = option(
         "machine", "keep only what enters a block, and compute the block again in the backward", False
     )
@@ -131,6 +137,11 @@ class Options:
             )
         if self.compile and self.cp > 1:
             raise OptionError("--compile: expected without --cp, got both; transfers between processes do not compile")
+        if self.tp > 1 and (self.parallel != "fsdp" or self.dropout or self.compile):
+            raise OptionError(
+                "--tp: expected with --parallel fsdp, without --dropout and without --compile, got another; heads of "
+                "several processes would drop the same weights, and transfers between them do not compile"
+            )
         if self.sample and not self.prompt:
             raise OptionError("--prompt: expected at least one character with --sample, got none")
         if self.plot:

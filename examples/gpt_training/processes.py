@@ -28,7 +28,8 @@ class Processes:
         size: how many there are.
         device: on which it computes.
         launched: by torchrun, also where it is alone.
-        context: so many with neighbouring numbers share each sequence.
+        context: so many share each sequence.
+        tensor: so many with neighbouring numbers share the weights of each layer.
     """
 
     rank: int
@@ -36,21 +37,23 @@ class Processes:
     device: torch.device
     launched: bool
     context: int = 1
+    tensor: int = 1
 
     @property
     def replicas(self) -> int:
         """How many sequences are read at the same time, for each that a process is given."""
-        return self.size // self.context
+        return self.size // (self.context * self.tensor)
 
     @property
     def replica(self) -> int:
         """Which of them this process has, or shares."""
-        return self.rank // self.context
+        return self.rank // (self.context * self.tensor)
 
-    def context_mesh(self) -> DeviceMesh:
-        """Those that share this process's sequences."""
-        mesh = init_device_mesh(self.device.type, (self.replicas, self.context), mesh_dim_names=("data", "context"))
-        return mesh["context"]
+    def mesh(self) -> DeviceMesh:
+        """All of them: along "data" they read other sequences, along "context" they share these, along "tensor" the
+        weights of each layer."""
+        shape = self.replicas, self.context, self.tensor
+        return init_device_mesh(self.device.type, shape, mesh_dim_names=("data", "context", "tensor"))
 
     @property
     def first(self) -> bool:
@@ -86,10 +89,11 @@ class Processes:
 
 
 @contextmanager
-def join_processes(device: str | None, minutes: float, context: int = 1) -> Iterator[Processes]:
+def join_processes(device: str | None, minutes: float, context: int = 1, tensor: int = 1) -> Iterator[Processes]:
     """Joins the processes of torchrun, or makes a group of this one alone, so that all that follows is one path.
 
-    `context` of them share each sequence. Numbers and checkpoints go over gloo, gradients on GPUs over NCCL.
+    `context` of them share each sequence, and `tensor` the weights of each layer. Numbers and checkpoints go over gloo,
+    gradients on GPUs over NCCL.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     launched = dist.is_torchelastic_launched()
@@ -109,11 +113,13 @@ def join_processes(device: str | None, minutes: float, context: int = 1) -> Iter
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         size = dist.get_world_size()
-        if size % context:
+        together = context * tensor
+        if size % together:
+            name = "--cp" if tensor == 1 else "--tp" if context == 1 else "--cp, --tp"
             raise OptionError(
-                f"--cp: expected a divisor of the number of processes, {size}, got {context}; start a multiple of "
-                f"{context} with torchrun --nproc-per-node"
+                f"{name}: expected a divisor of the number of processes, {size}, got {together}; start a multiple of "
+                f"{together} with torchrun --nproc-per-node"
             )
-        yield Processes(dist.get_rank(), size, where, launched, context)
+        yield Processes(dist.get_rank(), size, where, launched, context, tensor)
     finally:
         dist.destroy_process_group()

@@ -283,6 +283,8 @@ def test_says_which_package_is_missing(package, option, make, text, monkeypatch)
         (["--heads-kv=3"], "model: num_heads_kv: expected"),
         (["--sample=100"], "--sample: expected at most 60 tokens after the prompt's 4 (the context is 64), got 100"),
         (["--cp=3"], "--cp: expected a divisor of the number of processes, 1, got 3; start a multiple of 3"),
+        (["--tp=2", "--parallel=fsdp"], "--tp: expected a divisor of the number of processes, 1, got 2"),
+        (["--tp=2"], "--tp: expected with --parallel fsdp, without --dropout and without --compile"),
         (["--cp=2", "--compile"], "--compile: expected without --cp, got both"),
         (["--parallel=fsdp"], "--parallel: expected ddp in a process alone, got fsdp; start with torchrun"),
         (["--learning-rate=1e30", "--warm-up=0"], "--learning-rate: expected one at which loss and gradients stay"),

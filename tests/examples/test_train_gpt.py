@@ -284,3 +284,17 @@ def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints
 def test_activations_made_again_are_the_same(train, tmp_path):
     assert train("kept", "--dropout=0.1") == train("again", "--dropout=0.1", "--checkpoint-activations") == 0
     _assert_same(tmp_path / "kept", tmp_path / "again")
+
+
+def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_path):
+    """Tensor and context parallel with FSDP; its checkpoint goes on in one process, and one's in it."""
+    assert train("one") == 0
+    four = partial(_arguments, text, tmp_path)
+    _launch(4, four("cut", "--tp=2", "--cp=2", "--parallel=fsdp", "--sample=5"))
+    _assert_close(tmp_path / "one", tmp_path / "cut")
+    _without_the_last_checkpoint(tmp_path / "cut", tmp_path / "in-one")
+    assert train("in-one", "--resume") == 0
+    _assert_close(tmp_path / "one", tmp_path / "in-one")
+    _without_the_last_checkpoint(tmp_path / "one", tmp_path / "in-two")
+    _launch(4, four("in-two", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume"))
+    _assert_close(tmp_path / "one", tmp_path / "in-two")
