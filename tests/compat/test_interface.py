@@ -36,6 +36,7 @@ OPTIONS = {
     "causal": ({"causal": True}, Meaning(causal=True)),
     "scale": ({"softmax_scale": 0.3, "deterministic": True}, Meaning(scale=0.3)),
     "window": ({"window_size": (3, 2)}, Meaning(window=(3, 2))),
+    "tensor": ({"window_size": torch.tensor([3, -1])}, Meaning(window=(3, -1))),
     "left": ({"window_size": (2, -1), "causal": True}, Meaning(causal=True, window=(2, -1))),
     "softcap": ({"softcap": 1.5, "window_size": (-1, 4)}, Meaning(softcap=1.5, window=(-1, 4))),
     "alibi": ({"alibi_slopes": SLOPES, "causal": True}, Meaning(alibi_slopes=SLOPES, causal=True)),
@@ -45,7 +46,7 @@ places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 
 
 def on(device: str, options: dict) -> dict:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return {name: value.to(device) if name == "alibi_slopes" else value for name, value in options.items()}
 
 
 @places

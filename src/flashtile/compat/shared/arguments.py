@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -11,10 +12,26 @@ Window = tuple[int | None, int | None]
 
 def window(window_size: Any) -> Window:
     """(left, right) with None where a side is unlimited, which flash_attn writes as a negative number."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    given = window_size
+    if isinstance(given, Tensor):
+        if given.device.type != "cpu":
+            raise TypeError("window_size: expected two ints, got a tensor on a GPU; reading it would synchronise")
+        given = given.tolist()
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}; -1 is an unlimited side")
-    left, right = (None if isinstance(side, int) and side < 0 else side for side in window_size)
+    left, right = (_side(side, window_size) for side in given)
     return left, right
+
+
+def _side(side: Any, window_size: Any) -> int | None:
+    """One side, of any type that stands for an int."""
+    if isinstance(side, Tensor) and side.device.type != "cpu":
+        raise TypeError("window_size: expected two ints, got tensors on a GPU; reading them would synchronise")
+    try:
+        keys = operator.index(side)
+    except TypeError:
+        raise TypeError(f"window_size: expected two ints, got {window_size!r}; -1 is an unlimited side") from None
+    return None if keys < 0 else keys
 
 
 def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
