@@ -135,6 +135,28 @@ def test_rotary_in_place(device, dtype):
     )  # fmt: skip
 
 
+@places
+def test_rotary_over_a_leaf(device, dtype):
+    """flash_attn writes to a leaf that wants a gradient; the gradient is that of what the leaf held."""
+    cos, sin = tables(12, 3, device, dtype)
+    cases = [
+        (lambda x: rotary.apply_rotary_emb(x, cos, sin, True, inplace=True, seqlen_offsets=2), normal(2, 7, 4, 10)),
+        (lambda x: rotary.apply_rotary_emb_qkv_(x, cos, sin, cos, -sin, seqlen_offsets=2), normal(2, 7, 3, 4, 10)),
+        (lambda x: rotary.apply_rotary_emb_kv_(x, cos, sin, False, 2), normal(2, 7, 2, 4, 10)),
+        (lambda x: rotary_v1.apply_rotary_emb_qkv_(x, cos[:7], sin[:7]), normal(2, 7, 3, 4, 10)),
+    ]
+    for function, given in cases:
+        for view in (False, True):
+            leaf = given.to(device, dtype, copy=True).requires_grad_()
+            out = function(leaf[...] if view else leaf)
+            other = given.to(device, dtype, copy=True).requires_grad_()
+            expected = function(other * 1)
+            assert torch.equal(leaf, expected) and torch.equal(out, expected) and out.data_ptr() == leaf.data_ptr()
+            upstream = normal(*out.shape, seed=5).to(out)
+            grads = torch.autograd.grad(out, leaf, upstream), torch.autograd.grad(expected, other, upstream)
+            torch.testing.assert_close(*grads)
+
+
 def test_rotary_module():
     qkv = normal(2, 7, 3, 4, 10).float()
     module = rotary.RotaryEmbedding(6, 100.0)

@@ -1,9 +1,40 @@
-"""Rotation by its definition in PyTorch operations: what `apply_rotary_emb_torch` is."""
+"""Rotation in the memory of a leaf, and by its definition in PyTorch operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+#: Rotates a tensor by the angles, or with True as second argument back; with True as third argument in place.
+Rotate = Callable[[Tensor, bool, bool], Tensor]
+
+
+def rotated_in_place(x: Tensor, rotate: Rotate) -> Tensor:
+    """x rotated in its own memory.
+
+    PyTorch does not allow that for a leaf that wants a gradient. flash_attn does it, and so does this: the result is
+    then another tensor with the memory of x, and the gradient of x is that of what x held before.
+    """
+    base = x._base if x._is_view() else x
+    if base is not None and base.is_leaf and x.requires_grad and torch.is_grad_enabled():
+        return _OverLeaf.apply(x, rotate)
+    return rotate(x, False, True)
+
+
+class _OverLeaf(torch.autograd.Function):
+    """A rotation that overwrites its input, which autograd does not get to know."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rotate: Rotate) -> Tensor:
+        ctx.rotate = rotate
+        return rotate(x.detach(), False, True)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        return ctx.rotate(grad, True, False), None
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import modules
-from flashtile.compat.shared.rotary import apply_rotary_emb_torch, rotate_half
+from flashtile.compat.shared.rotary import apply_rotary_emb_torch, rotate_half, rotated_in_place
 
 __all__ = [
     "RotaryEmbedding",
@@ -31,7 +31,13 @@ def apply_rotary_emb(
     max_seqlen: int | None = None,
 ) -> Tensor:
     """Rotates x `[batch, seq, heads, head_dim]`, packed `[total, heads, head_dim]`; see `flashtile.apply_rotary`."""
-    return flashtile.apply_rotary(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
+
+    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
+        return flashtile.apply_rotary(
+            x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen, conjugate=back
+        )
+
+    return rotated_in_place(x, rotate) if inplace else rotate(x, False, False)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -51,16 +57,25 @@ def apply_rotary_emb_qkv_(
 
     qkv is `[batch, seq, 3, heads, head_dim]`, or with num_heads_q `[batch, seq, heads_q + 2 heads_kv, head_dim]`.
     """
-    return flashtile.apply_rotary_qkv(
-        qkv, cos, sin, cos_k, sin_k, interleaved, inplace=True, seqlen_offsets=seqlen_offsets, num_heads_q=num_heads_q
-    )
+
+    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
+        tables = (cos, -sin, cos_k, None if sin_k is None else -sin_k) if back else (cos, sin, cos_k, sin_k)
+        return flashtile.apply_rotary_qkv(
+            x, *tables, interleaved, inplace, seqlen_offsets=seqlen_offsets, num_heads_q=num_heads_q
+        )
+
+    return rotated_in_place(qkv, rotate)
 
 
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotates the keys of kv `[batch, seq, 2, heads, head_dim]` in place."""
-    return flashtile.apply_rotary_kv(kv, cos, sin, interleaved, inplace=True, seqlen_offsets=seqlen_offsets)
+
+    def rotate(x: Tensor, back: bool, inplace: bool) -> Tensor:
+        return flashtile.apply_rotary_kv(x, cos, -sin if back else sin, interleaved, inplace, seqlen_offsets)
+
+    return rotated_in_place(kv, rotate)
 
 
 class RotaryEmbedding(modules.RotaryEmbedding):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import flashtile
 from flashtile import modules
+from flashtile.compat.flash_attn.layers import rotary
 from flashtile.compat.shared.arguments import refuse
 from flashtile.compat.shared.rotary import apply_rotary_emb_torch, rotate_half
 
@@ -23,7 +23,7 @@ def apply_rotary_emb_func(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, inplace: bool = False
 ) -> Tensor:
     """Rotates x `[batch, seq, heads, head_dim]` by tables `[seq, rotary_dim / 2]`."""
-    return flashtile.apply_rotary(x, cos, sin, interleaved, inplace)
+    return rotary.apply_rotary_emb(x, cos, sin, interleaved, inplace)
 
 
 def apply_rotary_emb_qkv_(
@@ -35,7 +35,7 @@ def apply_rotary_emb_qkv_(
     interleaved: bool = False,
 ) -> Tensor:
     """Rotates queries and keys of qkv `[batch, seq, 3, heads, head_dim]` in place."""
-    return flashtile.apply_rotary_qkv(qkv, cos, sin, cos_k, sin_k, interleaved, inplace=True)
+    return rotary.apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, interleaved)
 
 
 class RotaryEmbedding(modules.RotaryEmbedding):
