@@ -199,6 +199,16 @@ def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
     torch.testing.assert_close(together, parts, rtol=1e-5, atol=1e-5)
 
 
+def test_batches_of_the_flattening_collator_train() -> None:
+    samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(samples)
+    model = build(ALL["mistral"], "flashtile").train()
+    together = model(**batch)
+    together.loss.backward()
+    alone = model(torch.tensor([samples[1]["input_ids"]])).logits
+    torch.testing.assert_close(together.logits[:, 4:], alone, rtol=1e-5, atol=1e-5)
+
+
 def test_several_rows_may_be_packed() -> None:
     inputs, _ = packed_inputs()
     inputs["input_ids"] = make_inputs(ALL["llama"])["input_ids"]
