@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_case, select
-from benchmarks.evidence.measure import save
+from benchmarks.evidence.measure import Recorder
 from benchmarks.evidence.text import load_text
 from flashtile.bench.runner import run_case, side_stream
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = "bf16" if device.type == "cuda" else "fp32"
     command = shlex.join(["python", "-m", "benchmarks.bert", *(sys.argv[1:] if arguments is None else arguments)])
-    rows: list[dict[str, Any]] = []
+    recorder = Recorder(device, command, given.output)
     try:
         text = load_text(given.data)
         for size in given.batch:
@@ -38,8 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with side_stream(device):
                 problem = partial(_problem, batch)
                 found = run_case(case, select(given.impl), device, given.seconds, problem)
-            rows += [{**row, "text": text.name, "text_sha256": text.sha256} for row in found]
-            save(rows, device, command, given.output)
+            recorder.add([{**row, "text": text.name, "text_sha256": text.sha256} for row in found])
             for row in found:
                 speed = row.get("why") or f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s"
                 print(f"  {row['impl']:20} {speed}", flush=True)

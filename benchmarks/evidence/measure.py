@@ -45,9 +45,22 @@ def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any)
             "error": None, **found}  # fmt: skip
 
 
-def save(rows: Sequence[dict[str, Any]], device: torch.device, command: str, output: Path | None) -> Record:
-    """The record of some rows, written where an output is named."""
-    record = make_record(device, command, rows)
-    if output is not None:
-        write_record(record, output)
-    return record
+class Recorder:
+    """A record that grows, and is written whenever it has grown, so that a run that is cut short leaves its rows.
+
+    Machine, versions and commit are those of the start: what the run has loaded.
+    """
+
+    def __init__(self, device: torch.device, command: str, output: Path | None) -> None:
+        self.record: Record = make_record(device, command, [])
+        self._output = output
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return self.record["rows"]
+
+    def add(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Takes some more rows."""
+        self.rows.extend(rows)
+        if self._output is not None:
+            write_record(self.record, self._output)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import save
+from benchmarks.evidence.measure import Recorder
 from benchmarks.evidence.text import load_text
 from benchmarks.gpt2.curves import differences, train_curves
 from flashtile.bench.training.cases import MODELS, TrainCase
@@ -30,11 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     case = TrainCase(given.model, given.batch, given.context, "bf16" if device.type == "cuda" else "fp32")
     chosen = [each for name in given.impl for each in IMPLEMENTATIONS if each.name == name]
     command = shlex.join(["python", "-m", "benchmarks.gpt2", *(sys.argv[1:] if arguments is None else arguments)])
-    rows: list[dict[str, Any]] = []
+    recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:
-        rows.append(row)
-        save(rows, device, command, given.output)
+        recorder.add([row])
         print(
             f"{row['impl']:20} {row['case']['steps']} steps, {row['ms']:.1f} ms each, "
             f"{row['tokens_per_s']:.0f} tokens/s, last loss {row['curve'][-1]}",
@@ -49,10 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"python -m benchmarks.gpt2: {error}", file=sys.stderr)
         return 2
-    for impl, (largest, mean) in differences(rows).items():
-        print(
-            f"{impl} from {rows[0]['impl']}, smoothed losses of the second half: at most {largest:.4f}, {mean:.4f} mean"
-        )
+    for impl, (largest, mean) in differences(recorder.rows).items():
+        first = recorder.rows[0]["impl"]
+        print(f"{impl} from {first}, smoothed losses of the second half: at most {largest:.4f}, {mean:.4f} mean")
     return 0
 
 

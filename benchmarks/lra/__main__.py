@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import save
+from benchmarks.evidence.measure import Recorder
 from benchmarks.lra.attentions import ATTENTIONS
 from benchmarks.lra.tasks import make_task
 from benchmarks.lra.train import Settings, train_all
@@ -36,11 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.learning_rate, "bf16" if device.type == "cuda" else "fp32",
     )  # fmt: skip
     command = shlex.join(["python", "-m", "benchmarks.lra", *(sys.argv[1:] if arguments is None else arguments)])
-    rows: list[dict[str, Any]] = []
+    recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:
-        rows.append(row)
-        save(rows, device, command, given.output)
+        recorder.add([row])
         memory = "" if row["peak_mib"] is None else f", {row['peak_mib']:.0f} MiB"
         print(
             f"{row['op']} {row['impl']:16} seed {row['case']['seed']}: {row['case']['steps']} steps, "
