@@ -7,7 +7,6 @@ sequences have the lengths of real text: Python's standard library, or what `--d
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_case, select
-from benchmarks.evidence.measure import Recorder
+from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
 from flashtile.bench.runner import run_case, side_stream
 
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    command = shlex.join(["python", "-m", "benchmarks.bert", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("benchmarks.bert", arguments)
     recorder = Recorder(device, command, given.output)
     try:
         text = load_text(given.data)

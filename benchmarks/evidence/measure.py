@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +45,18 @@ def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any)
     """A row in the format of docs/design.md; what is not given is null."""
     return {"op": op, "phase": phase, "impl": impl, "case": case, "ms": None, "tflops": None, "gbps": None,
             "error": None, **found}  # fmt: skip
+
+
+def command_of(module: str, arguments: Sequence[str] | None) -> str:
+    """How a script was started: its arguments (None = the program's own), without the place of its output."""
+    kept: list[str] = []
+    given = iter(sys.argv[1:] if arguments is None else arguments)
+    for argument in given:
+        if argument == "--output":
+            next(given, None)
+        elif not argument.startswith("--output="):
+            kept.append(argument)
+    return shlex.join(["python", "-m", module, *kept])
 
 
 class Recorder:

@@ -8,7 +8,6 @@ From the root of a checkout, with flashtile on the path. The text is Python's ow
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Recorder
+from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
 from benchmarks.gpt2.curves import differences, train_curves
 from flashtile.bench.training.cases import MODELS, TrainCase
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     case = TrainCase(given.model, given.batch, given.context, "bf16" if device.type == "cuda" else "fp32")
     chosen = [each for name in given.impl for each in IMPLEMENTATIONS if each.name == name]
-    command = shlex.join(["python", "-m", "benchmarks.gpt2", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("benchmarks.gpt2", arguments)
     recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ first, and then gives every run as many steps as fit; with `--steps` it takes th
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.budget import Budget
-from benchmarks.evidence.measure import Recorder
+from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.lra.attentions import ATTENTIONS
 from benchmarks.lra.tasks import make_task
 from benchmarks.lra.train import Settings, train_all
@@ -35,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.task, given.batch, given.layers, given.width, given.heads, given.examples, given.held_out,
         given.learning_rate, "bf16" if device.type == "cuda" else "fp32",
     )  # fmt: skip
-    command = shlex.join(["python", "-m", "benchmarks.lra", *(sys.argv[1:] if arguments is None else arguments)])
+    command = command_of("benchmarks.lra", arguments)
     recorder = Recorder(device, command, given.output)
 
     def on_row(row: dict[str, Any]) -> None:
