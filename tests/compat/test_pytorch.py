@@ -1,0 +1,92 @@
+"""flash_attn's functions as parts of PyTorch programs: compiled, and called by transformers."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+
+from compat_cases import cumulative, normal, run_python
+from flashtile.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from flashtile.compat.flash_attn_v1.flash_attn_interface import flash_attn_unpadded_qkvpacked_func
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+
+
+def test_compiles_as_one_graph():
+    q, k, cu = normal(2, 9, 4, 16).float(), normal(2, 12, 2, 16, seed=1).float(), cumulative([4, 5])
+    rows, cache = normal(9, 3, 2, 16).float(), normal(2, 16, 2, 16, seed=2).float()
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    calls = [
+        (lambda x: flash_attn_func(x, k, k, causal=True, window_size=(4, -1)), q),
+        (lambda x: flash_attn_func(x, k, k, softcap=2.0, return_attn_probs=True)[:2], q),
+        (lambda x: flash_attn_varlen_func(*x.unbind(1), cu, cu, 5, 5, causal=True), rows),
+        (lambda x: flash_attn_unpadded_qkvpacked_func(x, cu, 5, 0.0, causal=True), rows),
+    ]
+    for call, given in calls:
+        x = given.clone().requires_grad_()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for got, wanted in zip(results(compiled, x), results(call, x), strict=True):
+            torch.testing.assert_close(got, wanted)
+
+    def step(q, new):
+        return flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=lengths, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q[:, :1], k[:, :1]), step(q[:, :1], k[:, :1]))
+
+
+def results(call, x):
+    outputs = call(x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    (grad,) = torch.autograd.grad(outputs[0].square().sum(), x)
+    return [out.detach() for out in outputs] + [grad]
+
+
+TRANSFORMERS = """
+import copy
+import torch, flashtile.compat
+flashtile.compat.install("flash_attn")
+import transformers.utils.import_utils as available
+available.is_torch_cuda_available = lambda: True  # what it asks for beside the package
+from transformers import AutoModelForCausalLM, LlamaConfig
+from flashtile.compat.shared import calls
+
+served = []
+for name in ("dense", "packed"):
+    def counting(*given, name=name, call=getattr(calls, name), **named):
+        served.append(name)
+        return call(*given, **named)
+    setattr(calls, name, counting)
+
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=64)
+torch.manual_seed(0)
+eager, flash = (
+    AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).eval()
+    for name in ("eager", "flash_attention_2")
+)
+flash.load_state_dict(eager.state_dict())
+tokens = torch.randint(0, 97, (2, 17))
+mask = torch.ones_like(tokens)
+mask[1, :5] = 0
+for given, kind in ((None, "dense"), (mask, "packed")):
+    served.clear()
+    one, two = (model(tokens, attention_mask=given, labels=tokens) for model in (eager, flash))
+    assert served == [kind] * 2
+    kept = torch.ones_like(mask).bool() if given is None else mask.bool()
+    torch.testing.assert_close(one.logits[kept], two.logits[kept], rtol=1e-4, atol=1e-5)
+    if given is None:
+        for a, b in zip(*(torch.autograd.grad(out.loss, list(model.parameters()))
+                          for out, model in ((one, eager), (two, flash)))):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+assert torch.equal(eager.generate(tokens, **options), flash.generate(tokens, **options))
+"""
+
+
+def test_transformers_calls_it():
+    pytest.importorskip("transformers")
+    done = run_python("-c", textwrap.dedent(TRANSFORMERS))
+    assert done.returncode == 0, done.stderr[-2000:]
