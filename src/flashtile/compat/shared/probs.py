@@ -52,8 +52,8 @@ def attention_probs(
     Returns:
         `[B, H, Sq', Sk']` in q's dtype.
     """
-    lengths = torch.tensor([[q.shape[1]], [k.shape[1]]], device=q.device).expand(2, q.shape[0])
-    return _weights(q, k, lengths[0], lengths[1], scores, dropout_seed, dropout_p, multiple)
+    lengths_q, lengths_k = (torch.full(x.shape[:1], x.shape[1], device=q.device) for x in (q, k))
+    return _weights(q, k, lengths_q, lengths_k, scores, dropout_seed, dropout_p, multiple)
 
 
 def packed_attention_probs(
