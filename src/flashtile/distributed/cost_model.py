@@ -159,15 +159,14 @@ def _ring(load: Load, ranks: int, machine: Machine, back: bool, heads_share: int
     arriving = 2 * block if back else block  # gradients of keys and values come back as their blocks go out
     waiting = machine.latency + arriving / _bandwidth(ranks, machine, stride) - compute / ranks
     exposed = (ranks - 1) * max(0.0, waiting)
-    return Cost(compute, exposed, _merging(load, tokens, load.heads / heads_share, ranks, machine, back))
+    return Cost(compute, exposed, _merging(load, tokens, load.heads / heads_share, ranks, machine))
 
 
-def _merging(load: Load, tokens: float, heads: float, ranks: int, machine: Machine, back: bool) -> float:
-    """A step reads and writes a float32 sum twice, once to scale and once to add, and reads its own result; under a
-    causal mask of half of the rows on average less than all. Backward: dq once."""
+def _merging(load: Load, tokens: float, heads: float, ranks: int, machine: Machine) -> float:
+    """A later step reads and writes a float32 sum of its rows, out in the forward and dq in the backward, and reads its
+    own part; under a causal mask of three quarters of the rows on average."""
     elements = load.batch * tokens * heads * load.head_dim * (0.75 if load.causal else 1.0)
-    passes = 8 + load.itemsize if back else 16 + load.itemsize
-    return (ranks - 1) * elements * passes / machine.memory
+    return (ranks - 1) * elements * (8 + load.itemsize) / machine.memory
 
 
 def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import flashtile
+
 
 class RunningMerge:
     """Attention over the keys so far, for the queries of a shard.
@@ -40,17 +42,13 @@ class RunningMerge:
             first_out, first_lse = self._only
             self._only = None
             # A row that saw nothing has lse = -inf and out = 0: its sum is 0.
-            self._acc, self._max = first_out.to(self._wide, copy=True), first_lse.clone()
-            self._sum = (first_lse != float("-inf")).to(self._wide)
+            self._acc = first_out.to(self._wide, copy=True, memory_format=torch.contiguous_format)
+            self._max = first_lse.clone(memory_format=torch.contiguous_format)
+            self._sum = (self._max != float("-inf")).to(self._wide)
         begin, end = rows
-        acc, row_max, row_sum = self._acc[:, begin:end], self._max[..., begin:end], self._sum[..., begin:end]
-        largest = torch.maximum(row_max, lse)
-        # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
-        against = largest.masked_fill(largest == float("-inf"), 0)
-        decay, weight = (row_max - against).exp_(), (lse - against).exp_()
-        row_sum.mul_(decay).add_(weight)
-        row_max.copy_(largest)
-        acc.mul_(_by_row(decay)).addcmul_(out.to(self._wide), _by_row(weight))
+        flashtile.merge_attention_(
+            self._acc[:, begin:end], self._max[..., begin:end], self._sum[..., begin:end], out, lse
+        )
 
     def _start(self) -> None:
         batch, rows, heads, _ = self._queries.shape
@@ -64,8 +62,8 @@ class RunningMerge:
             batch, rows, heads, _ = self._queries.shape
             if not self._acc.numel() and self._only is None:
                 self._start()
-            nothing = self._queries.new_zeros(()).expand(batch, rows, heads, self._head_dim_v)
-            self.add((0, rows), nothing, sinks.to(self._wide)[None, :, None].expand(batch, heads, rows))
+            nothing = self._queries.new_zeros(batch, 1, heads, self._head_dim_v).expand(-1, rows, -1, -1)
+            self.add((0, rows), nothing, sinks.to(self._wide)[None, :, None].repeat(batch, 1, rows))
         if self._only is not None:
             return self._only
         if not self._acc.numel():
@@ -75,7 +73,9 @@ class RunningMerge:
         # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
         infinite = self._max == float("inf")
         lse = torch.where(blind | infinite, self._max, self._max + total.log())
-        return self._acc.div_(_by_row(total)).to(self._dtype), lse
+        out = torch.empty(self._acc.shape, dtype=self._dtype, device=self._acc.device)
+        torch.div(self._acc, _by_row(total), out=out)  # divided and rounded in one pass
+        return out, lse
 
 
 def _by_row(statistics: Tensor) -> Tensor:

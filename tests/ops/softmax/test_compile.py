@@ -98,3 +98,15 @@ def test_cuts_are_sound(width: int, arch: str) -> None:
     config = row_config(width, device)
     assert config.num_warps * device.warp_size <= 1024
     assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("width", [40, 128, 512])
+def test_the_merge_compiles_without_spills(width: int, arch: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    variant = launch.MergeVariant(_FP16 if arch == "sm_75" else _BF16, width, 16, 16)
+    compiled = compile_kernel(launch.merge_source(variant, device.warp_size), device)
+    assert compiled.metadata.shared <= device.shared_memory
+    assert not spilled_bytes(compiled.asm, device)
+    if arch == "sm_90" and width != 40:
+        assert "LDG.E.128" in instructions(compiled.asm), "rows are read in whole vectors"

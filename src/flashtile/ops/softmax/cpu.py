@@ -65,3 +65,19 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
         for head in range(heads):
             for first in range(0, seq_q, step):
                 yield entry, head, slice(first, min(first + step, seq_q))
+
+
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
+    largest = torch.maximum(row_max, lse)
+    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+    against = largest.masked_fill(largest == float("-inf"), 0)
+    decay, weight = (row_max - against).exp_(), (lse - against).exp_()
+    row_sum.mul_(decay).add_(weight)
+    row_max.copy_(largest)
+    acc.mul_(_by_row(decay)).addcmul_(out.to(acc.dtype), _by_row(weight))
+
+
+def _by_row(statistics: Tensor) -> Tensor:
+    """`[batch, heads, rows]` as a factor of `[batch, rows, heads, head_dim]`."""
+    return statistics.transpose(-1, -2).unsqueeze(-1)

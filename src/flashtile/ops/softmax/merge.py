@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import check_tensors
+from flashtile.ops.common import backends
+from flashtile.ops.common.checks import check_choice, check_tensors
 from flashtile.ops.softmax.spec import compute_dtype
 
 
@@ -116,3 +117,54 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     for weight, out in zip(weights, outs):
         merged = merged + weight * out.to(dtype)
     return merged.to(outs[0].dtype), lse
+
+
+def merge_attention_(
+    acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, *, backend: str = "auto"
+) -> None:
+    """Joins attention over some keys to that over others, in place: a step of a merge whose parts come one by one.
+
+    ::
+
+        m' = max(m, lse)        l' = exp(m - m') l + exp(lse - m')        acc' = exp(m - m') acc + exp(lse - m') out
+
+    In the end `acc / l` is the result over all keys and `m + ln l` its log-sum-exp. While the maximum stays the same,
+    what is there is multiplied by exactly 1, so that rounding errors do not pile up. Begin with the first part: `acc`
+    its out in float32, `row_max` its lse, `row_sum` 1, or 0 where lse is -inf; or with 0, -inf and 0. Nothing is
+    recorded by autograd. On a GPU one pass over memory.
+
+    Args:
+        acc: float32 (float64 for float64) `[batch, rows, heads, head_dim]`, the last dimension contiguous.
+        row_max: in its dtype, `[batch, heads, rows]`, rows side by side; row_sum likewise, with the same strides.
+        out: `[batch, rows, heads, head_dim]`, normalised, the last dimension contiguous.
+        lse: `[batch, heads, rows]` in the dtype of acc, natural logarithm.
+        backend: "auto", "triton", "cpu" or "reference".
+
+    Raises:
+        TypeError: something is not a tensor.
+        ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
+    """
+    check_choice("backend", backend, backends.BACKENDS)
+    check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
+    if acc.dim() != 4 or acc.dtype is not compute_dtype(out.dtype) or acc.stride(-1) != 1:
+        raise ValueError(
+            f"acc: expected {compute_dtype(out.dtype)} [batch, rows, heads, head_dim], the last dimension contiguous, "
+            f"got {acc.dtype} {tuple(acc.shape)} with strides {acc.stride()}; torch.empty of that dtype makes one"
+        )
+    if out.shape != acc.shape or out.stride(-1) != 1:
+        raise ValueError(
+            f"out: expected the shape of acc, {tuple(acc.shape)}, the last dimension contiguous, got "
+            f"{tuple(out.shape)} with strides {out.stride()}; use out.contiguous()"
+        )
+    expected = acc.shape[0], acc.shape[2], acc.shape[1]
+    for name, tensor in (("row_max", row_max), ("row_sum", row_sum), ("lse", lse)):
+        if tensor.shape != expected or tensor.dtype is not acc.dtype or (tensor.stride(-1) != 1 and expected[2] > 1):
+            raise ValueError(
+                f"{name}: expected {acc.dtype} {tuple(expected)}, rows side by side, got {tensor.dtype} "
+                f"{tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if row_sum.stride() != row_max.stride():
+        raise ValueError(f"row_sum: expected the strides of row_max, {row_max.stride()}, got {row_sum.stride()}")
+    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
+    with torch.no_grad():
+        module.merge_part(acc, row_max, row_sum, out, lse)

@@ -29,3 +29,15 @@ def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
     # Where p is 0, no gradient passes, whatever comes from above.
     product = torch.where(p == 0, 0, p * dp)
     return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)
+
+
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
+    largest = torch.maximum(row_max, lse)
+    # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
+    against = torch.where(largest == float("-inf"), 0.0, largest)
+    decay, weight = torch.exp(row_max - against), torch.exp(lse - against)
+    row_sum.copy_(decay * row_sum + weight)
+    row_max.copy_(largest)
+    of_rows = [factor.transpose(-1, -2).unsqueeze(-1) for factor in (decay, weight)]  # [batch, rows, heads, 1]
+    acc.copy_(of_rows[0] * acc + of_rows[1] * out.to(acc.dtype))

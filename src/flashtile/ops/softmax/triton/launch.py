@@ -19,6 +19,7 @@ from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launche
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton.configs import RowConfig, row_config
 from flashtile.ops.softmax.triton.kernels import softmax_backward_kernel, softmax_forward_kernel
+from flashtile.ops.softmax.triton.merge_kernel import merge_part_kernel
 
 _KERNELS = {"forward": softmax_forward_kernel, "backward": softmax_backward_kernel}
 
@@ -138,3 +139,71 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     if name.startswith("stride_"):
         return "i64", variant.mask_multiple
     return ("fp32" if name == "scale" else "i32"), 1
+
+
+#: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
+_MERGED_ELEMENTS, _MERGE_WARPS = 4096, 4
+
+
+class MergeVariant(NamedTuple):
+    """All that decides the machine code of the merge on one device."""
+
+    dtype: torch.dtype
+    width: int
+    pointer_multiple: int
+    stride_multiple: int
+
+
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Runs the kernel that joins a part to a running merge, in place."""
+    batch, rows, heads, width = acc.shape
+    strides = (*acc.stride()[:3], *out.stride()[:3])
+    variant = MergeVariant(
+        out.dtype,
+        width,
+        power_of_two_factor((acc.data_ptr() | out.data_ptr()) & 15),
+        power_of_two_factor(*strides),
+    )
+    if acc.numel():
+        launch = _merge_launcher(variant, acc.device)
+        tile_rows, _ = merge_tile(width)
+        launch(
+            batch * heads * -(-rows // tile_rows),
+            *map(pointer, (acc, row_max, row_sum, out, lse)),
+            *strides, *row_max.stride()[:2], *lse.stride()[:2], rows, heads,
+        )  # fmt: skip
+
+
+def merge_tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    columns = max(16, 1 << (width - 1).bit_length())
+    return max(1, _MERGED_ELEMENTS // columns), columns
+
+
+@functools.cache
+def _merge_launcher(variant: MergeVariant, device: torch.device) -> Callable[..., None]:
+    return make_launcher(merge_source(variant, device_facts(device).warp_size), device, device_facts(device))
+
+
+def merge_source(variant: MergeVariant, warp_size: int = 32) -> KernelSource:
+    """The specialisation of the merge for a variant."""
+    tile_rows, columns = merge_tile(variant.width)
+    constants = {"WIDTH": variant.width, "ROWS": tile_rows, "BLOCK_D": columns}
+    parameters: dict[str, tuple[str, int]] = {
+        "acc_ptr": ("*fp32", variant.pointer_multiple),
+        "out_ptr": ("*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple),
+        "rows": ("i32", 1),
+        "heads": ("i32", 1),
+    }
+    found = []
+    for name in merge_part_kernel.arg_names:
+        if name in constants:
+            continue
+        if name.startswith(("stride_acc", "stride_out")):
+            found.append(("i64", variant.stride_multiple))
+        elif name.startswith("stride_"):
+            found.append(("i64", 1))
+        else:
+            found.append(parameters.get(name, ("*fp32", 1)))
+    types, multiples = zip(*found)
+    return KernelSource(merge_part_kernel, types, multiples, constants, max(1, _MERGE_WARPS * 32 // warp_size), 1)

@@ -1,0 +1,109 @@
+"""Attention over some keys joined to that over others, in place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashtile
+from flashtile._backends import devices
+from flashtile.testing import assert_close
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def _parts(dtype: torch.dtype, width: int, device: str = "cpu", parts: int = 4):
+    """Results of disjoint keys; some rows see nothing in some, or in all."""
+    generator = torch.Generator().manual_seed(width)
+    shape = (2, 37, 3, width)
+    found = []
+    for part in range(parts):
+        out = torch.randn(shape, generator=generator, dtype=torch.float64)
+        lse = torch.randn(2, 3, 37, generator=generator, dtype=torch.float64) * 4
+        for row in (5, 6 + part):
+            out[:, row], lse[..., row] = 0, float("-inf")
+        found.append((out.to(dtype).to(device), lse.float().to(device)))
+    return found
+
+
+def _merged(parts, backend: str, dtype: torch.dtype | None = None):
+    """The parts one after another into slices of something larger, whose other rows stay as they are."""
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    out, lse = parts[0]
+    batch, rows, heads, width = out.shape
+    acc = torch.full((batch, rows + 3, heads, width), 7.0, dtype=wide, device=out.device)
+    row_max = torch.full((batch, heads, rows + 3), 7.0, dtype=wide, device=out.device)
+    row_sum = row_max.clone()
+    own = slice(2, rows + 2)
+    acc[:, own], row_max[..., own], row_sum[..., own] = 0, float("-inf"), 0
+    for out, lse in parts:
+        given = out if dtype is None else out.to(dtype)
+        flashtile.merge_attention_(
+            acc[:, own], row_max[..., own], row_sum[..., own], given, lse.to(wide), backend=backend
+        )
+    assert (acc[:, :2] == 7).all() and (acc[:, -1] == 7).all() and (row_max[..., :2] == 7).all()
+    acc, row_max, row_sum = acc[:, own], row_max[..., own], row_sum[..., own]
+    blind = row_sum == 0
+    total = row_sum.masked_fill(blind, 1)
+    return acc / total.transpose(1, 2).unsqueeze(-1), (row_max + total.log()).masked_fill(blind, float("-inf"))
+
+
+def _check(dtype: torch.dtype, width: int, backend: str, device: str = "cpu") -> None:
+    parts = _parts(dtype, width, device)
+    oracle = _merged([(out.double(), lse.double()) for out, lse in parts], "reference", torch.float64)
+    eager = _merged(parts, "reference")
+    expected = flashtile.logsumexp_merge([out.double() for out, _ in parts], [lse.double() for _, lse in parts])
+    torch.testing.assert_close(oracle[0], expected[0])
+    torch.testing.assert_close(oracle[1], expected[1])
+    for name, found, exact, plain in zip(("out", "lse"), _merged(parts, backend), oracle, eager):
+        assert_close(name, found, exact, plain)
+
+
+@pytest.mark.parametrize("width", [1, 16, 40])
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_on_the_cpu(dtype, width):
+    _check(_DTYPES[dtype], width, "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("width", [1, 40, 128])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_in_the_interpreter(dtype, width):
+    _check(_DTYPES[dtype], width, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 40, 64, 128, 192, 512])
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_on_a_gpu(dtype, width):
+    _check(_DTYPES[dtype], width, "triton", "cuda")
+
+
+def test_what_stays_the_largest_is_not_rounded():
+    acc = torch.full((1, 1, 1, 2), 0.1)
+    row_max, row_sum = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
+    nothing = torch.zeros(1, 1, 1, 2)
+    for _ in range(1000):
+        flashtile.merge_attention_(acc, row_max, row_sum, nothing, torch.full((1, 1, 1), -200.0))
+    assert torch.equal(acc, torch.full((1, 1, 1, 2), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"acc": torch.zeros(1, 4, 2, 8, dtype=torch.float16)}, "acc: expected torch.float32"),
+        ({"out": torch.zeros(1, 4, 2, 4)}, r"out: expected the shape of acc, \(1, 4, 2, 8\)"),
+        ({"lse": torch.zeros(1, 4, 2)}, r"lse: expected torch.float32 \(1, 2, 4\)"),
+        ({"row_sum": torch.zeros(1, 4, 8)[:, :2, :4]}, "row_sum: expected the strides of row_max"),
+        ({"backend": "triton"}, "backend: 'triton' cannot serve this call"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes, message):
+    if devices.interpreting():
+        pytest.skip("the interpreter serves it")
+    given = {
+        "acc": torch.zeros(1, 4, 2, 8), "row_max": torch.zeros(1, 2, 4), "row_sum": torch.zeros(1, 2, 4),
+        "out": torch.zeros(1, 4, 2, 8), "lse": torch.zeros(1, 2, 4),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        flashtile.merge_attention_(**given | changes)
