@@ -245,7 +245,7 @@ _CU = torch.tensor([0, 9])
         ({"backend": "hopper"}, ValueError, "no kernel for column sums; backend='triton' has one"),
         ({"backend": "fast"}, ValueError, "backend: expected one of"),
     ],
-    ids=lambda value: None if isinstance(value, type) else str(value)[:40],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None if isinstance(value, type) else value[:40],
 )
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

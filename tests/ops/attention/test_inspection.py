@@ -177,7 +177,7 @@ _Q, _K = torch.randn(2, 6, 4, 8), torch.randn(2, 5, 2, 8)
         ({"block_mask": patterns.causal(6, 6)}, ValueError, "block_mask: .*built for seq_k 6, the call has 5"),
         ({"key_lengths": torch.tensor([-1, 2])}, ValueError, "key_lengths: expected lengths of at least 0"),
     ],
-    ids=lambda value: None if isinstance(value, type) else str(value)[:40],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None if isinstance(value, type) else value[:40],
 )
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
