@@ -82,3 +82,24 @@ def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
     assert done.stdout.count("131,072") == 1
+
+
+def test_the_guide_has_the_figures_of_the_record():
+    """Measured and predicted efficiencies, forward and forward with backward."""
+    rows = json.loads((ROOT / "benchmarks/results/h200x4-context-parallel.json").read_text("utf-8"))["rows"]
+    text = (ROOT / "docs/scaling.md").read_text("utf-8")
+    lines = 0
+    for row in rows:
+        strategy, case = row["impl"].removeprefix("flashtile-"), row["case"]
+        if row["phase"] != "fwd" or row["ms"] is None or strategy not in ("ring", "all_to_all", "all_gather"):
+            continue
+        both = next((r for r in rows if (r["impl"], r["case"], r["phase"]) == (row["impl"], case, "fwd+bwd")), row)
+        if both["ms"] is None:
+            continue
+        load = Load(case["S"], case["H"], case["Hkv"], case["D"], case["causal"], case["B"])
+        found = [efficiency(cost(strategy, load, 4, H200, phase), load, 4, H200, phase) for phase in ("fwd", "fwd+bwd")]
+        name = f"{case['S']:,}{', causal' if case['causal'] else ''}"
+        measured = f"{row['efficiency']:.2f} / {both['efficiency']:.2f}"
+        assert f"| {name} | `{strategy}` | {measured} | {found[0]:.2f} / {found[1]:.2f} |" in text
+        lines += 1
+    assert lines >= 10
