@@ -298,3 +298,13 @@ def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_pat
     _without_the_last_checkpoint(tmp_path / "one", tmp_path / "in-two")
     _launch(4, four("in-two", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume"))
     _assert_close(tmp_path / "one", tmp_path / "in-two")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("shared", ["--cp=2", "--tp=2"])
+def test_two_gpus_that_share_sequences_or_weights_are_one(shared, train, text, tmp_path):
+    options = ["--model=llama-small", "--layers=2", "--context=256", "--precision=fp32", "--peak-tflops=100"]
+    assert train("one", *options, device="cuda") == 0
+    two = partial(_arguments, text, tmp_path, device="cuda")
+    _launch(2, two("shared", *options, shared, "--parallel=fsdp"))
+    _assert_close(tmp_path / "one", tmp_path / "shared")
