@@ -206,6 +206,7 @@ def test_file_is_short_and_says_what_it_is(path):
     "module",
     [
         "flashtile",
+        "flashtile.compat",
         "flashtile.distributed",
         "flashtile.integrations",
         "flashtile.io_model",

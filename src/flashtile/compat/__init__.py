@@ -1,14 +1,12 @@
 """Other libraries' names over flashtile: `install("flash_attn")` makes `import flash_attn` resolve to it.
 
-What is served, and from where:
+What is served, from which files of this folder, and as which distribution in `importlib.metadata`::
 
-==================== ========= ============================= =====================================
-module               version   files                         distribution in importlib.metadata
-==================== ========= ============================= =====================================
-flash_attn           2         `flashtile/compat/flash_attn`    flash_attn 2.8.3
-flash_attn           1         `flashtile/compat/flash_attn_v1` flash_attn 1.0.9
-flash_attn_interface 3         `flashtile/compat/flash_attn_3`  flash_attn_3 3.0.0b1
-==================== ========= ============================= =====================================
+    flash_attn              version 2    flash_attn/       flash_attn 2.8.3
+    flash_attn              version 1    flash_attn_v1/    flash_attn 1.0.9
+    flash_attn_interface    version 3    flash_attn_3/     flash_attn_3 3.0.0b1
+
+and by their own names the compiled extensions of version 1 (`finder.EXTENSIONS`), from `flash_attn_v1/extensions/`.
 
 The files have the tree shape of the names that they serve and forward to the public functions of flashtile. Nothing is
 served before `install`; `python -m flashtile.compat script.py` and the pytest plugin `flashtile.compat.pytest_plugin`

@@ -41,6 +41,15 @@ class Served:
         return self.path.name == "__init__.py"
 
 
+#: The compiled extensions of flash_attn 1 that programs import by themselves.
+EXTENSIONS = (
+    "fused_dense_lib",
+    "rotary_emb",
+    "scaled_masked_softmax_cuda",
+    "scaled_upper_triang_masked_softmax_cuda",
+    "xentropy_cuda_lib",
+)
+
 #: For each module name, its versions; the first is the default.
 SERVED: dict[str, tuple[Served, ...]] = {
     "flash_attn": (
@@ -48,6 +57,7 @@ SERVED: dict[str, tuple[Served, ...]] = {
         Served(1, _HERE / "flash_attn_v1" / "__init__.py", "flash_attn", "1.0.9"),
     ),
     "flash_attn_interface": (Served(3, _HERE / "flash_attn_3" / "flash_attn_interface.py", "flash_attn_3", "3.0.0b1"),),
+    **{name: (Served(1, _HERE / "flash_attn_v1" / "extensions" / f"{name}.py", name, "1.0.9"),) for name in EXTENSIONS},
 }
 
 
@@ -123,9 +133,10 @@ def install(name: str = "flash_attn", version: int | None = None, override: bool
     Call it before anything imports the name. A second call for the same version changes nothing.
 
     Args:
-        name: "flash_attn" or "flash_attn_interface".
+        name: "flash_attn", "flash_attn_interface", or an extension of flash_attn 1: "fused_dense_lib", "rotary_emb",
+            "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "xentropy_cuda_lib".
         version: the major version whose names and meanings are served: 2 or 1 for "flash_attn", 3 for
-            "flash_attn_interface"; the first of these where left out.
+            "flash_attn_interface", 1 for extensions; the first of these where left out.
         override: take the place of a real installation, and of its modules where they were imported already. What
             has taken names from those modules keeps them.
 

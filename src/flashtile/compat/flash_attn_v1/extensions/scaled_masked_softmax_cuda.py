@@ -1,0 +1,17 @@
+"""scaled_masked_softmax_cuda: `flashtile.scaled_masked_softmax`, and its gradient from the result."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.compat.shared.softmax import softmax_backward as backward
+
+__all__ = ["backward", "forward"]
+
+
+@torch.no_grad()
+def forward(inputs: Tensor, mask: Tensor, scale_factor: float) -> Tensor:
+    """Softmax of `scale · inputs` `[batch, heads, seq_q, seq_k]` without what mask, True = out, takes away."""
+    return flashtile.scaled_masked_softmax(inputs, mask, scale_factor)
