@@ -95,6 +95,20 @@ def test_packed(options, meaning, device, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_longest_sequences_may_be_tensors(device):
+    q, cu = normal(17, 4, 16).half().to(device), cumulative([5, 0, 9, 3], device)
+    longest = cu.diff().max()
+    expected = flash_attn_varlen_func(q, q, q, cu, cu, 9, 9, causal=True)
+    torch.testing.assert_close(flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, causal=True), expected)
+    pages, table = paged(q.cpu(), [5, 0, 9, 3], 16, 1, device)
+    out = flash_attn_varlen_func(q, pages, pages, cu, cu, longest, longest, causal=True, block_table=table)
+    torch.testing.assert_close(out, expected)
+    if device == "cuda":
+        with pytest.raises(TypeError, match="max_seqlen"):
+            flash_attn_varlen_func(q, q, q, cu, cu, longest, longest, 0.1, return_attn_probs=True)
+
+
 @pytest.mark.parametrize("head_dim", [1, 7, 40, 64, 111, 256])
 def test_head_sizes(head_dim):
     q, k, v = (normal(1, 6, 2, head_dim, seed=seed) for seed in range(3))

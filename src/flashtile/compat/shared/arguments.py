@@ -34,6 +34,16 @@ def _side(side: Any, window_size: Any) -> int | None:
     return None if keys < 0 else keys
 
 
+def longest(value: Any) -> Any:
+    """A longest sequence as flashtile takes it: an int, or None for a number on a GPU, which is not waited for.
+
+    It bounds the work and no result depends on it, so that all rows are as good a bound.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return int(value) if value.device.type == "cpu" else None
+    return value
+
+
 def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor, ...]:
     """Views of the parts of packed qkv or kv, which are the third dimension from the end."""
     names = layout.split(", ")

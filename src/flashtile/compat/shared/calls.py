@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.compat.shared import probs
-from flashtile.compat.shared.arguments import window
+from flashtile.compat.shared.arguments import longest, window
 from flashtile.compat.shared.keys import check_pages, gathered_keys
 from flashtile.compat.shared.probs import Scores
 
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: `[batch + 1]`.
-        max_seqlen_q, max_seqlen_k: of the longest.
+        max_seqlen_q, max_seqlen_k: of the longest; None where only the GPU knows it.
         block_table: integers `[batch, pages of a sequence]` where keys and values lie in pages, or None.
         leftpad_k: `[batch]`, how many keys at the beginning of each sequence do not count, or None.
         seqused_k: `[batch]`, how many keys of each sequence are there, or None for all.
@@ -43,8 +43,8 @@ class Packed(NamedTuple):
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
     block_table: Tensor | None = None
     leftpad_k: Tensor | None = None
     seqused_k: Tensor | None = None
@@ -71,7 +71,7 @@ def packed(
     Returns:
         out; with return_probs out, lse `[H, total_q]` and the weights.
     """
-    k, v, layout = with_packed_keys(k, v, layout)
+    k, v, layout = with_packed_keys(k, v, with_longest(layout))
     if not return_probs:
         return flashtile.attention_varlen(q, k, v, **_lengths(layout), **_options(q, call))
     seed = drawn_seed(q, call.dropout_p)
@@ -101,6 +101,11 @@ def with_cache(
     options = _options(q, call) | places | {"return_lse": bool(return_lse)}
     del options["dropout_p"], options["deterministic"]
     return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, **options)
+
+
+def with_longest(layout: Packed) -> Packed:
+    """The same with longest sequences as flashtile takes them."""
+    return layout._replace(max_seqlen_q=longest(layout.max_seqlen_q), max_seqlen_k=longest(layout.max_seqlen_k))
 
 
 def with_packed_keys(k: Tensor, v: Tensor, layout: Packed) -> tuple[Tensor, Tensor, Packed]:
@@ -144,7 +149,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, 
         if layout is None:
             out, lse = flashtile.attention(q, k, v, **options)
         else:
-            k, v, layout = with_packed_keys(k, v, layout)
+            k, v, layout = with_packed_keys(k, v, with_longest(layout))
             out, lse = flashtile.attention_varlen(q, k, v, **_lengths(layout), **options)
         weights = q.new_empty(0)
         if return_probs:
@@ -173,6 +178,7 @@ def backward(
     if options["alibi_slopes"] is not None:
         options["alibi_slopes"] = options["alibi_slopes"].detach()
     if layout is not None:
+        layout = with_longest(layout)
         options |= dict(zip(("cu_seqlens", "cu_seqlens_k", "max_seqlen", "max_seqlen_k"), layout[:4]))
     return flashtile.attention_backward(dout, q, k, v, out, lse, **options)[:3]
 

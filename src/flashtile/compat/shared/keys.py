@@ -10,7 +10,7 @@ def gathered_keys(
     k: Tensor,
     v: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_k: int,
+    max_seqlen_k: int | None,
     *,
     block_table: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -25,7 +25,7 @@ def gathered_keys(
         k: `[total_k, heads_kv, head_dim]`; with block_table `[pages, page_size, heads_kv, head_dim]`.
         v: likewise.
         cu_seqlens_k: `[batch + 1]`, where the sequences lie, in pages how long they are.
-        max_seqlen_k: of the longest.
+        max_seqlen_k: of the longest, if the host knows it.
         block_table: integers `[batch, pages of a sequence]`.
         lengths: `[batch]`, how many rows of each are there; default all.
         left_padding: `[batch]`, how many of those at the beginning do not count.
@@ -44,7 +44,7 @@ def gathered_keys(
     if block_table is not None and k.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_page_numbers(k.shape[0], k.shape[1], block_table, first + lengths)
     stored = k.shape[0] if block_table is None else min(block_table.numel(), k.shape[0] * batch) * k.shape[1]
-    rows = min(batch * max_seqlen_k, stored)
+    rows = stored if max_seqlen_k is None else min(batch * max_seqlen_k, stored)
     row = torch.arange(rows, device=k.device)
     sequence = (torch.searchsorted(cu_seqlens, row, right=True) - 1).clamp(max=max(batch - 1, 0))
     position = row - cu_seqlens[sequence] + first[sequence] if batch else row

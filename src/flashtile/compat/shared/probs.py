@@ -61,8 +61,8 @@ def packed_attention_probs(
     k: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
     scores: Scores,
     dropout_seed: Tensor | None,
     dropout_p: float,
@@ -73,6 +73,10 @@ def packed_attention_probs(
     Returns:
         `[B, H, max_seqlen_q', max_seqlen_k']` in q's dtype; other arguments as `attention_probs`.
     """
+    if max_seqlen_q is None or max_seqlen_k is None:
+        raise TypeError(
+            "max_seqlen: expected ints with return_attn_probs, got a tensor on a GPU; reading it would synchronise"
+        )
     dense_q = _padded(q, cu_seqlens_q, max_seqlen_q)
     dense_k = _padded(k, cu_seqlens_k, max_seqlen_k)
     lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()

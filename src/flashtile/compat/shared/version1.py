@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.compat.shared.arguments import longest
 from flashtile.compat.shared.probs import Scores, packed_attention_probs
 
 #: Rows of lse and of the weights are padded to a multiple of the first, keys to one of the second.
@@ -42,6 +43,7 @@ def attend(
         out; with return_probs out, lse `[batch, heads, max_seqlen_q']` and the weights `[batch, heads, max_seqlen_q',
         max_seqlen_k']` in their own layout (`in_fragments`).
     """
+    call = call._replace(max_seqlen_q=longest(call.max_seqlen_q), max_seqlen_k=longest(call.max_seqlen_k))
     if seed is None and call.dropout_p:
         seed = flashtile.draw_dropout_seed(q.device)
     out, lse = flashtile.attention_varlen(
@@ -51,6 +53,10 @@ def attend(
     )  # fmt: skip
     if not return_probs:
         return out
+    if call.max_seqlen_q is None or call.max_seqlen_k is None:
+        raise TypeError(
+            "max_seqlen: expected ints with return_attn_probs, got a tensor on a GPU; reading it would synchronise"
+        )
     return out, padded_lse(lse, call.cu_seqlens_q, call.max_seqlen_q), probs(q, k, call, seed)
 
 
