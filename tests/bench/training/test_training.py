@@ -129,7 +129,8 @@ def test_choosing():
     assert [case.name for case in cases_of(CUDA, ["gpt2-medium"], 4)] == ["gpt2-medium-b4-s1024-bf16"]
     assert [case.model for case in cases_of(CUDA, [], None)] == ["gpt2-small", "gpt2-medium"]
     assert [each.name for each in select_implementations([], CUDA)] == [
-        "flashtile", "flashtile-fused-loss", "flashtile-compile", "transformers-eager", "transformers-sdpa", "transformers-compile",
+        "flashtile", "flashtile-fused-loss", "flashtile-compile",
+        "transformers-eager", "transformers-sdpa", "transformers-compile",
     ]  # fmt: skip
     with pytest.raises(ChoiceError, match="--model: no gpt2-small on cpu; there are: gpt2-tiny"):
         cases_of(CPU, ["gpt2-small"], None)
