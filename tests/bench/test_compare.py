@@ -156,7 +156,7 @@ def test_options_become_arguments_of_the_module():
     ]
     assert commands.as_arguments("train", {"impl": ["plain"], "quick": False}, CPU) == ["train", "--impl", "plain"]
     assert commands.ours("host-time", CPU) == ["flashtile-cpu"]
-    assert commands.ours("train", CPU) == ["flashtile", "flashtile-fused-loss"]
+    assert commands.ours("train", CPU) == ["flashtile", "flashtile-fused-loss", "flashtile-compile"]
 
 
 def test_flashtile_runs_from_this_checkout():

@@ -188,14 +188,14 @@ def append_and_attend_end_with_length() -> bool:
 @pytest.mark.parametrize(
     "call, append, attend, combine",
     [
-        (Call(), 8 * 2, 8 * 8 * 6, 8 * 32),
-        (Call(seq_new=None), None, 8 * 8 * 6, 8 * 32),
-        (Call(half=0), 8, 8 * 8 * 6, 8 * 32),
+        (Call(), 8 * 2, 8 * 8 * 2, 8 * 32),
+        (Call(seq_new=None), None, 8 * 8 * 2, 8 * 32),
+        (Call(half=0), 8, 8 * 8 * 2, 8 * 32),
         (Call(batch=0), 0, 0, None),
         (Call(seq_q=0), 8, 0, None),
         (Call(spec=CacheSpec(0, 0.1, num_splits=1)), 16, 64, None),
         (Call(spec=CacheSpec(0, 0.1, num_splits=3)), 16, 192, 256),
-        (Call(capacity=100, spec=CacheSpec(0, 0.1, num_splits=128)), 16, 128, 256),  # two tiles of keys
+        (Call(capacity=200, spec=CacheSpec(0, 0.1, num_splits=128)), 16, 128, 256),  # two tiles of keys
         (Call(seq_q=64, seq_new=64), 8 * 128, 8 * 8 * 4, None),
     ],
 )
