@@ -47,22 +47,45 @@ class CountersError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("io_counters: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
-        return 2
     shape = _shape(options)
+    return run_program("io_counters", options, shape, lambda: make_call(options.child, shape), measure, table)
+
+
+def run_program(
+    program: str,
+    options: argparse.Namespace,
+    shape: io_model.Shape,
+    child: Callable[[], Callable[[], Any]],
+    measure: Callable[[io_model.Shape, io_model.Device, str | None, argparse.Namespace], Record],
+    table: Callable[[Record], str],
+) -> int:
+    """A program that counts: in a child process one call, else the whole measurement, its table and its record.
+
+    Args:
+        program: its name, for messages.
+        options: with `child`, `no_counters` and `output`.
+        child: makes the call of a child process.
+        measure: (shape, device, `ncu` or None, options) -> record.
+        table: the record for people.
+
+    Returns:
+        The exit status.
+    """
+    if not torch.cuda.is_available():
+        print(f"{program}: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
+        return 2
     if options.child:
-        run_once(make_call(options.child, shape))
+        run_once(child())
         return 0
     device = io_model.find_device(torch.cuda.get_device_name())
     if device is None:
         known = ", ".join(io_model.DEVICES)
-        print(f"io_counters: no data sheet of {torch.cuda.get_device_name()}; there are {known}", file=sys.stderr)
+        print(f"{program}: no data sheet of {torch.cuda.get_device_name()}; there are {known}", file=sys.stderr)
         return 2
     try:
         record = measure(shape, device, None if options.no_counters else find_ncu(), options)
     except CountersError as error:
-        print(f"io_counters: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     print(table(record))
     if options.output is not None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from io_counters import DEVICE_MEMORY, CountersError, find_ncu, profile, run_once
+from io_counters import DEVICE_MEMORY, profile, run_program
 
 from flashtile import io_model
-from flashtile.bench.record import Record, make_record, write_record
+from flashtile.bench.record import Record, make_record
 from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch, plan
@@ -32,27 +32,8 @@ _METRICS = {**DEVICE_MEMORY, "cache_bytes": "lts__t_bytes.sum"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("tile_sweep: needs a GPU; torch.cuda.is_available() is False", file=sys.stderr)
-        return 2
     shape = io_model.Shape(options.batch, options.heads, options.seq, options.head_dim, causal=options.causal)
-    if options.child:
-        run_once(make_call(shape, options.child))
-        return 0
-    device = io_model.find_device(torch.cuda.get_device_name())
-    if device is None:
-        print(f"tile_sweep: no data sheet of {torch.cuda.get_device_name()}", file=sys.stderr)
-        return 2
-    try:
-        record = measure(shape, device, None if options.no_counters else find_ncu(), options)
-    except CountersError as error:
-        print(f"tile_sweep: {error}", file=sys.stderr)
-        return 2
-    print(table(record))
-    if options.output is not None:
-        write_record(record, options.output)
-        print("record:", options.output)
-    return 0
+    return run_program("tile_sweep", options, shape, lambda: make_call(shape, options.child), measure, table)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks.bert.batches import IGNORED, Batch, make_batch
 from benchmarks.evidence.text import Text
+from flashtile.bench.memory import step_facts
 from flashtile.bench.training.problem import judge_losses, peak_tflops
 from flashtile.bench.verify import Verdict
 from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
@@ -173,15 +174,7 @@ class Training:
 
     def facts(self, phase: str) -> dict[str, Any]:
         """`peak_mib`: the largest memory that a step takes beside weights and moments; on a GPU."""
-        device = self._batch.tokens.device
-        if device.type != "cuda":
-            return {}
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        self.step()
-        torch.cuda.synchronize(device)
-        return {"peak_mib": (torch.cuda.max_memory_allocated(device) - before) / 2**20}
+        return step_facts(self.step, self._batch.tokens.device)
 
     @torch.no_grad()
     def _token_losses(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The memory that a call takes beside its inputs and what it returns."""
+"""The memory that calls take beside what is there before."""
 
 from __future__ import annotations
 
@@ -20,12 +20,24 @@ def peak_facts(call: Callable[[], Iterable[Tensor]], inputs: Sequence[Tensor]) -
     device = inputs[0].device
     if device.type != "cuda":
         return {}
+    results, peak = _called(call, device)
+    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    own = {(storage := t.untyped_storage()).data_ptr(): storage.nbytes() for t in results}
+    kept = sum(size for pointer, size in own.items() if pointer not in given)
+    return {"peak_mib": round((peak - kept) / 2**20, 1)}
+
+
+def step_facts(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """`peak_mib` of a training step, in MiB: the largest amount that it takes on a GPU beside what was there; nothing
+    elsewhere."""
+    return {"peak_mib": _called(step, device)[1] / 2**20} if device.type == "cuda" else {}
+
+
+def _called(call: Callable[[], Any], device: torch.device) -> tuple[Any, int]:
+    """What a call returns, and the bytes by which memory grew at most."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     results = call()
     torch.cuda.synchronize(device)
-    given = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    own = {(storage := t.untyped_storage()).data_ptr(): storage.nbytes() for t in results}
-    kept = sum(size for pointer, size in own.items() if pointer not in given)
-    return {"peak_mib": round((torch.cuda.max_memory_allocated(device) - before - kept) / 2**20, 1)}
+    return results, torch.cuda.max_memory_allocated(device) - before

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile import testing
+from flashtile.bench.memory import step_facts
 from flashtile.bench.training.cases import OP, PHASE, TrainCase, make_tokens, make_weights
 from flashtile.bench.training.implementations import Implementation, Model, build_plain, token_losses
 from flashtile.bench.verify import Verdict
@@ -82,15 +83,7 @@ class Training:
 
     def facts(self, phase: str) -> dict[str, Any]:
         """`peak_mib`: the largest memory that a step takes beside weights and moments; on a GPU."""
-        device = self._tokens.device
-        if device.type != "cuda":
-            return {}
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        self.step()
-        torch.cuda.synchronize(device)
-        return {"peak_mib": (torch.cuda.max_memory_allocated(device) - before) / 2**20}
+        return step_facts(self.step, self._tokens.device)
 
     @torch.no_grad()
     def _token_losses(self, tokens: Tensor) -> Tensor:

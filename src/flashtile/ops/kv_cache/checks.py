@@ -21,6 +21,7 @@ from flashtile.ops.common.score_checks import (
     resolve_softcap,
     resolve_window,
 )
+from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_SPLITS, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before
 
 __all__ = [
@@ -213,15 +214,7 @@ def check_rotary(q: Tensor, cos: Tensor | None, sin: Tensor | None, k: Tensor | 
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         check_float_dtype(name, table.dtype)
         check_device(name, table, q.device)
-    if cos.dim() != 2 or 2 * cos.shape[1] > q.shape[-1]:
-        raise ValueError(
-            f"rotary_cos: expected shape (positions, rotary_dim / 2) with rotary_dim up to the head_dim of q, "
-            f"{q.shape[-1]}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
-        )
-    if sin.shape != cos.shape:
-        raise ValueError(f"rotary_sin: expected the shape of rotary_cos, {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    if sin.dtype is not cos.dtype:
-        raise TypeError(f"rotary_sin: expected the dtype of rotary_cos, {cos.dtype}, got {sin.dtype}; cast one of them")
+    check_table_pair("rotary_cos", cos, "rotary_sin", sin, "q", q.shape[-1])
     if positions is not None:
         _check_table_length(cos, positions)
 

@@ -14,6 +14,7 @@ from flashtile.ops.common.checks import (
     raise_not_bool,
     readable,
 )
+from flashtile.ops.common.table_checks import check_table_pair
 from flashtile.ops.rotary.spec import RotarySpec, Rotation, positions
 
 __all__ = [
@@ -52,15 +53,7 @@ def check_tables(name: str, x: Tensor, cos: Tensor, sin: Tensor, suffix: str = "
             raise ValueError(
                 f"{table_name}: expected a table that wants no gradient, got one with requires_grad=True; detach it"
             )
-    if cos.dim() != 2 or 2 * cos.shape[1] > x.shape[-1]:
-        raise ValueError(
-            f"{cos_name}: expected shape (positions, rotary_dim / 2) with rotary_dim up to the head_dim of {name}, "
-            f"{x.shape[-1]}, got {tuple(cos.shape)}; a table has one column for each pair of elements"
-        )
-    if sin.shape != cos.shape:
-        raise ValueError(f"{sin_name}: expected the shape of {cos_name}, {tuple(cos.shape)}, got {tuple(sin.shape)}")
-    if sin.dtype is not cos.dtype:
-        raise TypeError(f"{sin_name}: expected the dtype of {cos_name}, {cos.dtype}, got {sin.dtype}; cast one of them")
+    check_table_pair(cos_name, cos, sin_name, sin, name, x.shape[-1])
 
 
 def check_heads(num_heads_q: int | None, heads: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import torch
 
 from flashtile._backends.devices import DeviceFacts
 from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.common.tiles import tile_width
 
 Kernel = Literal["forward", "dq", "dkdv", "dbias", "column_sums"]
 
@@ -80,11 +81,6 @@ def situation_of(
 
 def is_long(max_seqlen_q: int, max_seqlen_k: int) -> bool:
     return max_seqlen_q >= LONG and max_seqlen_k >= LONG
-
-
-def tile_width(head_dim: int) -> int:
-    """Columns of a tile that holds `head_dim`: the next power of two, at least the 16 of a tensor core."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> TileConfig:

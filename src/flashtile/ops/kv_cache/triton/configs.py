@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile.ops.common.tiles import power_of_two, tile_width
 from flashtile.ops.kv_cache.spec import MAX_SPLITS
 
 #: Share of the best use of a GPU's programs that is good enough, if it takes fewer splits.
@@ -71,16 +72,6 @@ class CombineCut(NamedTuple):
 
     block_s: int
     num_warps: int
-
-
-def power_of_two(number: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def tile_width(head_dim: int) -> int:
-    """Columns of a tile that holds `head_dim`: the next power of two, at least the 16 of a tensor core."""
-    return max(16, power_of_two(head_dim))
 
 
 _Table = tuple[tuple[int, AttendTiles], ...]
