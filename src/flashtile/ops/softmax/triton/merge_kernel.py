@@ -37,6 +37,8 @@ def merge_part_kernel(
     against = tl.where(largest == float("-inf"), 0.0, largest)
     decay = tl.exp2((row_max - against) * LOG2_E)  # [M]
     weight = tl.exp2((lse - against) * LOG2_E)
+    # Several threads hold the same row: all of them have read it before one writes.
+    tl.debug_barrier()
     tl.store(max_ptr + statistics, largest, mask=inside)
     tl.store(sum_ptr + statistics, row_sum * decay + weight, mask=inside)
     mask = inside[:, None] & (column < WIDTH)[None, :]
