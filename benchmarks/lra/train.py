@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from benchmarks.lra.examples import Examples
 from benchmarks.lra.model import Classifier, Sizes
 from benchmarks.lra.tasks import Task
 
-_WARM_UP_STEPS, _TIMED_STEPS = 3, 5
+_WARM_UP_STEPS, _TIMED_STEPS = 5, 9
 #: Points of a loss curve.
 _POINTS = 50
 
@@ -140,14 +141,14 @@ def _train(
 
 
 def _step_seconds(run: Run, device: torch.device) -> float:
-    """Of one step; the first ones, which compile, do not count."""
-    for step in range(_WARM_UP_STEPS):
+    """Of one step: the median, as a batch of a length that did not occur before takes longer. The first ones, which
+    compile, do not count."""
+    watch, seconds = Stopwatch(device), []
+    for step in range(_WARM_UP_STEPS + _TIMED_STEPS):
+        watch.start()
         run.step(step, 1000)
-    watch = Stopwatch(device)
-    watch.start()
-    for step in range(_TIMED_STEPS):
-        run.step(step, 1000)
-    return watch.seconds() / _TIMED_STEPS
+        seconds.append(watch.seconds())
+    return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
 def _schedule(step: int, steps: int) -> float:
