@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import flashtile
+from benchmarks.evidence.summary import summary
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench.cases import Case
 from flashtile.bench.tables import table_of
@@ -228,3 +229,33 @@ def test_speeds_of_several_gpus_are_those_of_the_record():
     for name, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens")[1:]:
         length, causal = int(name.split(", ")[0].replace(",", "")), "causal" in name
         assert cells == [" / ".join(found.get((length, causal, impl), ["–", "–"])) for impl in columns], name
+
+
+def test_training_speeds_are_those_of_the_records():
+    names = ("flashtile", "flashtile-compile", "transformers-eager", "transformers-sdpa", "transformers-compile")
+    for model, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens per second")[1:]:
+        rows = {row["impl"]: row for row in _rows(f"h200-training-{model.removeprefix('GPT-2 ')}.json")}
+        assert cells == [f"{rows[name]['tokens_per_s']:,.0f}" if name in rows else "–" for name in names], model
+
+
+def test_training_evidence_is_that_of_the_records():
+    lines = (ROOT / "docs/training_evidence.md").read_text("utf-8").splitlines()
+    records = sorted((ROOT / "benchmarks/results").glob("h200-training-*.json"))
+    assert records
+    for record in records:
+        assert record.name in "".join(lines), record.name
+        for line in summary(json.loads(record.read_text("utf-8"))["rows"]).splitlines():
+            assert line in lines, (record.name, line)
+
+
+def test_breakdown_is_that_of_the_record():
+    document = (ROOT / "docs/io_model.md").read_text("utf-8")
+    for phase, heading in (("fwd", "forward, step"), ("bwd", "backward, step")):
+        rows = [row for row in _rows("h200-breakdown.json") if row["phase"] == phase]
+        standard = [row for row in rows if row["impl"] == "standard"]
+        total = sum(row["ms"] for row in standard)
+        (one_call,) = (row["ms"] for row in rows if row["impl"] == "flashtile-triton")
+        times = [*(row["ms"] for row in standard), total, one_call]
+        table = _table(document, heading)[1:]
+        assert [name for name, *_ in table[: len(standard)]] == [row["step"] for row in standard]
+        assert [cells for _, *cells in table] == [[f"{ms:.2f}", f"{ms / total:.0%}"] for ms in times]
