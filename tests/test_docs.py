@@ -259,3 +259,14 @@ def test_breakdown_is_that_of_the_record():
         table = _table(document, heading)[1:]
         assert [name for name, *_ in table[: len(standard)]] == [row["step"] for row in standard]
         assert [cells for _, *cells in table] == [[f"{ms:.2f}", f"{ms / total:.0%}"] for ms in times]
+
+
+def test_counted_traffic_is_that_of_the_record():
+    table = _table((ROOT / "docs/io_model.md").read_text("utf-8"), "computation")[1:]
+    for row, (name, *cells) in zip(_rows("h200-io.json"), table, strict=True):
+        predicted, counted = (row[key]["bytes_read"] + row[key]["bytes_written"] for key in ("predicted", "counted"))
+        assert abs(predicted - counted) < 0.15 * counted
+        assert [name, *cells] == [
+            row["impl"], f"{row['predicted']['flops'] / 1e9:,.0f}", f"{predicted / 1e9:.2f}", f"{counted / 1e9:.2f}",
+            f"{predicted / counted:.2f}", f"{row['ms']:.2f}", f"{row['predicted']['least_ms']:.2f}",
+        ]  # fmt: skip
