@@ -14,26 +14,27 @@ import sys
 
 import triton
 
-from hopper_forms import BACKWARD_FORMS, FORMS
+from hopper_forms import BACKWARD_FORMS, FORMS, SERIALISED
 from machine_code import Binary, compile_hopper, compile_hopper_backward, serialised_products
 
 
-def report(name: str, binary: Binary) -> bool:
-    """Prints a line. Returns whether products are serialised."""
+def report(name: str, binary: Binary, expected: bool = False) -> bool:
+    """Prints a line. Returns whether products are serialised that are not expected to be."""
     serialised = bool(serialised_products(binary, "sm_90a"))
     print(
         f"triton {triton.__version__} {name}: {binary.shared_memory} bytes of shared memory, "
         f"{binary.spilled} spilled{', SERIALISED' if serialised else ''}",
         flush=True,
     )
-    return serialised
+    return serialised and not expected
 
 
 def main() -> int:
     problems = sum(report(f"forward {name}", compile_hopper(call)) for name, call in FORMS.items())
     for name, variant in BACKWARD_FORMS.items():
         for kernel in ("begin", "main", "end"):
-            problems += report(f"backward {name} {kernel}", compile_hopper_backward(kernel, variant))
+            binary = compile_hopper_backward(kernel, variant)
+            problems += report(f"backward {name} {kernel}", binary, name in SERIALISED)
     return problems
 
 

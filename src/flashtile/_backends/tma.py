@@ -68,6 +68,20 @@ def descriptor_maker(
     return functools.lru_cache(maxsize=64)(functools.partial(make, dtype, box, layout, swizzled))
 
 
+def chunks_maker(
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
+) -> Callable[[int], tuple]:
+    """The same for the chunks of columns in which a tensor is moved, each by a descriptor of its own; None in the place
+    of one that there is not."""
+    makers = [None if box is None else descriptor_maker(dtype, box, layout, swizzled) for box in boxes]
+
+    @functools.lru_cache(maxsize=64)
+    def make(address: int) -> tuple:
+        return tuple(part for maker in makers for part in ((None,) if maker is None else maker(address)))
+
+    return make
+
+
 def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
     """For the launcher's C function (see `launch`): the encoded descriptor, then shape and strides."""
     swizzle = swizzle_bytes(dtype, box, swizzled)

@@ -19,10 +19,10 @@ if devices.interpreting():
 
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
-from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import configs, launch
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from hopper_forms import BACKWARD_FORMS, FORMS, SCORE_FORMS
+from flashtile.ops.attention import operator, select
+from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from hopper_forms import BACKWARD_FORMS, FORMS, SCORE_FORMS, SERIALISED
 from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
@@ -66,8 +66,10 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
-    assert _chosen("forward", "hopper", head_dim=36) == "hopper"
-    assert _chosen("backward", head_dim=36) == _chosen("backward", "hopper", head_dim=36) == "triton"
+    assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
+    for backend in ("auto", "hopper"):
+        assert _chosen("backward", backend, learned_slopes=True) == "triton"
+        assert _chosen("backward", backend, head_dim=36) == "hopper"
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -254,8 +256,9 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
 
 
-#: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars.
-_BACKWARD_SPILLS = 200
+#: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars,
+#: and with dk of 192 columns some twenty addresses.
+_BACKWARD_SPILLS = 240
 
 
 @pytest.mark.parametrize("form", BACKWARD_FORMS)
@@ -265,18 +268,106 @@ def test_machine_code_of_the_backward(form: str) -> None:
     binary = compile_hopper_backward("main", variant)
     assert binary.shared_memory <= configs.backward_shared_memory(config, *heads) <= _LIMIT
     assert binary.spilled <= _BACKWARD_SPILLS
-    assert serialised_products(binary, "sm_90a") == []
+    assert bool(serialised_products(binary, "sm_90a")) is (form in SERIALISED)
     assert any("HGMMA" in line for line in _instructions(binary))
     for kernel in ("begin", "end"):
         assert compile_hopper_backward(kernel, variant).spilled == 0
 
 
-def test_every_head_of_the_backward_fits_shared_memory() -> None:
+@pytest.mark.parametrize("banded", [False, True])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_every_head_of_the_backward_fits_on_chip(softcap: bool, banded: bool) -> None:
     for head_dim, head_dim_v in _HEADS:
-        config = configs.choose_backward_config(head_dim, head_dim_v)
+        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, banded)
         assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         # Four warpgroups of 128 registers a thread to begin with; the sums' warpgroup needs 72 of what is left.
         assert 2 * config.registers + configs.PRODUCER_REGISTERS + 72 <= 4 * 128
+
+
+@pytest.mark.parametrize(
+    "head_dim, chunks",
+    [(1, (64, 0)), (65, (128, 0)), (128, (128, 0)), (129, (128, 64)), (192, (128, 64)), (193, (256, 0))],
+    ids=str,
+)
+def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
+    assert configs.backward_chunks(head_dim) == chunks
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
+def test_rows_of_gradients_can_be_written_by_tma(shape: tuple[int, ...]) -> None:
+    gradient = torch.empty_strided(shape, configs.padded_strides(shape), dtype=torch.bfloat16)
+    assert configs.aligned(gradient) and gradient.stride(-1) == 1
+    assert gradient.is_contiguous() == (shape[-1] % 8 == 0)
+
+
+def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, out = (torch.zeros(2, 5, 3, width, dtype=torch.bfloat16) for width in (65, 64))
+    padded = torch.empty_strided(q.shape, configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
+    monkeypatch.setattr(operator, "_backward", lambda *_: Gradients(padded, padded, out))
+    arguments = (out, None, q, q, out, out, torch.zeros(2, 3, 5), *SideInputs(None, None, 5, 5), *AttentionSpec(1.0))
+    dq, dk, _, *_ = torch.ops.flashtile.attention_backward(*arguments, *Wanted(), "hopper")
+    assert dq.is_contiguous() and dk.is_contiguous() and torch.equal(dq, padded)
+
+
+_LAUNCHED_BACKWARDS = {
+    "64": (64, 64, {}, False),
+    "192x128": (192, 128, {}, False),
+    "65-window": (65, 64, {"window_left": 5, "window_right": 0}, False),
+    "36-packed-ordered": (36, 40, {"deterministic": True}, True),
+    "192-packed-softcap": (192, 192, {"softcap": 3.0}, True),
+}
+
+
+def _arguments_of(parameter: str) -> int:
+    """Of a descriptor: itself, shape and strides."""
+    box = re.match(r"tensordesc<\w+\[([^]]*)\]", parameter)
+    return 1 if box is None else 1 + 2 * len(box[1].split(","))
+
+
+@pytest.mark.parametrize("name", _LAUNCHED_BACKWARDS)
+def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many arguments as each kernel has, descriptors in their places, and gradients that overlap in nothing."""
+    head_dim, head_dim_v, arguments, packed = _LAUNCHED_BACKWARDS[name]
+    launched = {}
+
+    def launcher(kernel: str, variant, device: torch.device):
+        source = backward_launch.backward_source(kernel, variant)
+        widths = [_arguments_of(of) for of in source.types]
+
+        def launch(programs: int, *passed) -> None:
+            assert len(passed) == sum(widths)
+            starts = itertools.accumulate(widths, initial=0)
+            firsts = {name: passed[start] for name, start, _ in zip(source.function.arg_names, starts, widths)}
+            launched[kernel] = {name: first for name, first in firsts.items() if first is not None}
+
+        return launch
+
+    monkeypatch.setattr(backward_launch, "_launcher", launcher)
+    monkeypatch.setattr(backward_launch, "_plan", backward_launch._plan.__wrapped__)
+    monkeypatch.setattr(
+        tma.triton.runtime.driver,
+        "_active",
+        SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda at, *_: at)),
+    )
+    monkeypatch.setattr(tma, "TRITON_3_6", True)
+    monkeypatch.setattr(backward_launch, "empty", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
+    outer = (100,) if packed else (2, 50)
+    q, k = (torch.zeros(*outer, 2, -(-head_dim // 8) * 8, dtype=torch.bfloat16)[..., :head_dim] for _ in range(2))
+    v, dout, out = (torch.zeros(*outer, 2, head_dim_v, dtype=torch.bfloat16) for _ in range(3))
+    lse = torch.zeros(2, 100) if packed else torch.zeros(2, 2, 50)
+    offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
+    side = SideInputs(offsets, offsets, 60, 60) if packed else SideInputs(None, None, 50, 50)
+    grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
+    for grad, of in zip(grads, (q, k, v)):
+        assert grad.shape == of.shape and configs.aligned(grad)
+    main, begin = launched["main"], launched["begin"]
+    for given, at in {"q": q, "k": k, "v": v, "dout": dout, "dk": grads.k, "dv": grads.v}.items():
+        assert main[f"{given}_desc"] == at.data_ptr()
+        assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
+    assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
+    assert ("turns_ptr" in main) == arguments.get("deterministic", False)
+    buffers = sorted(at for of, at in begin.items() if of in ("sums_ptr", "statistics_ptr", "turns_ptr"))
+    assert all(at % 16 == 0 for at in buffers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

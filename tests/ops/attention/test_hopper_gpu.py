@@ -40,12 +40,28 @@ _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "a
 @pytest.mark.parametrize("arguments", _MASKS, ids=str)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v",
-    [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (64, 128),
-     (256, 192), (24, 200)],
+    [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (136, 72),
+     (64, 128), (256, 192), (24, 200)],
     ids=str,
 )  # fmt: skip
 def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
     check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True, "deterministic": True}], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [1, 36, 65, 100, 187, 250])
+def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arguments: dict) -> None:
+    """Their rows must begin at one; gradients are views of such rows too."""
+    lengths = {"lengths_q": (129, 0, 300), "lengths_k": (129, 33, 400)} if packed else {}
+    case = with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=64, **lengths), **arguments)
+    inputs = make_inputs(case, "cuda")
+    rows = -(-head_dim // 8) * 8
+    inputs.q, inputs.k = (
+        torch.full((*t.shape[:-1], rows), float("nan"), dtype=t.dtype, device="cuda")[..., :head_dim].copy_(t)
+        for t in (inputs.q, inputs.k)
+    )
+    check(case, "hopper", "cuda", inputs=inputs)
 
 
 @pytest.mark.parametrize("arguments", _MASKS, ids=str)

@@ -233,7 +233,7 @@ def _kernels(
     else:
         first = portable("forward")
     if backward == "hopper":
-        cut = hopper.choose_backward_config(*heads, spec.softcap > 0)
+        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, spec.banded)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
     last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
     return first, portable("dq"), portable("dkdv"), *last

@@ -322,7 +322,8 @@ def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
     side, spec, backend = unflatten((*rest[:_SPEC], rest[-1]))
     with torch.no_grad():
         grads = _backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted(*rest[_SPEC:-1]), backend)
-    return tuple(q.new_empty(0) if grad is None else grad for grad in grads)
+    # Contiguous, as the fake says: rows of a gradient may be padded.
+    return tuple(q.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
 
 
 def _forward_fake(q, k, v, *rest):

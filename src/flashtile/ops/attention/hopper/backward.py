@@ -14,8 +14,9 @@ queries after another with its dout and statistics. Per query tile, everything t
 
 Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
 to the third, which multiplies it by the keys and lets TMA add the product to a float32 buffer. None of them waits for
-another but through these rings. Heads of up to 128 columns: each of the two takes 64 keys. Wider heads: there are 64
-keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk, since their sums fill the registers of two.
+another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of up to 128 columns, or
+of 192 and 128 for v), each of the two takes 64 keys. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and
+dv, the other `dsᵀ` and dk.
 
 The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores, so the statistics and
 the sums of dq are stored in the order in which threads hold them (`backward_pieces.load_statistics`, `store_sums`).
@@ -37,16 +38,23 @@ from flashtile._backends.gluon import (
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     begin_turn,
+    chunks_of,
+    columns_of,
     end_turn,
+    first_adder,
     load_statistics,
     mask_probs,
+    modified_scores,
     pack,
+    products_of_sum,
     query_tile_ranges,
+    slice_of,
+    start_sum,
+    start_transposed,
     store_rows,
     store_sums,
-    store_wide_rows,
     unpack,
-    wide_product,
+    wait_sum,
     wide_zeros,
 )
 from flashtile.ops.attention.hopper.pieces import (
@@ -56,25 +64,25 @@ from flashtile.ops.attention.hopper.pieces import (
     load_tile,
     locate_tile,
     make_ring,
-    matrix,
     matrix_layout,
     place_of,
     release,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 
 @aggregate
 class Form:
     """What the compiled main kernel is specialised for.
 
-    KEYS: keys of a program, M: queries of a tile, SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for
-    the `dsᵀ` and `pᵀ` that one warpgroup passes on to another, ORDERED: the key tiles add to dq in their order.
+    KEYS: keys of a program, M: queries of a tile, PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time,
+    SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
+    to another, ORDERED: the key tiles add to dq in their order.
     """
 
     KEYS: gl.constexpr
     M: gl.constexpr
+    PARTS: gl.constexpr
     SUM_COLUMNS: gl.constexpr
     HANDOVERS: gl.constexpr
     ORDERED: gl.constexpr
@@ -83,9 +91,10 @@ class Form:
     HAS_RIGHT: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, KEYS, M, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT):
+    def __init__(self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT):
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
+        self.PARTS = gl.constexpr(PARTS)
         self.SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
         self.HANDOVERS = gl.constexpr(HANDOVERS)
         self.ORDERED = gl.constexpr(ORDERED)
@@ -141,18 +150,19 @@ def step_of(walk, it, form):
 
 @gluon.jit
 def attention_backward_kernel(
-    q_desc, k_desc, v_desc, dout_desc, statistics_desc, sums_desc, dk_desc, dv_desc,
+    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
+    statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
     turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
-    KEYS: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr,
-    SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
+    KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
 ):  # fmt: skip
-    """`tiles` key tiles (packed: slots) on each line of a key/value head, `query_tiles` likewise of a query head.
-    `turns_ptr`: for each query tile how many key tiles have added to its dq, zeros at the start; None if not ORDERED.
-    `scale` > 0. Other arguments as in the forward kernel."""
+    """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
+    key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
+    added to its dq, zeros at the start; None if not ORDERED. `scale` > 0. Other arguments as in the forward kernel."""
     UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     lines = heads_kv if PACKED else batch * heads_kv
@@ -181,25 +191,25 @@ def attention_backward_kernel(
         gl.to_tensor(steps), gl.to_tensor(group * steps), gl.to_tensor(full_begin), gl.to_tensor(full_end),
         gl.to_tensor(place), gl.to_tensor(query_tiles),
     )  # fmt: skip
-    form = Form(KEYS, M, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT)
+    form = Form(KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT)
     READERS: gl.constexpr = 2
-    k = make_ring(k_desc, None, WARPGROUPS, 1)
-    v = make_ring(v_desc, None, WARPGROUPS, 1)
-    q = make_ring(q_desc, None, STAGES, READERS)
-    dout = make_ring(dout_desc, None, STAGES, READERS)
+    k = make_ring(k_desc, k_rest_desc, WARPGROUPS, 1)
+    v = make_ring(v_desc, v_rest_desc, WARPGROUPS, 1)
+    q = make_ring(q_desc, q_rest_desc, STAGES, READERS)
+    dout = make_ring(dout_desc, dout_rest_desc, STAGES, READERS)
     statistics = gl.allocate_shared_memory(gl.float32, [STAGES] + statistics_desc.block_shape, statistics_desc.layout)
     sums = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
     dscores = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS * WARPGROUPS, ROWS, M], matrix_layout(M))
     dscores_full = barriers(HANDOVERS, WARPGROUPS)
     dscores_empty = barriers(HANDOVERS, WARPGROUP)
     producing = (
-        walk, form, k, v, q, dout, statistics, q_desc, k_desc, v_desc, dout_desc, statistics_desc,
-        head_kv, first, begin_k, seq_k,
+        walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k,
     )  # fmt: skip
     summing = (
         walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
     )  # fmt: skip
-    storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc)
+    storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
     seeing = (first, shift, seq_k, window_left, window_right)
     changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, seq_k - seq_q)
     if SPLIT_ROLES:
@@ -232,31 +242,36 @@ def attention_backward_kernel(
 
 @gluon.jit
 def _producer(
-    walk, form, k, v, q, dout, statistics, q_desc, k_desc, v_desc, dout_desc, statistics_desc,
-    head_kv, first, begin_k, seq_k,
+    walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+    dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k,
 ):  # fmt: skip
     """Loads keys and values once, then queries, statistics and dout as soon as there is a place for them."""
     for which in gl.static_range(form.KEYS // ROWS):
         row = first + which * ROWS
-        load_tile(k, which, k_desc, None, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+        load_tile(k, which, k_desc, k_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     for which in gl.static_range(form.KEYS // ROWS):
         row = first + which * ROWS
-        load_tile(v, which, v_desc, None, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+        load_tile(v, which, v_desc, v_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     for it in range(walk.total):
         head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         row = tile * form.M
         mbarrier.wait(q.empty.index(stage), phase ^ 1)
         full = q.full.index(stage)
-        mbarrier.expect(full, 2 * form.M * q.WIDTH + 8 * form.M)
+        mbarrier.expect(full, 2 * form.M * (q.WIDTH + q.REST) + 8 * form.M)
         place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
         tma_load(q_desc, place, full, q.tiles.index(stage))
+        if q.REST > 0:
+            place = coordinates(
+                walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, q.WIDTH, form.PACKED
+            )  # fmt: skip
+            tma_load(q_rest_desc, place, full, q.rest.index(stage))
         place = walk.place + head * walk.line + tile
         tma_load(statistics_desc, (2 * place, 0), full, statistics.index(stage))
         mbarrier.wait(dout.empty.index(stage), phase ^ 1)
         load_tile(
-            dout, stage, dout_desc, None, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
-            form.PACKED,
+            dout, stage, dout_desc, dout_rest_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q,
+            row, form.PACKED,
         )  # fmt: skip
 
 
@@ -269,58 +284,63 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, q.WIDTH, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dout.WIDTH, 16])
+    QUERIES: gl.constexpr = form.M // form.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     first, shift, keys, window_left, window_right = seeing
     key = first + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    k_tile = matrix(k.tiles.index(WHICH), ROWS, k.WIDTH)
-    v_tile = matrix(v.tiles.index(WHICH), ROWS, v.WIDTH)
-    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    dk = gl.zeros([ROWS, q.WIDTH], gl.float32, dk_layout)
-    dv = gl.zeros([ROWS, dout.WIDTH], gl.float32, dv_layout)
+    k_tile, k_rest = chunks_of(k, WHICH)
+    v_tile, v_rest = chunks_of(v, WHICH)
+    zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
+    dk, dk_rest = wide_zeros(q)
+    dv, dv_rest = wide_zeros(dout)
     mbarrier.wait(k.full.index(WHICH), 0)
     mbarrier.wait(v.full.index(WHICH), 0)
     for it in range(walk.total):
         head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
-        q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
-        dout_tile = matrix(dout.tiles.index(stage), form.M, dout.WIDTH)
+        q_tile, q_rest = chunks_of(q, stage)
+        dout_tile, dout_rest = chunks_of(dout, stage)
         mbarrier.wait(q.full.index(stage), phase)
-        s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
-        s = warpgroup_mma_wait(0, [s])
-        s, tanh = _modified(s, key, tile * form.M, head, walk, changing)
-        p = gl.exp2(s * changing[0] - lse[None, :])
-        if (tile < walk.full_begin) | (tile >= walk.full_end):
-            p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
-        probs = pack(p, dtype)
-        factors = probs
-        if changing[1] is not None:
-            factors = pack(p * (1.0 - tanh * tanh), dtype)
-        mbarrier.wait(dout.full.index(stage), phase)
-        dp = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        operand = gl.convert_layout(probs, gl.DotOperandLayout(0, dv_layout, 2), assert_trivial=True)
-        dv = warpgroup_mma(operand, dout_tile, dv, is_async=True)
-        delta = load_statistics(statistics.index(stage), 1, form.M, s_layout)
-        dp = warpgroup_mma_wait(1, [dp])
-        ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
-        mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-        dscores.index(place * WARPGROUPS + WHICH).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(dscores_full.index(place), count=1)
-        operand = gl.convert_layout(ds, gl.DotOperandLayout(0, dk_layout, 2), assert_trivial=True)
-        dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, [dv])
-        release(dout.empty.index(stage))
-        dk = warpgroup_mma_wait(0, [dk])
+        for part in gl.static_range(form.PARTS):
+            s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
+            lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
+            s = warpgroup_mma_wait(0, [s])
+            query = tile * form.M + part * QUERIES
+            s, tanh = modified_scores(s, key, query, head, walk, changing)
+            p = gl.exp2(s * changing[0] - lse[None, :])
+            if (tile < walk.full_begin) | (tile >= walk.full_end):
+                p = mask_probs(p, key, query, shift, keys, window_left, window_right, form)
+            probs = pack(p, dtype)
+            factors = probs
+            if changing[1] is not None:
+                factors = pack(p * (1.0 - tanh * tanh), dtype)
+            if part == 0:
+                mbarrier.wait(dout.full.index(stage), phase)
+            dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
+            dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
+            delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
+            dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
+            ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
+            if part == 0:
+                mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
+            slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
+            if part == form.PARTS - 1:
+                fence_async_shared()
+                mbarrier.arrive(dscores_full.index(place), count=1)
+            dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
+            dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
+            if part == form.PARTS - 1:
+                release(dout.empty.index(stage))
+            dk, dk_rest = wait_sum(0, q, dk, dk_rest)
         release(q.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, dk_desc, dv_desc = storing
+    sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc = storing
     row = first + WHICH * ROWS
-    store_rows(dv_desc, v.tiles.index(WHICH), dv, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    store_rows(dv_desc, dv_rest_desc, v, WHICH, dv, dv_rest, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     _await_last_sum(walk, form, dscores_empty)
-    store_rows(dk_desc, k.tiles.index(WHICH), dk * scale, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+    dk = dk * scale
+    dk_rest = dk_rest * scale
+    store_rows(dk_desc, dk_rest_desc, k, WHICH, dk, dk_rest, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     tma_store_wait(0)
 
 
@@ -331,20 +351,20 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
     first, shift, keys, window_left, window_right = seeing
     key = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    k_tile = matrix(k.tiles.index(0), ROWS, k.WIDTH)
+    k_tile, k_rest = chunks_of(k, 0)
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    dv, dv_rest = wide_zeros(dout.WIDTH)
+    dv, dv_rest = wide_zeros(dout)
     mbarrier.wait(k.full.index(0), 0)
     for it in range(walk.total):
         head, tile = step_of(walk, it, form)
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
-        q_tile = matrix(q.tiles.index(stage), form.M, q.WIDTH)
+        q_tile, q_rest = chunks_of(q, stage)
         mbarrier.wait(q.full.index(stage), phase)
-        s = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        lse = load_statistics(statistics.index(stage), 0, form.M, s_layout)
+        s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
+        lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
         s = warpgroup_mma_wait(0, [s])
-        s, tanh = _modified(s, key, tile * form.M, head, walk, changing)
+        s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
         p = gl.exp2(s * changing[0] - lse[None, :])
         if (tile < walk.full_begin) | (tile >= walk.full_end):
             p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
@@ -357,17 +377,17 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
             probs_smem.index(place).store(probs)
         mbarrier.arrive(probs_full.index(place), count=1)
         mbarrier.wait(dout.full.index(stage), phase)
-        dv, dv_rest = wide_product(probs, matrix(dout.tiles.index(stage), form.M, dout.WIDTH), dv, dv_rest)
+        dout_tile, dout_rest = chunks_of(dout, stage)
+        dv, dv_rest = start_sum(probs, dout_tile, dout_rest, 0, dv, dv_rest, dout.REST)
+        dv, dv_rest = wait_sum(0, dout, dv, dv_rest)
         release(dout.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, _, dv_desc = storing
+    sequence, head_kv, begin_k, seq_k, first, _, _, dv_desc, dv_rest_desc = storing
     if walk.total > 0:  # `_sum_dk` has read the values for the last time before it took the last weights
         place, place_phase = place_of(walk.total - 1, form.HANDOVERS)
         mbarrier.wait(probs_empty.index(place), place_phase)
     else:
         mbarrier.wait(v.full.index(0), 0)
-    store_wide_rows(
-        dv_desc, v.tiles.index(0), dv, dv_rest, sequence, head_kv, begin_k, seq_k, first, v.WIDTH, form.PACKED
-    )
+    store_rows(dv_desc, dv_rest_desc, v, 0, dv, dv_rest, sequence, head_kv, begin_k, seq_k, first, form.PACKED)
     tma_store_wait(0)
 
 
@@ -379,18 +399,18 @@ def _sum_dk(
     """dk of all keys, and `dsᵀ` for `_sum_dq`, from the `pᵀ` of `_sum_dv`."""
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    v_tile = matrix(v.tiles.index(0), ROWS, v.WIDTH)
+    v_tile, v_rest = chunks_of(v, 0)
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    dk, dk_rest = wide_zeros(q.WIDTH)
+    dk, dk_rest = wide_zeros(q)
     mbarrier.wait(v.full.index(0), 0)
     for it in range(walk.total):
         stage, phase = place_of(it, q.STAGES)
         place, place_phase = place_of(it, form.HANDOVERS)
-        dout_tile = matrix(dout.tiles.index(stage), form.M, dout.WIDTH)
+        dout_tile, dout_rest = chunks_of(dout, stage)
         mbarrier.wait(dout.full.index(stage), phase)
-        dp = warpgroup_mma(v_tile, dout_tile.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
         mbarrier.wait(q.full.index(stage), phase)
-        delta = load_statistics(statistics.index(stage), 1, form.M, s_layout)
+        delta = load_statistics(statistics.index(stage), 1, 0, form.M, s_layout)
         dp = warpgroup_mma_wait(0, [dp])
         release(dout.empty.index(stage))
         mbarrier.wait(probs_full.index(place), place_phase)
@@ -401,33 +421,18 @@ def _sum_dk(
         dscores.index(place).store(ds)
         fence_async_shared()
         mbarrier.arrive(dscores_full.index(place), count=1)
-        dk, dk_rest = wide_product(ds, matrix(q.tiles.index(stage), form.M, q.WIDTH), dk, dk_rest)
+        q_tile, q_rest = chunks_of(q, stage)
+        dk, dk_rest = start_sum(ds, q_tile, q_rest, 0, dk, dk_rest, q.REST)
+        dk, dk_rest = wait_sum(0, q, dk, dk_rest)
         release(q.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, dk_desc, _ = storing
+    sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, _, _ = storing
     mbarrier.wait(k.full.index(0), 0)
     _await_last_sum(walk, form, dscores_empty)
     # `_sum_dv` has read the keys before it gave the last weights.
     dk = dk * scale
     dk_rest = dk_rest * scale
-    store_wide_rows(
-        dk_desc, k.tiles.index(0), dk, dk_rest, sequence, head_kv, begin_k, seq_k, first, k.WIDTH, form.PACKED
-    )
+    store_rows(dk_desc, dk_rest_desc, k, 0, dk, dk_rest, sequence, head_kv, begin_k, seq_k, first, form.PACKED)
     tma_store_wait(0)
-
-
-@gluon.jit
-def _modified(s, key, first_query, head, walk, changing):
-    """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
-    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, diagonal = changing
-    if cap_scale is not None:
-        s = capped(s, cap_scale)
-    tanh = s
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(
-            alibi_slopes_ptr, stride_alibi_batch, walk.sequence, walk.first_head + head, scale_log2, True
-        )  # fmt: skip
-        s = lowered_by_distance(s, key, first_query + diagonal, slope)
-    return s, tanh
 
 
 @gluon.jit
@@ -445,6 +450,7 @@ def _sum_dq(
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums."""
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
+    WIDTH: gl.constexpr = k.WIDTH + k.REST
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
     for which in gl.static_range(WARPGROUPS):
@@ -457,26 +463,24 @@ def _sum_dq(
             turn_seen = gl.load(turns_ptr + number, volatile=True)
         mbarrier.wait(dscores_full.index(place), phase)
         for part in gl.static_range(PARTS):
-            for column in gl.static_range(0, k.WIDTH, form.SUM_COLUMNS):
+            for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
                 dq = zeros
                 for which in gl.static_range(WARPGROUPS):
                     ds = dscores.index(place * WARPGROUPS + which).permute([1, 0])
                     if PARTS > 1:
                         ds = ds.slice(part * ROWS, ROWS)
-                    k_tile = matrix(k.tiles.index(which), ROWS, k.WIDTH)
-                    if form.SUM_COLUMNS < k.WIDTH:
-                        k_tile = k_tile.slice(column, form.SUM_COLUMNS, dim=1)
+                    k_tile = columns_of(k, which, column, form.SUM_COLUMNS)
                     dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
                 if form.ORDERED and part == 0 and column == 0:
                     if it > 0:  # while this product is computed
                         end_turn(turns_ptr + _number_before(walk, it, form))
                 dq = warpgroup_mma_wait(0, [dq])
-                if (part == PARTS - 1) and (column == k.WIDTH - form.SUM_COLUMNS):
+                if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
                     release(dscores_empty.index(place))
                 if form.ORDERED and part == 0 and column == 0:
-                    turn = first // form.KEYS - _first_adder(tile, shift, window_left, form)
+                    turn = first // form.KEYS - first_adder(tile, shift, window_left, form)
                     begin_turn(turns_ptr + number, turn_seen, turn)
-                store_sums(sums_desc, sums, dq, (number * PARTS + part) * k.WIDTH + column)
+                store_sums(sums_desc, sums, dq, (number * PARTS + part) * WIDTH + column)
     if form.ORDERED:
         if walk.total > 0:
             end_turn(turns_ptr + _number_before(walk, walk.total, form))
@@ -488,12 +492,3 @@ def _number_before(walk, it, form):
     """Number, among all tiles of statistics and sums, of the tile of the step before `it`."""
     head, tile = step_of(walk, it - 1, form)
     return walk.place + head * walk.line + tile
-
-
-@gluon.jit
-def _first_adder(tile, shift, window_left, form):
-    """The first key tile that a query tile sees."""
-    first = 0
-    if form.HAS_LEFT:
-        first = gl.maximum(tile * form.M + shift - window_left, 0) // form.KEYS
-    return first

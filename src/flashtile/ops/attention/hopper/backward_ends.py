@@ -18,6 +18,24 @@ def _row_layout(WIDTH):
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def _at_least(WIDTH):
+    """The next power of two."""
+    return 1 << (WIDTH - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _padded(HEAD_DIM):
+    """Elements from a row of dq to the next: `configs.padded_strides`."""
+    return -(-HEAD_DIM // 8) * 8
+
+
+@gluon.constexpr_function
+def _columns_together(WIDTH):
+    """The largest power of two that divides the columns of the sums."""
+    return WIDTH & -WIDTH
+
+
 @gluon.jit
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, cu_seqlens_q_ptr,
@@ -34,9 +52,10 @@ def attention_begin_kernel(
     sequence, head, first, begin, rows, _, _ = locate_tile(
         tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
     )
-    layout: gl.constexpr = _row_layout(E)
+    WIDTH: gl.constexpr = _at_least(E)
+    layout: gl.constexpr = _row_layout(WIDTH)
     row = first + gl.arange(0, M, gl.SliceLayout(1, layout))
-    column = gl.arange(0, E, gl.SliceLayout(0, layout))
+    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < rows)[:, None] & (column < HEAD_DIM_V)[None, :]
     out_row = (sequence.to(gl.int64) * rows_q if not PACKED else begin.to(gl.int64)) + row
     out = gl.load(out_ptr + (out_row * heads + head)[:, None] * HEAD_DIM_V + column[None, :], mask=mask, other=0.0)
@@ -63,7 +82,10 @@ def attention_begin_kernel(
     if ORDERED:
         gl.store(turns_ptr + number, 0)
     flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    gl.store(sums_ptr + number.to(gl.int64) * (M * D) + gl.arange(0, M * D, flat), gl.zeros([M * D], gl.float32, flat))
+    BLOCK: gl.constexpr = M * _columns_together(D)
+    for block in gl.static_range(0, M * D, BLOCK):
+        place = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
+        gl.store(place, gl.zeros([BLOCK], gl.float32, flat))
 
 
 @gluon.jit
@@ -71,7 +93,7 @@ def attention_end_kernel(
     sums_ptr, dq_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, query_tiles, scale,
     HEAD_DIM: gl.constexpr, D: gl.constexpr, M: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Writes `dq = scale · sums` of one tile; dq is contiguous."""
+    """Writes `dq = scale · sums` of one tile; dq is contiguous but for the padding of its rows."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -80,17 +102,19 @@ def attention_end_kernel(
     )
     # A thread reads eight columns of a row, which lie side by side in either order.
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [1, 4, 1], [2, 0, 1])
-    block = gl.arange(0, D // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    COLUMNS: gl.constexpr = _columns_together(D)
+    block = gl.arange(0, COLUMNS // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     column = block * 8 + within
     for part in gl.static_range(M // ROWS):
-        base = sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D
-        sums = gl.load(base + block * (8 * ROWS) + row * 8 + within)
-        mine = first + part * ROWS + row
-        dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
-        gl.store(
-            dq_ptr + (dq_row * heads + head) * HEAD_DIM + column,
-            (sums * scale).to(dq_ptr.dtype.element_ty),
-            mask=(mine < rows) & (column < HEAD_DIM),
-        )
+        for left in gl.static_range(0, D, COLUMNS):
+            base = sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS
+            sums = gl.load(base + block * (8 * ROWS) + row * 8 + within)
+            mine = first + part * ROWS + row
+            dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
+            gl.store(
+                dq_ptr + (dq_row * heads + head) * _padded(HEAD_DIM) + (column + left),
+                (sums * scale).to(dq_ptr.dtype.element_ty),
+                mask=(mine < rows) & (column + left < HEAD_DIM),
+            )

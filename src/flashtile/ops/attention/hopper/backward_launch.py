@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
+from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.configs import (
@@ -21,7 +22,9 @@ from flashtile.ops.attention.hopper.configs import (
     PRODUCER_REGISTERS,
     BackwardConfig,
     aligned,
+    backward_chunks,
     choose_backward_config,
+    padded_strides,
     tile_width,
 )
 from flashtile.ops.attention.hopper.score_parameters import (
@@ -75,15 +78,20 @@ class BackwardPlan(NamedTuple):
     """The three launches.
 
     Attributes:
-        makers: for each tensor of `_boxes`, what makes its descriptor.
-        outputs: dq, dk, dv, statistics, sums.
+        describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
+        outputs: dq, dk, dv.
+        scratch: one float32 buffer for the sums of dq, the statistics and, where dq is added up in order, the turns.
+        statistics_at, turns_at: where in it those begin, in bytes.
     """
 
     begin: Launch
     main: Launch
     end: Launch
-    makers: tuple[Callable[[int], tuple], ...]
-    outputs: tuple[Layout, ...]
+    describe: Callable[..., tuple]
+    outputs: tuple[Layout, Layout, Layout]
+    scratch: Layout
+    statistics_at: int
+    turns_at: int
 
 
 def backward(
@@ -120,27 +128,34 @@ def backward(
         dlse is not None,
         alibi_dimensions(side),
     )
-    dq, dk, dv, statistics, sums = (empty(*layout, q.device) for layout in plan.outputs)
-    turns = torch.empty(plan.end.programs, dtype=torch.int32, device=q.device) if spec.deterministic else None
-    cu_seqlens_q, cu_seqlens_k, turns_ptr = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k, turns))
-    slopes_ptr = pointer(side.alibi_slopes)
-    pointers = map(pointer, (out, dout, lse, dlse, statistics, sums))
-    plan.begin.launch(plan.begin.programs, *pointers, turns_ptr, cu_seqlens_q, *plan.begin.scalars)
-    moved = (q, k, v, dout, statistics, sums, dk, dv)
-    descriptors = [part for make, tensor in zip(plan.makers, moved) for part in make(tensor.data_ptr())]
-    plan.main.launch(
-        plan.main.programs, *descriptors, turns_ptr, cu_seqlens_q, cu_seqlens_k, slopes_ptr, *plan.main.scalars
+    dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
+    scratch = empty(*plan.scratch, q.device)
+    sums = scratch.data_ptr()
+    statistics = sums + plan.statistics_at
+    turns = sums + plan.turns_at if spec.deterministic else None
+    dout_address = dout.data_ptr()
+    cu_seqlens_q, cu_seqlens_k, slopes = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes))
+    plan.begin.launch(
+        plan.begin.programs, out.data_ptr(), dout_address, lse.data_ptr(), pointer(dlse), statistics, sums, turns,
+        cu_seqlens_q, *plan.begin.scalars,
+    )  # fmt: skip
+    descriptors = plan.describe(
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, sums, dk.data_ptr(), dv.data_ptr()
     )
-    plan.end.launch(plan.end.programs, sums.data_ptr(), dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
-    dsinks = _sink_gradient(statistics, side.sinks, lse) if wanted.sinks and side.sinks is not None else None
-    if dsinks is not None and more is not None:
-        dsinks += more
+    plan.main.launch(plan.main.programs, *descriptors, turns, cu_seqlens_q, cu_seqlens_k, slopes, *plan.main.scalars)
+    plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
+    dsinks = None
+    if wanted.sinks and side.sinks is not None:
+        rows = scratch[plan.statistics_at // 4 : plan.turns_at // 4].view(2 * plan.end.programs, -1)
+        dsinks = _sink_gradient(rows, side.sinks, lse)
+        if more is not None:
+            dsinks += more
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
 
 
 def _sink_gradient(statistics: Tensor, sinks: Tensor, lse: Tensor) -> Tensor:
     """The gradient of the sinks `[heads]`: minus the sum over rows of what the sink weighs times delta. `statistics`
-    holds lse and delta of each tile in the same order of rows, whichever it is."""
+    `[2 · tiles, rows]` holds lse and delta of each tile in the same order of rows, whichever it is."""
     *batch, heads, _ = lse.shape
     of_lse, delta = statistics.view(*batch, heads, -1, 2, statistics.shape[-1]).unbind(-2)
     weights = torch.exp2((sinks * LOG2_E)[:, None, None] - of_lse)
@@ -171,7 +186,7 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
-    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0)
+    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, spec.banded)
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -199,72 +214,90 @@ def _plan(
         spec.scale,
         *score_scalars(spec, heads, alibi),
     )
-    outputs = _outputs(variant, shapes, lines * query_tiles)
+    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in shapes)
+    tiles = query_tiles * lines
+    sums, statistics = (math.prod(shape) for shape in _buffers(variant, tiles).values())
+    scratch = sums + statistics + (tiles if spec.deterministic else 0)
     return BackwardPlan(
-        Launch(begin, query_tiles * lines, (*row_strides, *common)),
+        Launch(begin, tiles, (*row_strides, *common)),
         Launch(main, key_tiles * lines_kv, scalars),
-        Launch(end, query_tiles * lines, (*common, spec.scale)),
-        _makers(variant, shapes, strides, outputs),
-        outputs,
+        Launch(end, tiles, (*common, spec.scale)),
+        _describer(variant, shapes, strides, dk, dv, tiles),
+        (dq, dk, dv),
+        Layout((scratch,), (1,), torch.float32),
+        4 * sums,
+        4 * (sums + statistics),
     )
 
 
-def _outputs(variant: BackwardVariant, shapes: tuple[torch.Size, ...], tiles: int) -> tuple[Layout, ...]:
-    """dq, dk and dv, and the statistics and sums of so many tiles of queries (`backward_ends`)."""
+def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
     block_m = variant.config.block_m
-    columns = tile_width(variant.head_dim)
-    buffers = ((2 * tiles, block_m), (tiles * block_m * columns // CONSUMER_ROWS, CONSUMER_ROWS))
-    return (
-        *(Layout(tuple(shape), contiguous_strides(shape), variant.dtype) for shape in shapes),
-        *(Layout(shape, contiguous_strides(shape), torch.float32) for shape in buffers),
-    )
+    rows = tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
+    return {"sums": (rows, CONSUMER_ROWS), "statistics": (2 * tiles, block_m)}
 
 
-def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...]]:
-    """What one copy moves, of each tensor that TMA moves, in the order of the main kernel's parameters."""
+#: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
+#: chunk of columns, `<name>_rest`, whose descriptor follows.
+_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
+
+
+def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
+    """What one copy moves, for each descriptor in the order of the main kernel's parameters; None where there is no
+    second chunk of columns."""
     config = variant.config
     outer = (1, 1) if variant.packed else (1,)
+    rows = {"q": config.block_m, "dout": config.block_m}
+    boxes: dict[str, tuple[int, ...] | None] = {}
+    for name in _MOVED:
+        if name == "statistics":
+            boxes[name] = (2, config.block_m)
+        elif name == "sums":
+            boxes[name] = (config.sum_columns, CONSUMER_ROWS)
+        else:
+            head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
+            whole, rest = backward_chunks(head_dim)
+            count = rows.get(name, CONSUMER_ROWS)
+            boxes[name] = (*outer, count, 1, whole)
+            boxes[name + "_rest"] = (*outer, count, 1, rest) if rest else None
+    return boxes
 
-    def rows(count: int, head_dim: int) -> tuple[int, ...]:
-        return (*outer, count, 1, tile_width(head_dim))
 
-    head_dim, head_dim_v = variant.head_dim, variant.head_dim_v
-    return {
-        "q": rows(config.block_m, head_dim),
-        "k": rows(CONSUMER_ROWS, head_dim),
-        "v": rows(CONSUMER_ROWS, head_dim_v),
-        "dout": rows(config.block_m, head_dim_v),
-        "statistics": (2, config.block_m),
-        "sums": (config.sum_columns, CONSUMER_ROWS),
-        "dk": rows(CONSUMER_ROWS, head_dim),
-        "dv": rows(CONSUMER_ROWS, head_dim_v),
-    }
-
-
-def _makers(
+def _describer(
     variant: BackwardVariant,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    outputs: tuple[Layout, ...],
-) -> tuple[Callable[[int], tuple], ...]:
+    dk: Layout,
+    dv: Layout,
+    tiles: int,
+) -> Callable[..., tuple]:
+    """What makes all descriptors, from the addresses of `_MOVED`."""
     describe = packed_layout if variant.packed else TensorLayout
     q_shape, k_shape, v_shape = map(tuple, shapes)
     dout_shape = (*q_shape[:-1], v_shape[-1])
-    _, dk, dv, statistics, sums = outputs
+    given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
     layouts = {
-        **{
-            name: describe(shape, tuple(stride))
-            for name, shape, stride in zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
-        },
+        **{name: describe(shape, tuple(stride)) for name, shape, stride in given},
         "dk": describe(dk.shape, dk.strides),
         "dv": describe(dv.shape, dv.strides),
-        "statistics": TensorLayout(statistics.shape, statistics.strides),
-        "sums": TensorLayout(sums.shape, sums.strides),
+        **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in _buffers(variant, tiles).items()},
     }
-    return tuple(
-        descriptor_maker(_dtype_of(name, variant), box, layouts[name], swizzled=_is_operand(name))
-        for name, box in _boxes(variant).items()
-    )
+    boxes = _boxes(variant)
+    makers = [
+        chunks_maker(
+            _dtype_of(name, variant),
+            (boxes[name], boxes[name + "_rest"]) if _is_operand(name) else (boxes[name],),
+            layouts[name],
+            swizzled=_is_operand(name),
+        )
+        for name in _MOVED
+    ]
+
+    @functools.lru_cache(maxsize=64)
+    def make(*addresses: int) -> tuple:
+        return tuple(part for maker, address in zip(makers, addresses) for part in maker(address))
+
+    return make
 
 
 def _is_operand(name: str) -> bool:
@@ -292,6 +325,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     constants = {
         "KEYS": config.block_n,
         "M": config.block_m,
+        "PARTS": config.parts,
         "STAGES": config.stages,
         "SUM_COLUMNS": config.sum_columns,
         "HANDOVERS": config.handovers,
@@ -326,6 +360,8 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
     if name.endswith("_desc"):
         of = name.removesuffix("_desc")
         box = _boxes(variant)[of]
+        if box is None:
+            return "constexpr", 1
         return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of)), 1
     of_scores = parameter_types(variant.scores)
     if name in of_scores:

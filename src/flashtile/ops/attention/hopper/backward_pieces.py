@@ -16,6 +16,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.pieces import coordinates, matrix
+from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
@@ -45,26 +46,96 @@ def query_tile_ranges(
     return begin, full_begin, full_end, gl.maximum(end, begin)
 
 
-@gluon.jit
-def wide_zeros(WIDTH: gl.constexpr):
-    """A sum of `[64, WIDTH]` in two blocks of at most 128 columns: a single product of 256 columns does not compile
-    in a kernel of four warpgroups, for want of registers. Up to 128 columns the second block is not used."""
-    COLUMNS: gl.constexpr = min(WIDTH, 128)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    return gl.zeros([ROWS, COLUMNS], gl.float32, layout), gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+#: Columns of a product: one of 256 does not compile in a kernel of four warpgroups, for want of registers.
+_BLOCK = gl.constexpr(128)
 
 
 @gluon.jit
-def wide_product(a, b, block, rest):
-    """`[block, rest] + a b`, with `a` of 16 bits in registers."""
-    operand = gl.convert_layout(a, gl.DotOperandLayout(0, block.type.layout, 2), assert_trivial=True)
-    COLUMNS: gl.constexpr = block.shape[1]
-    if b.shape[1] > COLUMNS:
-        block = warpgroup_mma(operand, b.slice(0, COLUMNS, dim=1), block, is_async=True)
-        rest = warpgroup_mma(operand, b.slice(COLUMNS, COLUMNS, dim=1), rest, is_async=True)
-        block, rest = warpgroup_mma_wait(0, [block, rest])
+def chunks_of(ring, stage):
+    """A place of a ring as operands: both chunks of columns; the first again, where there is no second."""
+    tile = matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH)
+    rest = tile
+    if ring.REST > 0:
+        rest = matrix(ring.rest.index(stage), ring.ROWS, ring.REST)
+    return tile, rest
+
+
+@gluon.jit
+def columns_of(ring, stage, COLUMN: gl.constexpr, COUNT: gl.constexpr):
+    """`COUNT` columns of a place of a ring, all in one chunk."""
+    if COLUMN < ring.WIDTH:
+        columns = slice_of(matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
     else:
-        block = warpgroup_mma_wait(0, [warpgroup_mma(operand, b, block, is_async=True)])
+        columns = slice_of(matrix(ring.rest.index(stage), ring.ROWS, ring.REST), COLUMN - ring.WIDTH, COUNT, 1)
+    return columns
+
+
+@gluon.jit
+def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
+    """`COUNT` rows (0) or columns (1) of a tile."""
+    if COUNT < tile.shape[DIM]:
+        tile = tile.slice(FIRST, COUNT, dim=DIM)
+    return tile
+
+
+@gluon.jit
+def start_transposed(a, a_rest, b, b_rest, FIRST: gl.constexpr, zeros, REST: gl.constexpr):
+    """Starts `a bᵀ` of both chunks of columns, with as many rows of b from `FIRST` on as `zeros` has columns."""
+    COUNT: gl.constexpr = zeros.shape[1]
+    s = warpgroup_mma(a, slice_of(b, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if REST > 0:
+        s = warpgroup_mma(a_rest, slice_of(b_rest, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.constexpr_function
+def _sum_layout(COLUMNS):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+
+
+@gluon.jit
+def wide_zeros(ring):
+    """A sum with the columns of a ring, `[64, WIDTH + REST]`, in two blocks: at most `_BLOCK` columns, and what is
+    left. Where nothing is left, the second is not used."""
+    COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
+    MORE: gl.constexpr = max(ring.WIDTH + ring.REST - _BLOCK, 64)
+    block = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
+    return block, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE))
+
+
+@gluon.constexpr_function
+def products_of_sum(ring):
+    """How many products a term of a `wide_zeros` sum is."""
+    return 2 if ring.WIDTH + ring.REST > 128 else 1
+
+
+@gluon.jit
+def start_sum(a, b, b_rest, FIRST: gl.constexpr, block, rest, REST: gl.constexpr):
+    """Starts `[block, rest] += a b`, with `a` of 16 bits in registers and as many rows of b from `FIRST` on."""
+    WIDTH: gl.constexpr = b.shape[1]
+    COLUMNS: gl.constexpr = min(WIDTH, _BLOCK)
+    rows = slice_of(b, FIRST, a.shape[1], 0)
+    block = _start_product(a, slice_of(rows, 0, COLUMNS, 1), block)
+    if REST > 0:
+        rest = _start_product(a, slice_of(b_rest, FIRST, a.shape[1], 0), rest)
+    elif WIDTH > COLUMNS:
+        rest = _start_product(a, rows.slice(COLUMNS, WIDTH - COLUMNS, dim=1), rest)
+    return block, rest
+
+
+@gluon.jit
+def _start_product(a, b, block):
+    layout: gl.constexpr = gl.DotOperandLayout(0, _sum_layout(b.shape[1]), 2)
+    return warpgroup_mma(gl.convert_layout(a, layout, assert_trivial=True), b, block, is_async=True)
+
+
+@gluon.jit
+def wait_sum(IN_FLIGHT: gl.constexpr, ring, block, rest):
+    """Waits until no more than so many products are in flight."""
+    if products_of_sum(ring) > 1:
+        block, rest = warpgroup_mma_wait(IN_FLIGHT, [block, rest])
+    else:
+        block = warpgroup_mma_wait(IN_FLIGHT, [block])
     return block, rest
 
 
@@ -93,16 +164,33 @@ def _statistics_layout(QUERIES):
 
 
 @gluon.jit
-def load_statistics(smem, KIND: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
-    """lse (in units of log2; KIND 0) or delta (1) of a tile's queries, `[QUERIES]`, a column each of `sᵀ`.
+def load_statistics(smem, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
+    """lse (in units of log2; KIND 0) or delta (1) of `QUERIES` queries of a tile, a column each of `sᵀ`.
 
     Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`: what thread `t` of a row needs lies side by side.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     layout: gl.constexpr = _statistics_layout(QUERIES)
-    quads = reinterpret(smem, gl.float32, [2, QUERIES // 16, 4, 2, 2], plain).index(KIND).load(layout)
+    TILE: gl.constexpr = smem.shape[1]
+    sixteens = reinterpret(smem, gl.float32, [2, TILE // 16, 4, 2, 2], plain).index(KIND)
+    quads = slice_of(sixteens, FIRST // 16, QUERIES // 16, 0).load(layout)
     numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
     return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
+
+
+@gluon.jit
+def modified_scores(s, key, first_query, head, walk, changing):
+    """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
+    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, diagonal = changing
+    if cap_scale is not None:
+        s = capped(s, cap_scale)
+    tanh = s
+    if alibi_slopes_ptr is not None:
+        slope = load_slope(
+            alibi_slopes_ptr, stride_alibi_batch, walk.sequence, walk.first_head + head, scale_log2, True
+        )  # fmt: skip
+        s = lowered_by_distance(s, key, first_query + diagonal, slope)
+    return s, tanh
 
 
 @gluon.jit
@@ -150,27 +238,29 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(desc, smem, tile, sequence, head, begin, length, row, PACKED: gl.constexpr):
-    """Starts the store of 64 rows through shared memory. Rows past the end are not written."""
-    matrix(smem, ROWS, tile.shape[1]).store(tile.to(smem.dtype))
+def store_rows(
+    desc, rest_desc, ring, which, block, rest, sequence, head, begin, length, row, PACKED: gl.constexpr
+):  # fmt: skip
+    """Starts the store of a sum of 64 rows through a ring's place. Rows past the end are not written."""
+    COLUMNS: gl.constexpr = block.shape[1]
+    dtype: gl.constexpr = ring.tiles.dtype
+    columns_of(ring, which, 0, COLUMNS).store(block.to(dtype))
+    if products_of_sum(ring) > 1:
+        columns_of(ring, which, COLUMNS, rest.shape[1]).store(rest.to(dtype))
     fence_async_shared()
-    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)
+    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), ring.tiles.index(which))
+    if ring.REST > 0:
+        place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
+        tma_store(rest_desc, place, ring.rest.index(which))
 
 
 @gluon.jit
-def store_wide_rows(
-    desc, smem, block, rest, sequence, head, begin, length, row, WIDTH: gl.constexpr, PACKED: gl.constexpr
-):  # fmt: skip
-    """`store_rows` of a sum in two blocks of columns."""
-    COLUMNS: gl.constexpr = block.shape[1]
-    tile = matrix(smem, ROWS, WIDTH)
-    if WIDTH > COLUMNS:
-        tile.slice(0, COLUMNS, dim=1).store(block.to(smem.dtype))
-        tile.slice(COLUMNS, COLUMNS, dim=1).store(rest.to(smem.dtype))
-    else:
-        tile.store(block.to(smem.dtype))
-    fence_async_shared()
-    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), smem)
+def first_adder(tile, shift, window_left, form):
+    """The first key tile that a query tile sees."""
+    first = 0
+    if form.HAS_LEFT:
+        first = gl.maximum(tile * form.M + shift - window_left, 0) // form.KEYS
+    return first
 
 
 @gluon.jit

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.allocate import contiguous_strides
+
 Phase = Literal["forward", "backward"]
 
 #: Widest head of q and k, and of v.
@@ -109,8 +111,6 @@ def obstacle(call: HopperCall) -> str | None:
         return "it has no gradient of alibi_slopes"
     if call.head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
-    if call.phase == "backward" and call.head_dim % 8:
-        return f"TMA writes rows of whole 16 bytes: head_dim must be a multiple of 8, and is {call.head_dim}"
     if not call.aligned:
         return "TMA reads addresses and strides that are multiples of 16 bytes, and those of q, k or v are not"
     return None
@@ -124,6 +124,13 @@ def aligned(*tensors: Tensor) -> bool:
         strides = tensor.stride()
         bits |= tensor.data_ptr() | 2 * (strides[0] | strides[1] | strides[-2])
     return bits % 16 == 0
+
+
+def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a gradient `[..., head_dim]`: contiguous, but that rows are padded to 16 bytes, so that TMA can write
+    them."""
+    *outer, head_dim = shape
+    return contiguous_strides((*outer, -(-head_dim // 8) * 8))
 
 
 def column_chunks(head_dim: int) -> tuple[int, int]:
@@ -193,6 +200,8 @@ class BackwardConfig(NamedTuple):
     Attributes:
         block_n: keys of a program.
         block_m: queries of a tile.
+        parts: weights and gradients of the scores are computed for so large a part of a tile's queries at a time, half
+            (2) or all of it (1); all of it in split roles.
         stages: tiles of queries and of dout in flight.
         handovers: places for what one warpgroup passes on to another.
         sum_columns: columns of dq that are multiplied and added to the sums at a time.
@@ -203,6 +212,7 @@ class BackwardConfig(NamedTuple):
 
     block_n: int
     block_m: int
+    parts: int
     stages: int
     handovers: int
     sum_columns: int
@@ -210,35 +220,51 @@ class BackwardConfig(NamedTuple):
     registers: int
 
 
-#: (widest head_dim and head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485).
-    (64, BackwardConfig(128, 128, 2, 2, 64, False, 208)),
+    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 64, False, 208)),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609.
-    (128, BackwardConfig(128, 64, 3, 2, 64, False, 208)),
+    (128, 128, BackwardConfig(128, 64, 1, 3, 2, 64, False, 208)),
+    # dk and dv leave so few registers that scores come in two parts (462; in one 411), and ptxas lets no two products
+    # be in flight. In split roles, which keep 64 keys: 397.
+    (192, 128, BackwardConfig(128, 64, 2, 2, 2, 64, False, 208)),
     # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do.
-    (256, BackwardConfig(64, 64, 2, 1, 64, True, 208)),
+    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 64, True, 208)),
 )
 
-#: The same with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
+#: Instead of the row of 192 and 128 columns, where there is a band: the scores in one part (causal: 400; in two 375).
+_BANDED_WIDE = BackwardConfig(128, 64, 1, 2, 2, 64, False, 208)
+
+#: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, BackwardConfig(128, 64, 3, 2, 64, False, 208)),
+    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 64, False, 208)),
     # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, BackwardConfig(64, 64, 3, 2, 64, True, 208)),
-    _BACKWARD_ROWS[2],
+    (128, 128, BackwardConfig(64, 64, 1, 3, 2, 64, True, 208)),
+    _BACKWARD_ROWS[-1],
 )
+
+
+def backward_chunks(head_dim: int) -> tuple[int, int]:
+    """Columns of a tile of the backward, in one or two powers of two that a row of the swizzle divides: 129 to 192 =
+    128 + 64. The second is 0 where there is none."""
+    return (128, 64) if 128 < head_dim <= 192 else (max(64, 1 << (head_dim - 1).bit_length()), 0)
 
 
 def tile_width(head_dim: int) -> int:
-    """Columns of a tile of the backward: a power of two that a row of the swizzle divides."""
-    return max(64, 1 << (head_dim - 1).bit_length())
+    """Columns of a tile of the backward."""
+    return sum(backward_chunks(head_dim))
 
 
-def choose_backward_config(head_dim: int, head_dim_v: int, softcap: bool = False) -> BackwardConfig:
-    """The first row that holds the head."""
+def choose_backward_config(
+    head_dim: int, head_dim_v: int, softcap: bool = False, banded: bool = False
+) -> BackwardConfig:
+    """The row of a call: the first that holds the head."""
+    if banded and not softcap and 128 < head_dim <= 192 and head_dim_v <= 128:
+        return _BANDED_WIDE
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
-    return next(config for widest, config in rows if max(head_dim, head_dim_v) <= widest)
+    return next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
 
 
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:

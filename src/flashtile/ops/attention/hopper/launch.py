@@ -17,7 +17,7 @@ from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import descriptor_maker, descriptor_type, packed_layout
+from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
@@ -196,23 +196,9 @@ def _makers(
 ) -> tuple[Callable[[int], tuple], ...]:
     describe = packed_layout if variant.packed else TensorLayout
     return tuple(
-        _chunks_maker(variant.dtype, boxes, describe(tuple(shape), tuple(stride)))
+        chunks_maker(variant.dtype, boxes, describe(tuple(shape), tuple(stride)))
         for boxes, shape, stride in zip(_boxes(variant), shapes, strides)
     )
-
-
-def _chunks_maker(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout
-) -> Callable[[int], tuple]:
-    """What makes the descriptors of both chunks of a tensor."""
-    whole, rest = (None if box is None else descriptor_maker(dtype, box, layout) for box in boxes)
-    assert whole is not None
-
-    @functools.lru_cache(maxsize=64)
-    def make(address: int) -> tuple:
-        return (*whole(address), *((None,) if rest is None else rest(address)))
-
-    return make
 
 
 def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
