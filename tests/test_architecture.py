@@ -25,7 +25,7 @@ WITHIN_OPERATION = {
     "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
-    "explain": {"api", "block_mask", "checks", "cpu", "hopper", "select", "spec", "triton"},
+    "explain": {"api", "block_mask", "checks", "cpu", "hopper", "select", "spec", "split", "triton"},
     "partial": {"api", "checks", "operator", "spec"},
     "operator": {
         "checks",
@@ -40,8 +40,8 @@ WITHIN_OPERATION = {
         "spec",
         "triton",
     },
-    # What the Hopper kernels serve is told by their tables (`hopper.configs`), which need no Triton.
-    "select": {"hopper", "spec"},
+    # What the Hopper kernels serve, and when keys are split, is told by their `configs`, which need no Triton.
+    "select": {"hopper", "spec", "split"},
     "forward_mode": {"row_weights", "spec"},
     "row_weights": {"block_mask", "philox", "spec"},
     "inspection": {"api", "block_mask", "checks", "column_sums", "operator", "row_weights", "spec"},
@@ -64,9 +64,10 @@ WITHIN_OPERATION = {
     "cpu": {"block_mask", "losses", "philox", "spec"},
     "triton": {"philox", "plans", "spec"},
     "hopper": {"philox", "plans", "spec"},
+    "split": {"spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
-COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "watch"}
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "split_keys", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
 GATHERED = "decompositions"
 #: Packages that stand on the public names, as a user does.
@@ -138,7 +139,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            allowed = COMMON_ON_BACKENDS if module[2] == COMMON else {"explain", "select", "triton", "hopper"}
+            allowed = COMMON_ON_BACKENDS if module[2] == COMMON else {"explain", "select", "triton", "hopper", "split"}
             return "" if part in allowed else "only kernels, select and explain need device facts"
         if target != "ops":
             return "operations import operations only"

@@ -4,7 +4,7 @@
 
 Prints, for each case (sequences × rows in the cache), the cuts from fast to slow, with GB/s of the cache and what part
 of a copy's GB/s that is (of as many bytes, read and written). The cut that a call takes by itself is marked. A person
-copies the winner, with its reason, into `flashtile/ops/kv_cache/triton/configs.py`; nothing is tuned on a user's
+copies the winner, with its reason, into `flashtile/ops/common/split_keys/configs.py`; nothing is tuned on a user's
 machine. A cut must give the results of the first before its time counts.
 
     --sweep tiles    tiles of the table of candidates, each with the splits that they choose (default)
@@ -28,8 +28,8 @@ from torch import Tensor
 import flashtile
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile.bench.timing import make_timer
-from flashtile.ops.kv_cache.triton import plan
-from flashtile.ops.kv_cache.triton.configs import (
+from flashtile.ops.common.split_keys import configs
+from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
     Situation,
     choose_splits,
@@ -38,6 +38,7 @@ from flashtile.ops.kv_cache.triton.configs import (
     resident_programs,
     shared_memory,
 )
+from flashtile.ops.kv_cache.triton.plan import _plan
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -91,14 +92,14 @@ def candidates(situation: Situation) -> Iterator[AttendTiles]:
 @contextmanager
 def with_tiles(tiles: AttendTiles) -> Iterator[None]:
     """Calls take these tiles in the place of the table's."""
-    from_table = plan.choose_tiles
-    plan.choose_tiles = lambda *_: tiles
-    plan._plan.cache_clear()
+    from_table = configs.choose_tiles
+    configs.choose_tiles = lambda *_: tiles
+    _plan.cache_clear()
     try:
         yield
     finally:
-        plan.choose_tiles = from_table
-        plan._plan.cache_clear()
+        configs.choose_tiles = from_table
+        _plan.cache_clear()
 
 
 def milliseconds(call: Callable[[], Any], seconds: float) -> float:

@@ -54,6 +54,12 @@ KNOWN_DEVICES = {
     )
 }
 
+#: Multiprocessors (AMD: compute units) of a large GPU of each, for questions about one that is not present.
+_TYPICAL_MULTIPROCESSORS = {
+    "sm_75": 72, "sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
+    "gfx942": 304, "gfx950": 256, "gfx1100": 96,
+}  # fmt: skip
+
 #: Stands for the CPU when Triton's interpreter runs the kernels there.
 INTERPRETER = DeviceFacts("interpreter", 227 * _KIB)
 
@@ -81,6 +87,11 @@ def interpreting() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU (AMD: compute units); one for the interpreter."""
     return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def typical_multiprocessors(facts: DeviceFacts) -> int:
+    """Multiprocessors of a large GPU of an architecture."""
+    return _TYPICAL_MULTIPROCESSORS.get(facts.arch, 1)
 
 
 @functools.cache

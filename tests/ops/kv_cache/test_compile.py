@@ -20,9 +20,10 @@ from triton.compiler import CompiledKernel
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import compile_kernel
+from flashtile.ops.common.split_keys import plan as split_plans
+from flashtile.ops.common.split_keys.configs import Situation, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from flashtile.ops.kv_cache.triton.configs import Situation, resident_programs
 from machine_code import _run_tool, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,8 +69,10 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         new = tuple((call.batch, call.seq_new, *shape[2:]) for shape in (k, v))
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
-        mock.patch.object(plan, "multiprocessors", return_value=multiprocessors),
         mock.patch.object(plan, "_launcher", lambda variant, _device: variant),
+        mock.patch.object(split_plans, "device_facts", return_value=device),
+        mock.patch.object(split_plans, "multiprocessors", return_value=multiprocessors),
+        mock.patch.object(split_plans, "_launcher", lambda variant, _device: variant),
     ):
         return plan._plan.__wrapped__(
             call.dtype, torch.device("cuda", 0), tuple((shape, contiguous_strides(shape)) for shape in (q, k, v)),
@@ -80,8 +83,12 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         )  # fmt: skip
 
 
-def compiled(variant: plan.Variant, device: devices.DeviceFacts) -> CompiledKernel:
-    return compile_kernel(plan.kernel_source(variant), device)
+Variant = plan.AppendVariant | split_plans.AttendVariant | split_plans.CombineVariant
+
+
+def compiled(variant: Variant, device: devices.DeviceFacts) -> CompiledKernel:
+    module = plan if isinstance(variant, plan.AppendVariant) else split_plans
+    return compile_kernel(module.kernel_source(variant), device)
 
 
 _CALLS = {
@@ -129,7 +136,7 @@ def test_fits(arch: str, name: str) -> None:
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
     made = plan_of(call, device)
-    launches = [launch for launch in (made.append, made.attend, made.combine) if launch is not None]
+    launches = [launch for launch in (made.append, made.split.attend, made.split.combine) if launch is not None]
     for launch in launches:
         binary = compiled(launch.launch, device)
         assert binary.metadata.shared <= device.shared_memory
@@ -141,7 +148,7 @@ def test_fits(arch: str, name: str) -> None:
 )
 def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
     """And two tiles of keys and of values are on their way while one is computed, with pages too."""
-    variant = plan_of(_CALLS[name]).attend.launch
+    variant = plan_of(_CALLS[name]).split.attend.launch
     binary = compiled(variant, _HOPPER)
     code = instructions(binary.asm)
     assert code.count("LDGSTS.E.BYPASS.128") == code.count("LDGSTS") > 0
@@ -152,7 +159,7 @@ def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("name", ["decode", "decode_paged_16", "decode_paged_256", "head_64", "head_256", "head_512"])
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]
-    variant = plan_of(call).attend.launch
+    variant = plan_of(call).split.attend.launch
     binary = compiled(variant, _HOPPER)
     rows = call.seq_q * call.heads // call.heads_kv
     situation = Situation(call.dtype, call.head_dim, call.head_dim_v, rows)
@@ -170,18 +177,19 @@ def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> N
 )
 def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(change: dict[str, Any]) -> None:
     several = Call(seq_q=2, seq_new=2)  # a single query needs no mask for causal
-    other, plain = (plan_of(call).attend.launch for call in (several._replace(**change), several))
+    other, plain = (plan_of(call).split.attend.launch for call in (several._replace(**change), several))
     assert other._replace(row_strides=(0, 0)) == plain._replace(row_strides=(0, 0))
 
 
 def test_lengths_are_no_part_of_a_plan() -> None:
     """A plan is looked up without the length, which goes with every launch."""
-    assert plan_of(Call()).attend.scalars == plan_of(Call(spec=Call().spec._replace(length=77))).attend.scalars
+    longer = Call(spec=Call().spec._replace(length=77))
+    assert plan_of(Call()).split.attend.scalars == plan_of(longer).split.attend.scalars
     assert append_and_attend_end_with_length()
 
 
 def append_and_attend_end_with_length() -> bool:
-    kernels = plan.append_kernel, plan.attend_kernel
+    kernels = plan.append_kernel, split_plans.attend_kernel
     return all([n for n in kernel.arg_names if n.islower()][-1] == "length" for kernel in kernels)
 
 
@@ -201,5 +209,5 @@ def append_and_attend_end_with_length() -> bool:
 )
 def test_programs(call: Call, append: int | None, attend: int, combine: int | None) -> None:
     made = plan_of(call)
-    assert (made.append and made.append.programs, made.attend.programs) == (append, attend)
-    assert (made.combine and made.combine.programs) == combine
+    assert (made.append and made.append.programs, made.split.attend.programs) == (append, attend)
+    assert (made.split.combine and made.split.combine.programs) == combine

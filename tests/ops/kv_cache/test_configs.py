@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from flashtile._backends.devices import KNOWN_DEVICES
-from flashtile.ops.kv_cache.spec import MAX_SPLITS
-from flashtile.ops.kv_cache.triton.configs import (
+from flashtile.ops.common.split_keys.configs import (
+    MAX_SPLITS,
     Situation,
-    append_cut,
     choose_splits,
     choose_tiles,
     combine_cut,
     resident_programs,
     shared_memory,
 )
+from flashtile.ops.kv_cache.triton.configs import append_cut
 
 _SLOTS = 132 * 3
 

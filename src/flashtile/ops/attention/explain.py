@@ -22,6 +22,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.split import configs as split
 from flashtile.ops.attention.triton.configs import (
     Kernel,
     TileConfig,
@@ -31,6 +32,8 @@ from flashtile.ops.attention.triton.configs import (
     situation_of,
 )
 from flashtile.ops.common.backends import BackendChoice
+from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, choose_cut
+from flashtile.ops.common.split_keys.configs import shared_memory as split_memory
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,15 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward"; on the CPU what computes the call.
+        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward", of split keys "forward, keys in 16 parts";
+            on the CPU what computes the call.
         tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
         shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
         backend: whose kernel it is: that of the backward may be another's than that of the forward.
     """
 
     name: str
-    tiles: TileConfig | HopperConfig | BackwardConfig | None = None
+    tiles: TileConfig | HopperConfig | BackwardConfig | AttendTiles | None = None
     shared_memory: int = 0
     backend: str = ""
 
@@ -61,8 +65,9 @@ class KernelChoice:
         else:
             warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
             chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+        rows = "queries and heads" if isinstance(tiles, AttendTiles) else "queries"
         return (
-            f"{self.name} ({self.backend}): {tiles.block_m} queries × {tiles.block_n} keys, {warps}, "
+            f"{self.name} ({self.backend}): {tiles.block_m} {rows} × {tiles.block_n} keys, {warps}, "
             f"{stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}"
         )
 
@@ -72,8 +77,8 @@ class Explanation:
     """The answer of `flashtile.explain`.
 
     Attributes:
-        backend: "hopper", "triton", "cpu" or "reference"; None where no backend can serve the call. Of the forward;
-            that of the backward stands with its kernels.
+        backend: "split", "hopper", "triton", "cpu" or "reference"; None where no backend can serve the call. Of the
+            forward; that of the backward stands with its kernels.
         reason: why that one, or why none.
         kernels: what it runs, forward and backward.
         rejected: other backend -> why not.
@@ -160,7 +165,7 @@ def explain(
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     if block_mask is not None:
         side, spec = add_block_mask(side, spec, q, block_mask)
-    name, device_type, facts = _resolve_device(q.device if device is None else device)
+    name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     interpreting = device_type == "cpu" and devices.interpreting()
     rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
 
@@ -169,10 +174,19 @@ def explain(
         if device_type == "cuda":
             learned = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
             call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec, learned)
-        return select.choose_backend(backend, device_type, q.dtype, devices.triton_missing(), interpreting, call)
+        asked = "auto" if backend == "split" and phase == "backward" else backend
+        split_facts = select.split_facts(phase, q, k, side, spec, asked)
+        return select.choose_backend(
+            asked, device_type, q.dtype, devices.triton_missing(), interpreting, call, split_facts, multiprocessors
+        )
 
     forward, backward = choose("forward"), choose("backward")
-    kernels = _kernels(forward.backend, backward.backend, q, k, v, side, spec, facts) if forward.backend else ()
+    kernels: tuple[KernelChoice, ...] = ()
+    if forward.backend == "split":
+        first = _split_kernel(q, k, v, spec, facts, multiprocessors)
+        kernels = first, *_kernels("triton", backward.backend, q, k, v, side, spec, facts)[1:]
+    elif forward.backend:
+        kernels = _kernels(forward.backend, backward.backend, q, k, v, side, spec, facts)
     return Explanation(forward.backend, forward.reason, kernels, forward.rejected, name)
 
 
@@ -181,24 +195,39 @@ def _rows_contiguous(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts]:
-    """Name, device type and facts of a device or of an architecture."""
+def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.DeviceFacts, int]:
+    """Name, device type, facts and multiprocessors of a device or of an architecture."""
     if isinstance(device, str) and device in devices.KNOWN_DEVICES:
-        return device, "cuda", devices.KNOWN_DEVICES[device]
+        facts = devices.KNOWN_DEVICES[device]
+        return device, "cuda", facts, devices.typical_multiprocessors(facts)
     try:
         found = torch.device(device)
     except RuntimeError:
         found = torch.device("meta")
     if found.type == "cuda" and torch.cuda.is_available():
         index = found.index if found.index is not None else torch.cuda.current_device()
-        facts = devices.device_facts(torch.device("cuda", index))
-        return f"{torch.cuda.get_device_name(index)} ({facts.arch})", "cuda", facts
+        here = torch.device("cuda", index)
+        facts = devices.device_facts(here)
+        return f"{torch.cuda.get_device_name(index)} ({facts.arch})", "cuda", facts, devices.multiprocessors(here)
     if found.type == "cpu":
-        return "the CPU", "cpu", devices.INTERPRETER
+        return "the CPU", "cpu", devices.INTERPRETER, 1
     raise ValueError(
         f"device: expected 'cpu', a GPU that is present, or one of {', '.join(devices.KNOWN_DEVICES)}, got {device}; "
         "name the architecture to ask about a GPU that is not here"
     )
+
+
+def _split_kernel(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, facts: devices.DeviceFacts, multiprocessors: int
+) -> KernelChoice:
+    """The kernel that attends to a part of the keys, and how many parts there are."""
+    group = q.shape[2] // max(k.shape[2], 1)
+    first, last = split.visible_keys(q.shape[1], k.shape[1], spec)
+    rows = q.shape[0] * k.shape[2], q.shape[1] * group
+    situation = Situation(q.dtype, q.shape[-1], v.shape[-1], rows[1])
+    tiles, splits = choose_cut(situation, rows[0], last - first, facts, multiprocessors)
+    name = f"forward, keys in {splits} parts" if splits > 1 else "forward"
+    return KernelChoice(name, tiles, split_memory(facts, tiles, situation), "split")
 
 
 def _kernels(

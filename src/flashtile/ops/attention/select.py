@@ -17,6 +17,7 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.split import configs as split
 from flashtile.ops.common import backends
 from flashtile.ops.common.backends import BackendChoice
 from flashtile.ops.common.watch import watched
@@ -26,9 +27,10 @@ _MODULES = {
     "cpu": "flashtile.ops.attention.cpu",
     "triton": "flashtile.ops.attention.triton.launch",
     "hopper": "flashtile.ops.attention.hopper.launch",
+    "split": "flashtile.ops.attention.split.launch",
 }
 #: In the order in which "auto" tries them.
-_AUTOMATIC = ("hopper", "triton", "cpu")
+_AUTOMATIC = ("split", "hopper", "triton", "cpu")
 _NO_REFERENCE = "it holds the whole score matrix; it runs only when asked for by name"
 
 
@@ -39,12 +41,17 @@ def choose_backend(
     triton_missing: str | None,
     interpreting: bool,
     hopper_call: hopper.HopperCall | None = None,
+    split_facts: split.SplitFacts | None = None,
+    multiprocessors: int = 1,
 ) -> BackendChoice:
     """The choice, from facts alone. `hopper_call`: those that decide about the Hopper kernels; None away from a GPU.
+    `split_facts`: those that decide about splitting the keys; None for a backward, and where nobody needs to ask.
 
     A backward asked for from "hopper" by name goes, where the Hopper kernels have none for it, to the portable kernels.
     """
     obstacles = {
+        "split": _triton_obstacle(device_type, dtype, triton_missing, interpreting)
+        or _split_obstacle(split_facts, requested, interpreting, multiprocessors),
         "hopper": _hopper_obstacle(hopper_call, device_type, triton_missing, interpreting),
         "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
         "cpu": backends.cpu_obstacle(device_type),
@@ -53,6 +60,18 @@ def choose_backend(
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
     return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
+
+
+def _split_obstacle(
+    facts: split.SplitFacts | None, requested: str, interpreting: bool, multiprocessors: int
+) -> str | None:
+    if facts is None:
+        return "it is for the forward of few queries against many keys"
+    why_not = split.obstacle(facts)
+    if why_not or requested != "auto":
+        return why_not
+    # As for the portable kernels: what is interpreted is asked for by name.
+    return "on a CPU it is interpreted" if interpreting else split.no_gain(facts, multiprocessors)
 
 
 def _triton_obstacle(
@@ -91,9 +110,21 @@ def implementation(
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
     """
+    if backend == "split" and phase == "backward":
+        backend = "auto"
+    facts = split_facts(phase, q, k, side, spec, backend)
     if not q.is_cuda:
-        return _implementation(backend, q.device.type, q.dtype, None)
-    return _gpu_implementation(backend, q.device, phase, *_hopper_facts(q, k, v, side, spec), learned_slopes)
+        return _implementation(backend, q.device.type, q.dtype, None, facts, 1)
+    return _gpu_implementation(backend, q.device, phase, facts, *_hopper_facts(q, k, v, side, spec), learned_slopes)
+
+
+def split_facts(
+    phase: hopper.Phase, q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> split.SplitFacts | None:
+    """The facts that decide whether keys are split; None where they are not."""
+    if backend == "split" or (backend == "auto" and phase == "forward" and q.shape[-3] <= split.MAX_QUERIES):
+        return split.facts_of(q, k, side, spec)
+    return None
 
 
 def column_sums_implementation(q: Tensor, backend: str) -> ModuleType:
@@ -110,6 +141,7 @@ def choose_column_sums(
 ) -> BackendChoice:
     """Which backend serves `flashtile.attention_column_sums`, from facts alone."""
     obstacles = {
+        "split": "it has no kernel for column sums; backend='triton' has one",
         "hopper": "it has no kernel for column sums; backend='triton' has one, on sm_90 too",
         "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
         "cpu": backends.cpu_obstacle(device_type),
@@ -153,17 +185,26 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
 
 
 @functools.lru_cache(maxsize=4096)
-def _gpu_implementation(backend: str, device: torch.device, phase: hopper.Phase, *facts: Any) -> ModuleType:
+def _gpu_implementation(
+    backend: str, device: torch.device, phase: hopper.Phase, split_facts: split.SplitFacts | None, *facts: Any
+) -> ModuleType:
     call = hopper.HopperCall(phase, devices.device_facts(device).arch, *facts)
-    return _implementation(backend, device.type, call.dtype, call)
+    return _implementation(backend, device.type, call.dtype, call, split_facts, devices.multiprocessors(device))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _implementation(
-    backend: str, device_type: str, dtype: torch.dtype, hopper_call: hopper.HopperCall | None
+    backend: str,
+    device_type: str,
+    dtype: torch.dtype,
+    hopper_call: hopper.HopperCall | None,
+    split_facts: split.SplitFacts | None,
+    multiprocessors: int,
 ) -> ModuleType:
     triton_missing, interpreting = devices.triton_missing(), devices.interpreting()
-    choice = choose_backend(backend, device_type, dtype, triton_missing, interpreting, hopper_call)
+    choice = choose_backend(
+        backend, device_type, dtype, triton_missing, interpreting, hopper_call, split_facts, multiprocessors
+    )
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
     call = f"attention, {dtype} on {device_type}"

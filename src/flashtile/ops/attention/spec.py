@@ -45,7 +45,7 @@ class Origin(NamedTuple):
     heads: int
 
 
-BACKENDS = ("auto", "reference", "cpu", "triton", "hopper")
+BACKENDS = ("auto", "reference", "cpu", "triton", "hopper", "split")
 
 
 class AttentionSpec(NamedTuple):

@@ -21,8 +21,9 @@ from flashtile.ops.common.score_checks import (
     resolve_softcap,
     resolve_window,
 )
+from flashtile.ops.common.split_keys.configs import MAX_SPLITS
 from flashtile.ops.common.table_checks import check_table_pair
-from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, MAX_SPLITS, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before
+from flashtile.ops.kv_cache.spec import MAX_HEAD_DIM, PAGE_MULTIPLE, CacheCall, CacheSpec, lengths_before
 
 __all__ = [
     "check_appended",

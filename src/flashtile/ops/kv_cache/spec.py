@@ -25,8 +25,6 @@ from torch import Tensor
 MAX_HEAD_DIM = 512
 #: Rows of a page are a multiple of this.
 PAGE_MULTIPLE = 16
-#: The most parts into which the keys of a sequence are split.
-MAX_SPLITS = 128
 
 
 class CacheSpec(NamedTuple):

@@ -1,60 +1,14 @@
-"""How the kernels over a cache are cut: frozen tables per architecture, and the pure functions that read them.
-
-Nothing is tuned on a user's machine. The rows follow from registers, shared memory, and from how much must be in flight
-for a GPU to read at its full bandwidth (some 40 KiB for each multiprocessor of an H200). A row that does not fit a
-device's shared memory is shrunk until it does. `tools/tune_decode.py` times other cuts.
-"""
+"""How the kernel that appends to a cache is cut."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.common.tiles import power_of_two, tile_width
-from flashtile.ops.kv_cache.spec import MAX_SPLITS
+from flashtile.ops.common.tiles import power_of_two
 
-#: Share of the best use of a GPU's programs that is good enough, if it takes fewer splits.
-_GOOD_ENOUGH = 0.9
-#: Elements of a part that a program of the combining kernel has in flight.
-_COMBINED = 4096
-#: Elements of a row that a program of the appending kernel moves at a time.
+#: Elements of a row that a program moves at a time.
 _APPENDED = 4096
-
-
-class AttendTiles(NamedTuple):
-    """How the attending kernel is cut.
-
-    Attributes:
-        block_m: rows of a tile, at most: queries times the query heads of a key/value head.
-        block_n: keys of a tile.
-        num_warps: warps per program.
-        num_stages: tiles in flight from device memory.
-        chunk: columns of the head that are multiplied at a time; 0 = all of them.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    chunk: int = 0
-
-
-class Situation(NamedTuple):
-    """What the choice of tiles looks at, beside the device.
-
-    Attributes:
-        dtype: of all tensors.
-        head_dim: of q and k.
-        head_dim_v: of v.
-        rows: queries of a sequence times the query heads of a key/value head.
-    """
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    rows: int
 
 
 class AppendCut(NamedTuple):
@@ -67,137 +21,6 @@ class AppendCut(NamedTuple):
     num_warps: int
 
 
-class CombineCut(NamedTuple):
-    """How the combining kernel is cut: splits of a tile, and warps."""
-
-    block_s: int
-    num_warps: int
-
-
-_Table = tuple[tuple[int, AttendTiles], ...]
-
-#: NVIDIA from sm_80 on, 16-bit: for heads up to so many columns.
-_TENSOR_CORES: _Table = (
-    (64, AttendTiles(64, 128, 4, 3)),
-    (128, AttendTiles(64, 64, 4, 3)),
-    (256, AttendTiles(32, 32, 4, 3)),
-    (512, AttendTiles(16, 32, 4, 2)),
-)
-
-#: sm_90, 16-bit. Measured on an H200 (32 query and 8 key/value heads, bfloat16, one query): microseconds for 8
-#: sequences of 4,096 keys, 1 of 131,072 and 32 of 32,768; the row of other GPUs takes 37.9, 132.3 and 944.
-_HOPPER: _Table = (
-    _TENSOR_CORES[0],
-    (
-        128,
-        AttendTiles(64, 128, 8, 3),
-    ),  # 36.2, 124.9 and 938; 4 warps 36.3, 125.7 and 941, in 2 stages 37.4, 125.2 and 936
-    *_TENSOR_CORES[2:],
-)
-
-#: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
-_CDNA: _Table = (
-    (64, AttendTiles(64, 64, 4, 2)),
-    (128, AttendTiles(32, 64, 4, 1)),
-    (256, AttendTiles(16, 32, 4, 1)),
-    (512, AttendTiles(16, 16, 4, 1)),
-)
-
-#: AMD RDNA, 16-bit: half as many threads in a warp, and half as many registers in a thread, as CDNA.
-_RDNA: _Table = (
-    (64, AttendTiles(32, 32, 8, 1)),
-    (128, AttendTiles(32, 32, 8, 1)),
-    (256, AttendTiles(16, 16, 8, 1)),
-    (512, AttendTiles(16, 16, 8, 1, 32)),
-)
-
-#: float32 everywhere: IEEE products run on the ordinary units, out of registers.
-_FLOAT32: _Table = (
-    (64, AttendTiles(32, 32, 4, 2)),
-    (128, AttendTiles(16, 32, 4, 2)),
-    (256, AttendTiles(16, 16, 4, 2)),
-    (512, AttendTiles(16, 16, 8, 1, 64)),
-)
-
-
-def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
-    """The tiles on a device: the first row of its table that holds the head, shrunk to the rows and to fit."""
-    widest = max(tile_width(situation.head_dim), tile_width(situation.head_dim_v))
-    if situation.dtype is torch.float32 or (device.is_cuda and device.capability < 80):
-        # Triton has no tensor-core products on sm_75: it multiplies 16-bit operands as it does float32.
-        table = _FLOAT32
-    elif device.arch.startswith("gfx1"):
-        table = _RDNA
-    elif device.arch.startswith("gfx"):
-        table = _CDNA
-    else:
-        table = _HOPPER if device.arch == "sm_90" else _TENSOR_CORES
-    tiles = next(tiles for columns, tiles in table if widest <= columns)
-    if table is _FLOAT32 and device.arch.startswith("gfx1"):
-        tiles = tiles._replace(block_n=16, num_warps=8)  # half the registers of CDNA
-    tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(situation.rows))))
-    return _fit(device, tiles, situation)
-
-
-def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
-    """Estimate of the shared memory of a program, in bytes; tests compile the rows and hold it to the limit."""
-    width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
-    itemsize = situation.dtype.itemsize
-    if tiles.chunk:
-        elements = tiles.chunk * (tiles.block_m + tiles.block_n) + tiles.block_n * width_v
-    else:
-        # From 64 rows on Hopper and sm_100 multiply asynchronously, and hold the tiles of one more stage.
-        asynchronous = tiles.block_m >= 64 and 90 <= device.capability < 120
-        buffers = max(1, tiles.num_stages - (not asynchronous))
-        elements = tiles.block_m * width + tiles.block_n * (width + width_v) * buffers
-    # Beside the tiles: scores on their way to the next product, and reductions.
-    return itemsize * elements + max(4 * tiles.block_m * tiles.block_n, 2048)
-
-
-def _fit(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> AttendTiles:
-    """Fewer stages first, then fewer keys, then fewer rows, then chunks of the head."""
-    while shared_memory(device, tiles, situation) > device.shared_memory and not tiles.chunk:
-        if tiles.num_stages > 2 or (tiles.num_stages > 1 and tiles.block_n <= 16):
-            tiles = tiles._replace(num_stages=tiles.num_stages - 1)
-        elif tiles.block_n > 16:
-            tiles = tiles._replace(block_n=tiles.block_n // 2)
-        elif tiles.block_m > 16:
-            tiles = tiles._replace(block_m=tiles.block_m // 2)
-        else:
-            tiles = tiles._replace(num_stages=1, chunk=32)
-    return tiles
-
-
-def resident_programs(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
-    """Programs that a multiprocessor holds at once, by shared memory and warps."""
-    by_memory = device.shared_memory // shared_memory(device, tiles, situation)
-    return max(1, min(by_memory, 16 // tiles.num_warps))
-
-
-def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
-    """Into how many parts the keys of a sequence are split, so that programs fill a GPU's slots for them.
-
-    Args:
-        programs: without a split: sequences times key/value heads times tiles of rows.
-        key_tiles: tiles of keys that the longest sequence can have.
-        slots: programs that the GPU holds at once.
-
-    Returns:
-        The fewest splits that use the slots nearly as well as any number does: work in whole waves of programs wastes
-        the slots that its last wave leaves empty.
-    """
-    most = min(MAX_SPLITS, max(key_tiles, 1))
-    if not programs or programs >= 8 * slots:
-        return 1
-
-    def used(splits: int) -> float:
-        waves = programs * splits / slots
-        return waves / -(-programs * splits // slots)
-
-    best = max(used(splits) for splits in range(1, most + 1))
-    return next(splits for splits in range(1, most + 1) if used(splits) >= _GOOD_ENOUGH * best)
-
-
 def append_cut(heads: int, head_dim: int, head_dim_v: int, half: int, device: DeviceFacts) -> AppendCut:
     """`heads`: the most that a row of q or k has."""
     block_half, block_rest = power_of_two(half), power_of_two(head_dim - 2 * half)
@@ -205,8 +28,3 @@ def append_cut(heads: int, head_dim: int, head_dim_v: int, half: int, device: De
     widest = max(block_half, block_rest, block_e)
     block_h = max(1, min(power_of_two(heads), _APPENDED // widest))
     return AppendCut(block_h, block_half, block_rest, block_e, 256 // device.warp_size)
-
-
-def combine_cut(splits: int, head_dim_v: int, device: DeviceFacts) -> CombineCut:
-    width = tile_width(head_dim_v)
-    return CombineCut(max(2, min(power_of_two(splits), _COMBINED // width)), 128 // device.warp_size)

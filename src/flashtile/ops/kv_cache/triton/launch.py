@@ -12,8 +12,9 @@ from torch import Tensor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import pointer
+from flashtile.ops.common.split_keys.launch import attend
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
-from flashtile.ops.kv_cache.triton.plan import Launch, plan_for
+from flashtile.ops.kv_cache.triton.plan import plan_for
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
@@ -31,22 +32,10 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
-        _run(plan.append, *map(pointer, tensors), *indices[:2], indices[3], length=spec.length)
-        q = q if rotated is None else rotated
-    out, lse = empty(*plan.out, device), empty(*plan.lse, device)
-    inputs = (*map(pointer, (q, call.k_cache, call.v_cache)),)
-    rest = (*indices, *map(pointer, (call.alibi_slopes, call.sinks)))
-    if plan.combine is None:
-        _run(plan.attend, *inputs, pointer(out), pointer(lse), *rest, length=spec.length)
-    else:
-        parts, parts_lse = empty(*plan.parts, device), empty(*plan.parts_lse, device)
-        _run(plan.attend, *inputs, pointer(parts), pointer(parts_lse), *rest, length=spec.length)
-        launch, programs, scalars = plan.combine
+        launch, programs, scalars = plan.append
         if programs:
-            launch(programs, *map(pointer, (parts, parts_lse, out, lse)), *scalars)
-    return out, lse
-
-
-def _run(of: Launch, *pointers: object, length: int) -> None:
-    if of.programs:
-        of.launch(of.programs, *pointers, *of.scalars, length)
+            launch(programs, *map(pointer, tensors), *indices[:2], indices[3], *scalars, spec.length)
+        q = q if rotated is None else rotated
+    return attend(
+        plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length, device
+    )

@@ -16,8 +16,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile._backends.dependent_launch import gdc_launch_dependents, gdc_wait
+from flashtile.ops.common.split_keys.rows import sequence_lengths, tile_pages, tile_pointers
 from flashtile.ops.common.triton.functions import tanh
-from flashtile.ops.kv_cache.triton.rows import sequence_lengths, tile_pages, tile_pointers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -29,15 +30,20 @@ def attend_kernel(
     lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr,
     stride_q_batch, stride_q_row, stride_q_head, stride_k_outer, stride_k_head, stride_v_outer, stride_v_head,
     stride_table, stride_slopes, batch, heads_kv, seq_q, seq_new, capacity, splits, window_left, window_right,
-    scale, softcap, length,
+    diagonal, slope_diagonal, scale, softcap, length,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
-    heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves."""
+    heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
+    `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
+    last query is the last key. `OVERLAP`: the kernel before may still run."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
     program = tl.program_id(0)
     rows = seq_q * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -54,6 +60,8 @@ def attend_kernel(
     if left_ptr is not None:
         left = tl.minimum(tl.maximum(tl.load(left_ptr + sequence).to(tl.int32), 0), total)
     shift = total - seq_q
+    if diagonal is not None:
+        shift = diagonal
     first_query = first_row // GROUP
     last_query = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
     begin, full_begin, full_end, end = visible_ranges(
@@ -89,8 +97,8 @@ def attend_kernel(
 
     acc, row_max, row_sum = visit_tiles(
         q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
-        left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, sink,
-        STRIDE_K_ROW, STRIDE_V_ROW, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
+        left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, slope_diagonal,
+        sink, STRIDE_K_ROW, STRIDE_V_ROW, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, PRECISION,
     )  # fmt: skip
 
@@ -137,7 +145,7 @@ def visible_ranges(
 @triton.jit
 def visit_tiles(
     q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
-    left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, sink,
+    left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, slope_diagonal, sink,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -177,7 +185,10 @@ def visit_tiles(
         else:
             scores = products * (scale * LOG2_E)
         if slope is not None:
-            distance = tl.abs((query + shift)[:, None] - key[None, :])
+            origin = shift
+            if slope_diagonal is not None:
+                origin = slope_diagonal
+            distance = tl.abs((query + origin)[:, None] - key[None, :])
             scores -= slope[:, None] * distance.to(tl.float32)
         if (start < full_begin) | (start + BLOCK_N > full_end):
             visible = valid[None, :] & (query == query)[:, None]
@@ -217,12 +228,14 @@ def products_by_chunks(
 @triton.jit
 def combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
-    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
 
     `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
     """
+    if OVERLAP:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     sequence = row // heads // seq_q
     statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q
@@ -237,10 +250,10 @@ def combine_kernel(
         finite_max = tl.where(new_max == -float("inf"), 0.0, new_max)
         weight = tl.exp2(lse - finite_max)  # [S]
         alpha = tl.exp2(row_max - finite_max)
-        # What is not there was never written.
-        there = (lse != -float("inf"))[:, None] & (column < HEAD_DIM_V)
         places = (split.to(tl.int64) * rows + row)[:, None] * HEAD_DIM_V + column
-        part = tl.load(parts_ptr + places, mask=there, other=0.0)  # [S, E]
+        part = tl.load(parts_ptr + places, mask=(split < splits)[:, None] & (column < HEAD_DIM_V), other=0.0)  # [S, E]
+        # A part without a key was never written. It is read all the same, so that parts need not wait for their lse.
+        part = tl.where((lse == -float("inf"))[:, None], 0.0, part)
         acc = acc * alpha + tl.sum(part * weight[:, None], 0)
         row_sum = row_sum * alpha + tl.sum(weight, 0)
         row_max = new_max

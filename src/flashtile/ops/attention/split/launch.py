@@ -1,0 +1,88 @@
+"""Host side of the kernels that split the keys, which attention over a cache has too. A backend module of `select`.
+
+There is a forward only: out and lse mean what they mean in every backend, so the backward is another's.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.launch import pointer
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.split.configs import visible_keys
+from flashtile.ops.common.split_keys.launch import NO_INDICES, attend
+from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
+    lengths, slopes, sinks = side.key_lengths, side.alibi_slopes, side.sinks
+    plan = _plan(
+        q.dtype,
+        q.device,
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        None if lengths is None else lengths.dtype,
+        0 if slopes is None else slopes.dim(),
+        sinks is not None,
+        spec,
+        torch._C._get_cublas_allow_tf32(),
+    )
+    indices = NO_INDICES if lengths is None else (pointer(lengths), *NO_INDICES[1:])
+    return attend(plan, (q, k, v), indices, slopes, sinks, k.shape[1], q.device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    dtype: torch.dtype,
+    device: torch.device,
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    misalignment: int,
+    lengths_dtype: torch.dtype | None,
+    slope_dims: int,
+    sinks: bool,
+    spec: AttentionSpec,
+    allow_tf32: bool,
+) -> SplitPlan:
+    call = split_call(dtype, shapes, strides, misalignment, lengths_dtype, slope_dims, sinks, spec, allow_tf32)
+    return split_plan(call, device)
+
+
+def split_call(
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    misalignment: int,
+    lengths_dtype: torch.dtype | None,
+    slope_dims: int,
+    sinks: bool,
+    spec: AttentionSpec,
+    allow_tf32: bool,
+) -> SplitCall:
+    """A call of attention as the kernels' plan sees it: a cache of one length, whose diagonal is told."""
+    (batch, seq_q, heads, head_dim), _, (_, seq_k, heads_kv, head_dim_v) = shapes
+    first, last = visible_keys(seq_q, seq_k, spec)
+    bottom_right = seq_k - seq_q
+    return SplitCall(
+        dtype,
+        (batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
+        tuple((outer, row, head) for outer, row, head, _ in strides),
+        misalignment,
+        seq_k,
+        spec.scale,
+        allow_tf32,
+        (lengths_dtype, None, None, None),
+        window_left=spec.window_left,
+        window_right=spec.window_right,
+        diagonal=0 if spec.top_left else bottom_right,
+        slope_diagonal=bottom_right + (spec.origin.diagonal if spec.origin else 0) if slope_dims else None,
+        visible=last - first,
+        softcap=spec.softcap,
+        slope_dims=slope_dims,
+        sinks=sinks,
+    )
