@@ -175,10 +175,8 @@ def explain(
             learned = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
             call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec, learned)
         asked = "auto" if backend == "split" and phase == "backward" else backend
-        split_facts = select.split_facts(phase, q, k, side, spec, asked)
-        return select.choose_backend(
-            asked, device_type, q.dtype, devices.triton_missing(), interpreting, call, split_facts, multiprocessors
-        )
+        why_not = select.split_obstacle(phase, q, k, side, spec, asked, multiprocessors)
+        return select.choose_backend(asked, device_type, q.dtype, devices.triton_missing(), interpreting, call, why_not)
 
     forward, backward = choose("forward"), choose("backward")
     kernels: tuple[KernelChoice, ...] = ()

@@ -31,6 +31,7 @@ _MODULES = {
 }
 #: In the order in which "auto" tries them.
 _AUTOMATIC = ("split", "hopper", "triton", "cpu")
+_NO_SHORT_CALL = "it is for the forward of a few queries against many keys"
 _NO_REFERENCE = "it holds the whole score matrix; it runs only when asked for by name"
 
 
@@ -41,17 +42,15 @@ def choose_backend(
     triton_missing: str | None,
     interpreting: bool,
     hopper_call: hopper.HopperCall | None = None,
-    split_facts: split.SplitFacts | None = None,
-    multiprocessors: int = 1,
+    split_obstacle: str | None = _NO_SHORT_CALL,
 ) -> BackendChoice:
     """The choice, from facts alone. `hopper_call`: those that decide about the Hopper kernels; None away from a GPU.
-    `split_facts`: those that decide about splitting the keys; None for a backward, and where nobody needs to ask.
+    `split_obstacle`: why a call's keys are not split (`split_obstacle`).
 
     A backward asked for from "hopper" by name goes, where the Hopper kernels have none for it, to the portable kernels.
     """
     obstacles = {
-        "split": _triton_obstacle(device_type, dtype, triton_missing, interpreting)
-        or _split_obstacle(split_facts, requested, interpreting, multiprocessors),
+        "split": _triton_obstacle(device_type, dtype, triton_missing, interpreting) or split_obstacle,
         "hopper": _hopper_obstacle(hopper_call, device_type, triton_missing, interpreting),
         "triton": _triton_obstacle(device_type, dtype, triton_missing, interpreting),
         "cpu": backends.cpu_obstacle(device_type),
@@ -60,18 +59,6 @@ def choose_backend(
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
     return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
-
-
-def _split_obstacle(
-    facts: split.SplitFacts | None, requested: str, interpreting: bool, multiprocessors: int
-) -> str | None:
-    if facts is None:
-        return "it is for the forward of few queries against many keys"
-    why_not = split.obstacle(facts)
-    if why_not or requested != "auto":
-        return why_not
-    # As for the portable kernels: what is interpreted is asked for by name.
-    return "on a CPU it is interpreted" if interpreting else split.no_gain(facts, multiprocessors)
 
 
 def _triton_obstacle(
@@ -112,19 +99,24 @@ def implementation(
     """
     if backend == "split" and phase == "backward":
         backend = "auto"
-    facts = split_facts(phase, q, k, side, spec, backend)
     if not q.is_cuda:
-        return _implementation(backend, q.device.type, q.dtype, None, facts, 1)
-    return _gpu_implementation(backend, q.device, phase, facts, *_hopper_facts(q, k, v, side, spec), learned_slopes)
+        why_not = split_obstacle(phase, q, k, side, spec, backend, 1)
+        return _implementation(backend, q.device.type, q.dtype, None, why_not)
+    multiprocessors = devices.multiprocessors(q.device)
+    why_not = split_obstacle(phase, q, k, side, spec, backend, multiprocessors)
+    return _gpu_implementation(backend, q.device, phase, why_not, *_hopper_facts(q, k, v, side, spec), learned_slopes)
 
 
-def split_facts(
-    phase: hopper.Phase, q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
-) -> split.SplitFacts | None:
-    """The facts that decide whether keys are split; None where they are not."""
-    if backend == "split" or (backend == "auto" and phase == "forward" and q.shape[-3] <= split.MAX_QUERIES):
-        return split.facts_of(q, k, side, spec)
-    return None
+def split_obstacle(
+    phase: hopper.Phase, q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, multiprocessors: int
+) -> str | None:
+    """Why the keys of a call are not split: for "auto" also that it would not be faster; None where they are.
+    `multiprocessors`: of the device; 1 for a CPU."""
+    automatic = backend == "auto" and multiprocessors > 1 and q.shape[-3] <= split.MAX_QUERIES
+    if phase == "backward" or not (automatic or backend == "split"):
+        return _NO_SHORT_CALL
+    facts = split.facts_of(q, k, side, spec)
+    return split.obstacle(facts) or (split.no_gain(facts, multiprocessors) if automatic else None)
 
 
 def column_sums_implementation(q: Tensor, backend: str) -> ModuleType:
@@ -186,25 +178,22 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
 
 @functools.lru_cache(maxsize=4096)
 def _gpu_implementation(
-    backend: str, device: torch.device, phase: hopper.Phase, split_facts: split.SplitFacts | None, *facts: Any
+    backend: str, device: torch.device, phase: hopper.Phase, split_obstacle: str | None, *facts: Any
 ) -> ModuleType:
     call = hopper.HopperCall(phase, devices.device_facts(device).arch, *facts)
-    return _implementation(backend, device.type, call.dtype, call, split_facts, devices.multiprocessors(device))
+    return _implementation(backend, device.type, call.dtype, call, split_obstacle)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def _implementation(
     backend: str,
     device_type: str,
     dtype: torch.dtype,
     hopper_call: hopper.HopperCall | None,
-    split_facts: split.SplitFacts | None,
-    multiprocessors: int,
+    split_obstacle: str | None,
 ) -> ModuleType:
     triton_missing, interpreting = devices.triton_missing(), devices.interpreting()
-    choice = choose_backend(
-        backend, device_type, dtype, triton_missing, interpreting, hopper_call, split_facts, multiprocessors
-    )
+    choice = choose_backend(backend, device_type, dtype, triton_missing, interpreting, hopper_call, split_obstacle)
     if choice.backend is None:
         raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
     call = f"attention, {dtype} on {device_type}"
