@@ -17,16 +17,20 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
 
 @triton.jit
 def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page that a tile of rows lies in, or those of its rows `[N, 1]`; 0 for rows that are not there."""
+    """The page that a tile of rows lies in, or those of its rows `[N]`; 0 for rows that are not there.
+
+    As they were loaded: whatever is done to them, a conversion too, waits for them. And of what one turn of a loop hands
+    to the next, Triton's pipeline puts a load, but nothing that is made of one, early enough.
+    """
     page = 0
     if PAGE_SIZE:
         start = tile * BLOCK_N
         if PAGE_SIZE % BLOCK_N == 0:
-            page = tl.load(table + start // PAGE_SIZE, mask=tile < last_tile, other=0).to(tl.int64)
+            page = tl.load(table + start // PAGE_SIZE, mask=tile < last_tile, other=0)
         else:
             key = start + tl.arange(0, BLOCK_N)
             there = (key < total) & (tile < last_tile)
-            page = tl.load(table + key // PAGE_SIZE, mask=there, other=0).to(tl.int64)[:, None]
+            page = tl.load(table + key // PAGE_SIZE, mask=there, other=0)
     return page
 
 
@@ -40,10 +44,11 @@ def tile_pointers(
     if PAGE_SIZE:
         if PAGE_SIZE % BLOCK_N == 0:
             first = start % PAGE_SIZE
+            base += page.to(tl.int64) * stride_outer
         else:
             row = (start + row) % PAGE_SIZE
             first = 0
-        base += page * stride_outer
+            base += (page.to(tl.int64) * stride_outer)[:, None]
     else:
         first = start
     if STRIDE_ROW >= 2**23:
