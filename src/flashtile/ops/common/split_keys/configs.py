@@ -16,8 +16,10 @@ from flashtile.ops.common.tiles import power_of_two, tile_width
 
 #: The most parts into which the keys of a sequence are split.
 MAX_SPLITS = 128
-#: Share of the best use of a GPU's programs that is good enough, if it takes fewer splits.
-_GOOD_ENOUGH = 0.9
+#: Share of the best speed that is good enough, if it takes fewer splits.
+_GOOD_ENOUGH = 0.95
+#: What a program costs beside its tiles of keys, in such tiles.
+_PROGRAM = 1
 #: Elements of a part that a program of the combining kernel has in flight.
 _COMBINED = 4096
 
@@ -172,19 +174,20 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
         slots: programs that the GPU holds at once.
 
     Returns:
-        The fewest splits that use the slots nearly as well as any number does: work in whole waves of programs wastes
-        the slots that its last wave leaves empty.
+        The fewest splits with nearly the best time by a simple model: programs run in waves, a wave takes as long as
+        the largest share of the tiles in it, and then some. So slots that a last wave leaves empty cost, and so does
+        one tile more for some of the splits.
     """
     most = min(MAX_SPLITS, max(key_tiles, 1))
     if not programs or programs >= 8 * slots:
         return 1
 
-    def used(splits: int) -> float:
-        waves = programs * splits / slots
-        return waves / -(-programs * splits // slots)
+    def time(splits: int) -> int:
+        waves, share = -(-programs * splits // slots), -(-key_tiles // splits)
+        return waves * (share + _PROGRAM)
 
-    best = max(used(splits) for splits in range(1, most + 1))
-    return next(splits for splits in range(1, most + 1) if used(splits) >= _GOOD_ENOUGH * best)
+    best = min(time(splits) for splits in range(1, most + 1))
+    return next(splits for splits in range(1, most + 1) if _GOOD_ENOUGH * time(splits) <= best)
 
 
 def choose_cut(

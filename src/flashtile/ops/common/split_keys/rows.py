@@ -19,8 +19,8 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
 def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page that a tile of rows lies in, or those of its rows `[N]`; 0 for rows that are not there.
 
-    As they were loaded: whatever is done to them, a conversion too, waits for them. And of what one turn of a loop hands
-    to the next, Triton's pipeline puts a load, but nothing that is made of one, early enough.
+    As they were loaded: whatever is done to them, a conversion too, waits for them. And of what one turn of a loop
+    hands to the next, Triton's pipeline puts a load early enough, but nothing that is made of one.
     """
     page = 0
     if PAGE_SIZE:
