@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
 
-from attention_cases import EDGES, PAIRS, parameters
-from flashtile.testing import AttentionCase, check
+import pytest
+import torch
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile._backends import devices
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, facts_of, no_gain, obstacle, visible_keys
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+
+_MULTIPROCESSORS = 132
 
 
 def _served(case: AttentionCase) -> bool:
@@ -13,21 +24,163 @@ def _served(case: AttentionCase) -> bool:
     return not (case.packed or tables or case.arguments.get("dropout_p"))
 
 
-_CASES = {name: case for name, case in (PAIRS | EDGES).items() if _served(case)}
+_SERVED = {name: case for name, case in (PAIRS | EDGES).items() if _served(case)}
+#: What the diagonals depend on, together, and the edges.
+_INTERPRETED = [
+    "plain",
+    "grouped",
+    "head_dims",
+    "key_lengths+band causal",
+    "key_lengths+band top_left",
+    "key_lengths+alibi",
+    "band top_left+alibi",
+    "band left+softcap",
+    "band window+sinks",
+    "key_lengths+sinks",
+    "scale",
+    "one_query",
+    "no_queries",
+    "no_keys",
+    "no_batch",
+    "one_key",
+]
 
 
-@pytest.fixture(params=[1, 3], ids=["one_split", "three_splits"])
-def splits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[3, 1], ids=["three_splits", "one_split"])
+def splits(request: pytest.FixtureRequest) -> Iterator[None]:
     from flashtile.ops.attention.split import launch
     from flashtile.ops.common.split_keys import configs
 
-    monkeypatch.setattr(configs, "choose_splits", lambda *_: request.param)
-    launch._plan.cache_clear()
-    yield
+    with mock.patch.object(configs, "choose_splits", return_value=request.param):
+        launch._plan.cache_clear()
+        yield
     launch._plan.cache_clear()
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters(_CASES))
+@pytest.mark.parametrize("case", parameters({name: _SERVED[name] for name in _INTERPRETED}))
+@pytest.mark.parametrize("splits", [3], indirect=True)
 def test_interpreted(case: AttentionCase, splits: None) -> None:
-    check(case, "split")
+    check(replace(case, seq_q=min(case.seq_q, 5)), "split")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(_SERVED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gpu(case: AttentionCase, dtype: torch.dtype, splits: None) -> None:
+    check(replace(case, dtype=dtype), "split", "cuda")
+
+
+_LONG = replace(BASE, seq_k=1100, heads=8, heads_kv=2, head_dim=128, head_dim_v=128, dtype=torch.bfloat16)
+_EVERYTHING = replace(
+    with_arguments(_LONG, causal=True, window=(500, 0), softcap=5.0),
+    key_lengths=(700, 3), alibi_slopes="bh", sinks=True,
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "case", [_LONG, with_arguments(_LONG, causal=True), _EVERYTHING], ids=["plain", "causal", "all"]
+)
+@pytest.mark.parametrize("heads", [2, 8, 16])
+@pytest.mark.parametrize("seq_q, head_dim", [(1, 128), (2, 64), (5, 256), (16, 128), (100, 80)])
+def test_gpu_short_queries(seq_q: int, head_dim: int, heads: int, case: AttentionCase) -> None:
+    check(replace(case, seq_q=seq_q, heads=heads, head_dim=head_dim, head_dim_v=head_dim), "split", "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_auto_splits_and_gradients_follow() -> None:
+    case = replace(_LONG, seq_q=4)
+    inputs = make_inputs(case, "cuda")
+    assert flashtile.explain(inputs.q, inputs.k, inputs.v).backend == "split"
+    auto, named = run(case, inputs, "auto"), run(case, inputs, "split")
+    assert torch.equal(auto["out"], named["out"]) and torch.equal(auto["lse"], named["lse"])
+    check(case, "auto", "cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_runs_and_graph_replays_give_the_same_bits() -> None:
+    inputs = make_inputs(replace(_LONG, seq_q=3), "cuda")
+    q, k, v = inputs.q, inputs.k, inputs.v
+    expected = flashtile.attention(q, k, v, backend="split")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashtile.attention(q, k, v, backend="split")
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+        assert torch.equal(flashtile.attention(q, k, v, backend="split"), expected)
+
+
+@pytest.mark.parametrize(
+    "facts, splits",
+    [
+        # batch, seq_q, heads, heads_kv, key_tiles
+        (SplitFacts(1, 1, 32, 8, 32), True),
+        (SplitFacts(1, 1, 32, 32, 32), True),
+        (SplitFacts(1, 16, 64, 8, 256), True),
+        (SplitFacts(128, 1, 32, 8, 32), True),  # a full GPU too: a group's heads share its keys
+        (SplitFacts(1, 128, 8, 8, 512), True),  # eight tiles of queries, 132 multiprocessors
+        (SplitFacts(1, 1, 32, 8, 2), False),  # putting parts together costs more
+        (SplitFacts(64, 128, 32, 32, 32), False),  # tiles of queries are full
+        (SplitFacts(1, MAX_QUERIES + 1, 8, 8, 512), False),
+        (SplitFacts(0, 1, 8, 8, 512), False),
+        (SplitFacts(1, 0, 8, 8, 512), False),
+        (SplitFacts(1, 1, 8, 8, 0), False),
+    ],
+    ids=str,
+)
+def test_when_splitting_pays(facts: SplitFacts, splits: bool) -> None:
+    assert (no_gain(facts, _MULTIPROCESSORS) is None) is splits
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_what_is_served(name: str) -> None:
+    case = PAIRS[name]
+    inputs = make_inputs(case)
+    given = {key: inputs.tensors.get(key) for key in ("cu_seqlens_q", "cu_seqlens_k", "bias", "mask")}
+    if case.block_mask:
+        given["block_lists"] = torch.empty(0)
+    spec = AttentionSpec(1.0, dropout_p=case.arguments.get("dropout_p", 0.0))
+    facts = facts_of(inputs.q, inputs.k, SideInputs(**given), spec)
+    assert (obstacle(facts) is None) is _served(case)
+
+
+@pytest.mark.parametrize(
+    "spec, visible",
+    [
+        (AttentionSpec(1.0), (0, 100)),
+        (AttentionSpec(1.0, window_right=0), (0, 100)),
+        (AttentionSpec(1.0, window_left=10), (86, 100)),
+        (AttentionSpec(1.0, window_left=10, window_right=-2), (86, 98)),
+        (AttentionSpec(1.0, window_right=3, top_left=True), (0, 7)),
+        (AttentionSpec(1.0, window_right=-200), (0, 0)),
+    ],
+    ids=str,
+)
+def test_visible_keys(spec: AttentionSpec, visible: tuple[int, int]) -> None:
+    assert visible_keys(4, 100, spec) == visible
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("arch", [arch for arch in devices.KNOWN_DEVICES if arch != "sm_75"])
+def test_explained(arch: str) -> None:
+    found = flashtile.explain(_meta(1, 1, 32, 128), _meta(1, 8192, 8, 128), _meta(1, 8192, 8, 128), device=arch)
+    assert found.backend == "split"
+    first, *rest = found.kernels
+    assert first.backend == "split" and "parts" in first.name and "queries and heads" in str(first)
+    assert [kernel.backend for kernel in rest] == (["hopper"] if arch == "sm_90" else ["triton", "triton"])
+
+
+def test_why_not() -> None:
+    q, k = _meta(1, 1, 32, 128), _meta(1, 8192, 8, 128)
+    assert "bias, mask" in flashtile.explain(q, k, k, mask=_meta(1, 8192).bool(), device="sm_90").rejected["split"]
+    assert "gains nothing" in flashtile.explain(q, k[:, :128], k[:, :128], device="sm_90").rejected["split"]
+    named = flashtile.explain(q, k, k, dropout_p=0.5, backend="split", device="sm_90")
+    assert named.backend is None and "no dropout" in named.reason
+    with pytest.raises(ValueError, match="backend: 'split' cannot serve this call"):
+        flashtile.attention(*(torch.randn(1, 4, 2, 16) for _ in range(3)), backend="split")
