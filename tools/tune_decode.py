@@ -60,7 +60,7 @@ class Problem:
         self.k, self.v = (make(*outer, arguments.heads_kv, arguments.head_dim) for _ in range(2))
         self.lengths = torch.full((batch,), rows, dtype=torch.int32, device=DEVICE)
         group_rows = arguments.seq_q * arguments.heads // arguments.heads_kv
-        self.situation = Situation(dtype, arguments.head_dim, arguments.head_dim, group_rows)
+        self.situation = Situation(dtype, arguments.head_dim, arguments.head_dim, group_rows, page or 0)
 
     @property
     def bytes(self) -> int:

@@ -49,8 +49,6 @@ class KernelSource(NamedTuple):
         num_stages: depth of the software pipeline of loads.
         max_registers: of a thread, so that programs which stay on a multiprocessor fit there together; None = free.
             Only NVIDIA's compiler takes it.
-        overlaps: it may be launched while the kernel before it on the stream still runs, for whose end it waits itself
-            before it reads or writes (programmatic dependent launch, from sm_90 on).
     """
 
     function: Any
@@ -60,7 +58,6 @@ class KernelSource(NamedTuple):
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    overlaps: bool = False
 
 
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
@@ -74,11 +71,9 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     make_source = _gluon_source() if source.function.is_gluon() else ASTSource
     ast = make_source(source.function, signature, constexprs=source.constants, attrs=attributes)
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
-    options: dict[str, Any] = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
-    if source.overlaps:
-        options["launch_pdl"] = True
     return triton.compile(ast, target=_target(device), options=options)
 
 

@@ -12,8 +12,8 @@ import torch
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile._backends import devices
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, facts_of, no_gain, obstacle, visible_keys
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.split.configs import MAX_QUERIES, SplitFacts, no_gain, visible_keys
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 
 _MULTIPROCESSORS = 132
@@ -122,7 +122,12 @@ def test_gpu_runs_and_graph_replays_give_the_same_bits() -> None:
         (SplitFacts(1, 16, 64, 8, 256), True),
         (SplitFacts(128, 1, 32, 8, 32), True),  # a full GPU too: a group's heads share its keys
         (SplitFacts(1, 128, 8, 8, 512), True),  # eight tiles of queries, 132 multiprocessors
-        (SplitFacts(1, 1, 32, 8, 2), False),  # putting parts together costs more
+        (SplitFacts(1, 1, 32, 8, 2), True),
+        (SplitFacts(1, 1, 32, 8, 1), False),  # a tile of keys cannot be split
+        (SplitFacts(2, 64, 64, 8, 256), False),  # as many programs as multiprocessors, with fuller tiles
+        (SplitFacts(16, 64, 32, 8, 32), False),
+        (SplitFacts(16, 64, 32, 32, 32), False),
+        (SplitFacts(16, 1, 32, 32, 2), False),  # both read as fast as memory gives
         (SplitFacts(64, 128, 32, 32, 32), False),  # tiles of queries are full
         (SplitFacts(1, MAX_QUERIES + 1, 8, 8, 512), False),
         (SplitFacts(0, 1, 8, 8, 512), False),
@@ -139,12 +144,9 @@ def test_when_splitting_pays(facts: SplitFacts, splits: bool) -> None:
 def test_what_is_served(name: str) -> None:
     case = PAIRS[name]
     inputs = make_inputs(case)
-    given = {key: inputs.tensors.get(key) for key in ("cu_seqlens_q", "cu_seqlens_k", "bias", "mask")}
-    if case.block_mask:
-        given["block_lists"] = torch.empty(0)
-    spec = AttentionSpec(1.0, dropout_p=case.arguments.get("dropout_p", 0.0))
-    facts = facts_of(inputs.q, inputs.k, SideInputs(**given), spec)
-    assert (obstacle(facts) is None) is _served(case)
+    options = {**inputs.tensors, **case.keywords(), "backend": "split", "device": "sm_90"}
+    found = flashtile.explain(inputs.q, inputs.k, inputs.v, **options)
+    assert (found.backend == "split") is _served(case)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_explained(arch: str) -> None:
 def test_why_not() -> None:
     q, k = _meta(1, 1, 32, 128), _meta(1, 8192, 8, 128)
     assert "bias, mask" in flashtile.explain(q, k, k, mask=_meta(1, 8192).bool(), device="sm_90").rejected["split"]
-    assert "gains nothing" in flashtile.explain(q, k[:, :128], k[:, :128], device="sm_90").rejected["split"]
+    assert "gains nothing" in flashtile.explain(q, k[:, :100], k[:, :100], device="sm_90").rejected["split"]
     named = flashtile.explain(q, k, k, dropout_p=0.5, backend="split", device="sm_90")
     assert named.backend is None and "no dropout" in named.reason
     with pytest.raises(ValueError, match="backend: 'split' cannot serve this call"):

@@ -116,8 +116,6 @@ _CALLS = {
 
 #: What a thread may spill, in bytes, measured with Triton 3.6; 0 where nothing stands.
 _SPILLS: dict[tuple[str, str], int] = {
-    # Misaligned rows come two bytes at a time, through registers.
-    ("sm_90", "everything"): 768,
     ("sm_80", "float32"): 16,
     ("sm_80", "float32_512"): 16,
 }

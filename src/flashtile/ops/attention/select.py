@@ -115,8 +115,23 @@ def split_obstacle(
     automatic = backend == "auto" and multiprocessors > 1 and q.shape[-3] <= split.MAX_QUERIES
     if phase == "backward" or not (automatic or backend == "split"):
         return _NO_SHORT_CALL
-    facts = split.facts_of(q, k, side, spec)
-    return split.obstacle(facts) or (split.no_gain(facts, multiprocessors) if automatic else None)
+    tables = side.bias is not None or side.mask is not None or side.block_lists is not None
+    packed = side.cu_seqlens_q is not None
+    return _split_obstacle(q.shape, k.shape, packed, tables, spec, multiprocessors if automatic else None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split_obstacle(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    packed: bool,
+    tables: bool,
+    spec: AttentionSpec,
+    multiprocessors: int | None,
+) -> str | None:
+    """`multiprocessors`: None where the gain is not asked for."""
+    facts = split.facts_of(q_shape, k_shape, packed, tables, spec)
+    return split.obstacle(facts) or (None if multiprocessors is None else split.no_gain(facts, multiprocessors))
 
 
 def column_sums_implementation(q: Tensor, backend: str) -> ModuleType:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile._backends.dependent_launch import gdc_launch_dependents, gdc_wait
 from flashtile.ops.common.split_keys.rows import sequence_lengths, tile_pages, tile_pointers
 from flashtile.ops.common.triton.functions import tanh
 
@@ -34,16 +33,13 @@ def attend_kernel(
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    PARTIAL: tl.constexpr, OVERLAP: tl.constexpr, PRECISION: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
-    last query is the last key. `OVERLAP`: the kernel before may still run."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    last query is the last key."""
     program = tl.program_id(0)
     rows = seq_q * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -228,14 +224,12 @@ def products_by_chunks(
 @triton.jit
 def combine_kernel(
     parts_ptr, parts_lse_ptr, out_ptr, lse_ptr, rows, heads, seq_q, splits,
-    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One row of out (one query of one head of one sequence) from its parts, in the order of the splits.
 
     `rows`: batch · seq_q · heads_q, in this order for out and the parts; lse is `[batch, heads_q, seq_q]`.
     """
-    if OVERLAP:
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     sequence = row // heads // seq_q
     statistic = (sequence * heads + row % heads) * seq_q + row // heads % seq_q

@@ -50,12 +50,16 @@ class Situation(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         rows: queries of a sequence times the query heads of a key/value head.
+        page_size: rows of a page; 0 without pages.
+        whole_words: rows begin at multiples of 4 bytes, so that they can be copied past the registers.
     """
 
     dtype: torch.dtype
     head_dim: int
     head_dim_v: int
     rows: int
+    page_size: int = 0
+    whole_words: bool = True
 
 
 class CombineCut(NamedTuple):
@@ -75,14 +79,31 @@ _TENSOR_CORES: _Table = (
     (512, AttendTiles(16, 32, 4, 2)),
 )
 
-#: sm_90, 16-bit. Measured on an H200 (32 query and 8 key/value heads, bfloat16, one query): microseconds for 8
-#: sequences of 4,096 keys, 1 of 131,072 and 32 of 32,768; the row of other GPUs takes 37.9, 132.3 and 944.
+#: sm_90, 16-bit, more than 16 rows.
 _HOPPER: _Table = (
     _TENSOR_CORES[0],
-    (
-        128,
-        AttendTiles(64, 128, 8, 3),
-    ),  # 36.2, 124.9 and 938; 4 warps 36.3, 125.7 and 941, in 2 stages 37.4, 125.2 and 936
+    # µs for 8 sequences of 4,096 keys, 1 of 131,072 and 32 of 32,768, with few rows: 36.2, 124.9 and 938; the row of
+    # other GPUs 37.9, 132.3 and 944.
+    (128, AttendTiles(64, 128, 8, 3)),
+    *_TENSOR_CORES[2:],
+)
+
+#: sm_90, 16-bit, up to 16 rows. Measured on an H200: 32 query and 8 key/value heads, bfloat16, one query.
+_HOPPER_FEW_ROWS: _Table = (
+    _TENSOR_CORES[0],
+    # µs for 1 sequence of 4,096 keys in 16 splits, 1 of 32,768 in 16, 8 of 4,096, 1 of 131,072, 32 of 32,768: 8.35,
+    # 36.4, 35.3, 125 and 942; 8 warps 8.99, 36.9, 35.5, 124 and 938; 64 keys in 4 stages 8.95, 37.8, 37.8, 132 and 945.
+    (128, AttendTiles(16, 128, 4, 3)),
+    *_TENSOR_CORES[2:],
+)
+
+#: The same where a tile of 128 keys would lie in several pages.
+_HOPPER_SMALL_PAGES: _Table = (
+    _TENSOR_CORES[0],
+    # µs for 8 sequences of 4,096 keys, 1 of 131,072, 8 of 32,768 and 32 of 32,768 in pages of 16, while a lookup still
+    # stood right before its loads: 42.1, 137, 252 and 956; 128 keys on 8 warps 41.3, 150, 277 and 1,172, on 4 warps
+    # 43.9, 159, 289 and 1,139.
+    (128, AttendTiles(16, 64, 4, 4)),
     *_TENSOR_CORES[2:],
 )
 
@@ -122,12 +143,21 @@ def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
     elif device.arch.startswith("gfx"):
         table = _CDNA
     else:
-        table = _HOPPER if device.arch == "sm_90" else _TENSOR_CORES
+        table = _hopper_table(situation) if device.arch == "sm_90" else _TENSOR_CORES
     tiles = next(tiles for columns, tiles in table if widest <= columns)
     if table is _FLOAT32 and device.arch.startswith("gfx1"):
         tiles = tiles._replace(block_n=16, num_warps=8)  # half the registers of CDNA
+    if situation.page_size and not situation.whole_words:
+        # A load for each element, and its page in a register: more keys would spill.
+        tiles = tiles._replace(block_n=min(tiles.block_n, 32))
     tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(situation.rows))))
     return _fit(device, tiles, situation)
+
+
+def _hopper_table(situation: Situation) -> _Table:
+    if situation.rows > 16:
+        return _HOPPER
+    return _HOPPER_SMALL_PAGES if 0 < situation.page_size < 128 else _HOPPER_FEW_ROWS
 
 
 def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
@@ -206,12 +236,6 @@ def choose_cut(
         return tiles, min(num_splits, max(key_tiles, 1))
     slots = multiprocessors * resident_programs(device, tiles, situation)
     return tiles, choose_splits(groups * -(-situation.rows // tiles.block_m), key_tiles, slots)
-
-
-def overlaps(device: DeviceFacts) -> bool:
-    """Whether a kernel may be launched while the one before it still runs, and waits itself until that has ended
-    (programmatic dependent launch)."""
-    return device.is_cuda and device.capability >= 90
 
 
 def combine_cut(splits: int, head_dim_v: int, device: DeviceFacts) -> CombineCut:

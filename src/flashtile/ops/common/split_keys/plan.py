@@ -23,10 +23,11 @@ from flashtile.ops.common.split_keys.configs import (
     Situation,
     choose_cut,
     combine_cut,
-    overlaps,
     tile_width,
 )
 
+#: Bytes that a copy past the registers moves at least.
+_ASYNCHRONOUS = 4
 #: Windows are clipped to this, far above any sequence and far below overflow.
 _WIDEST_WINDOW = 2**29
 
@@ -125,7 +126,6 @@ class AttendVariant(NamedTuple):
     slopes: bool
     sinks: bool
     partial: bool
-    overlap: bool
     precision: str
     pointer_multiple: int
     stride_multiple: int
@@ -137,7 +137,6 @@ class CombineVariant(NamedTuple):
 
     dtype: torch.dtype
     head_dim_v: int
-    overlap: bool
     cut: CombineCut
 
 
@@ -146,8 +145,10 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     facts = device_facts(device)
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     group_rows = heads // heads_kv * seq_q
+    pointer_multiple, stride_multiple = _multiples(call)
+    whole_words = min(pointer_multiple, stride_multiple * call.dtype.itemsize) >= _ASYNCHRONOUS
     tiles, splits = choose_cut(
-        Situation(call.dtype, head_dim, head_dim_v, group_rows),
+        Situation(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words),
         batch * heads_kv,
         call.visible,
         facts,
@@ -159,7 +160,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     combine = None
     if splits > 1:
         rows = batch * seq_q * heads
-        variant = CombineVariant(call.dtype, head_dim_v, overlaps(facts), combine_cut(splits, head_dim_v, facts))
+        variant = CombineVariant(call.dtype, head_dim_v, combine_cut(splits, head_dim_v, facts))
         combine = Launch(_launcher(variant, device), rows, (rows, heads, seq_q, splits))
     out_shape, lse_shape = (batch, seq_q, heads, head_dim_v), (batch, heads, seq_q)
     return SplitPlan(
@@ -178,6 +179,7 @@ def _variant(call: SplitCall, tiles: AttendTiles, splits: int, facts: DeviceFact
     # A single query at the last row, which nothing is right of.
     last = call.diagonal is None and seq_q == 1 and right is not None and right >= 0
     _, k_strides, v_strides = call.strides
+    pointer_multiple, stride_multiple = _multiples(call)
     return AttendVariant(
         call.dtype,
         head_dim,
@@ -194,12 +196,17 @@ def _variant(call: SplitCall, tiles: AttendTiles, splits: int, facts: DeviceFact
         call.slope_dims > 0,
         call.sinks,
         splits > 1,
-        overlaps(facts),
         _dot_precision(call.dtype, facts, call.allow_tf32),
-        power_of_two_factor(call.misalignment),
-        power_of_two_factor(*(stride for strides in call.strides for stride in strides)),
+        pointer_multiple,
+        stride_multiple,
         tiles,
     )
+
+
+def _multiples(call: SplitCall) -> tuple[int, int]:
+    """Powers of two that divide the addresses, in bytes, and the strides, in elements."""
+    strides = (stride for of_tensor in call.strides for stride in of_tensor)
+    return power_of_two_factor(call.misalignment), power_of_two_factor(*strides)
 
 
 def _scalars(call: SplitCall, splits: int) -> tuple[int | float | None, ...]:
@@ -251,11 +258,10 @@ def kernel_source(variant: AttendVariant | CombineVariant) -> KernelSource:
             "HEAD_DIM_V": variant.head_dim_v,
             "BLOCK_E": tile_width(variant.head_dim_v),
             "BLOCK_S": variant.cut.block_s,
-            "OVERLAP": variant.overlap,
         }
         function, stages, warps = combine_kernel, 2, variant.cut.num_warps
         parameter = functools.partial(_combine_parameter, variant)
-    return source_of(function, parameter, constants, warps, stages, variant.overlap)
+    return source_of(function, parameter, constants, warps, stages)
 
 
 def source_of(
@@ -264,13 +270,12 @@ def source_of(
     constants: dict[str, Any],
     warps: int,
     stages: int,
-    overlap: bool,
 ) -> KernelSource:
     """A specialisation, given type and a dividing power of two of each run-time parameter by its name."""
     parameters = {name: parameter(name) for name in function.arg_names if name not in constants}
     constants = constants | {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
     types, multiples = zip(*parameters.values())
-    return KernelSource(function, types, multiples, constants, warps, stages, overlaps=overlap)
+    return KernelSource(function, types, multiples, constants, warps, stages)
 
 
 def _attend_constants(variant: AttendVariant) -> dict[str, Any]:
@@ -290,7 +295,6 @@ def _attend_constants(variant: AttendVariant) -> dict[str, Any]:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "PARTIAL": variant.partial,
-        "OVERLAP": variant.overlap,
         "PRECISION": variant.precision,
     }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile._backends.dependent_launch import gdc_launch_dependents, gdc_wait
 from flashtile.ops.common.split_keys.rows import sequence_lengths
 
 
@@ -22,14 +21,10 @@ def append_kernel(
     tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions, length,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BANDED: tl.constexpr, OVERLAP: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
     """`tokens`: programs of a sequence, one for each of its rows of k and v, and then, where they rotate, of q. Queries
-    are written to `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first.
-    `OVERLAP`: the kernel before may still run."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    are written to `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first."""
     program = tl.program_id(0)
     sequence = program // tokens
     token = program % tokens

@@ -16,7 +16,6 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
-from flashtile.ops.common.split_keys.configs import overlaps
 from flashtile.ops.common.split_keys.plan import (
     ABSENT,
     Launch,
@@ -63,7 +62,6 @@ class AppendVariant(NamedTuple):
     index_dtypes: tuple[torch.dtype | None, ...]
     interleaved: bool
     banded: bool
-    overlap: bool
     pointer_multiple: int
     stride_multiple: int
     table_multiple: int
@@ -191,7 +189,6 @@ def _append(
         (*index_dtypes[:2], index_dtypes[3]),
         spec.interleaved,
         spec.banded,
-        overlaps(device_facts(device)),
         power_of_two_factor(misalignments[0]),
         power_of_two_factor(*strides),
         power_of_two_factor(misalignments[1], *(stride * table_dtype.itemsize for stride in angle_strides)),
@@ -210,7 +207,7 @@ def kernel_source(variant: AppendVariant) -> KernelSource:
     """The specialisation of the appending kernel for a variant, as the launcher and ahead-of-time compilation take
     it."""
     parameter = functools.partial(_append_parameter, variant)
-    return source_of(append_kernel, parameter, _append_constants(variant), variant.cut.num_warps, 1, variant.overlap)
+    return source_of(append_kernel, parameter, _append_constants(variant), variant.cut.num_warps, 1)
 
 
 def _append_constants(variant: AppendVariant) -> dict[str, Any]:
@@ -226,7 +223,6 @@ def _append_constants(variant: AppendVariant) -> dict[str, Any]:
         "PAGE_SIZE": variant.page_size,
         "INTERLEAVED": variant.interleaved,
         "BANDED": variant.banded,
-        "OVERLAP": variant.overlap,
     }
 
 
