@@ -27,7 +27,7 @@ BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->
 END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
 
 #: Backend -> the device on which it is asked about.
-BACKENDS = {"hopper": "sm_90", "triton": "sm_90", "cpu": "cpu", "reference": "cpu"}
+BACKENDS = {"split": "sm_90", "hopper": "sm_90", "triton": "sm_90", "cpu": "cpu", "reference": "cpu"}
 #: What a backend does of a call, from nothing to everything.
 NOTHING, FORWARD, EVERYTHING = "no", "forward¹", "yes"
 ORDER = (NOTHING, FORWARD, EVERYTHING)
@@ -140,7 +140,7 @@ def table() -> str:
     lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
     note = (
         "A call is served where each of its features is: forward and backward, or ¹ the forward, with gradients by the "
-        "kernels of\n`triton`. `hopper` is for sm_90, `triton` for every GPU."
+        "kernels of\nanother backend. `hopper` is for sm_90, `split` and `triton` for every GPU."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 

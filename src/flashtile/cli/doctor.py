@@ -13,7 +13,7 @@ from flashtile.bench.commands import default_device
 from flashtile.bench.record import machine, versions
 from flashtile.bench.report import Table
 
-BACKENDS = ("hopper", "triton", "cpu", "reference")
+BACKENDS = ("split", "hopper", "triton", "cpu", "reference")
 
 _LABELS = {
     "gpu": "GPU",

@@ -67,9 +67,10 @@ def test_gpu_head_dims(head_dim: int, head_dim_v: int, seq_q: int, dtype: torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("page_size", [128, 256])
 @pytest.mark.parametrize("num_splits", [1, 4, None])
-def test_gpu_pages_give_the_bits_of_a_cache_in_one_piece(num_splits: int | None, page_size: int) -> None:
+def test_gpu_pages_of_whole_tiles_give_the_bits_of_a_cache_in_one_piece(num_splits: int | None, page_size: int) -> None:
+    """Smaller pages have tiles of their own, and so another order of summation."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)

@@ -123,8 +123,8 @@ def attention(
             weight goes nowhere; -inf is no sink.
         return_lse: also return the log-sum-exp of each row's scores.
         deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
-        backend: "auto" picks by device and call; "hopper", "triton", "cpu" or "reference" run that one or raise.
-            Where "hopper" serves only the forward, gradients come from "triton".
+        backend: "auto" picks by device and call; "split", "hopper", "triton", "cpu" or "reference" run that one or
+            raise. "split" serves only forwards, and "hopper" not every backward: gradients then come from another.
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse
@@ -138,7 +138,8 @@ def attention(
     Reference:
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3. ALiBi: Press et
         al., "Train Short, Test Long" (2021), section 3. Sinks: Xiao et al., "Efficient Streaming Language Models with
-        Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2.
+        Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2. Split keys: Dao et al.,
+        "Flash-Decoding for long-context inference" (2023).
     """
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT)
     if key_lengths is not None:

@@ -157,7 +157,7 @@ def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
 def _hopper_table(situation: Situation) -> _Table:
     if situation.rows > 16:
         return _HOPPER
-    return _HOPPER_SMALL_PAGES if 0 < situation.page_size < 128 else _HOPPER_FEW_ROWS
+    return _HOPPER_SMALL_PAGES if situation.page_size % 128 else _HOPPER_FEW_ROWS
 
 
 def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
