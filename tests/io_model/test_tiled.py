@@ -128,3 +128,13 @@ def test_what_no_kernel_serves_is_refused():
         io_model.Cut("dkdv", "hopper", 64, 64)
     with pytest.raises(ValueError, match="at least 1 × 1"):
         io_model.Cut("forward", "triton", 0, 64)
+
+
+def test_split_keys_are_read_once_for_the_heads_of_a_group() -> None:
+    """A few queries: keys and values cross the caches once, where a program for each head asks for them four times."""
+    shape = io_model.Shape(1, 32, 1, 128, seq_k=8192, heads_kv=8)
+    asked = {}
+    for backend in ("split", "hopper"):
+        (work,) = tiled(shape, H200, backend=backend, backward=False).kernels
+        asked[backend] = next(transfer.requests for transfer in work.transfers if transfer.tensor == "k")
+    assert asked["split"] == 1.0 and asked["hopper"] == 4.0

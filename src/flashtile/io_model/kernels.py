@@ -22,8 +22,8 @@ class Cut:
 
     Attributes:
         name: "forward", "dq", "dkdv", or "backward" where one kernel computes all gradients.
-        backend: whose kernel it is, "triton", "hopper" or "cpu".
-        block_q: queries of a tile.
+        backend: whose kernel it is, "split", "triton", "hopper" or "cpu".
+        block_q: queries of a tile; of "split" for each of the query heads that share a key/value head.
         block_k: keys of a tile.
         warps: of a program; None where a program has a multiprocessor for itself.
         shared_memory: bytes of a program.
@@ -40,7 +40,8 @@ class Cut:
     shared_memory: int = 0
 
     def __post_init__(self) -> None:
-        known = {"triton": ("forward", "dq", "dkdv"), "hopper": ("forward", "backward"), "cpu": ("forward", "backward")}
+        both = "forward", "backward"
+        known = {"split": ("forward",), "triton": ("forward", "dq", "dkdv"), "hopper": both, "cpu": both}
         if self.name not in known.get(self.backend, ()):
             raise ValueError(f"cut: expected one of {known} as backend and name, got {self.backend!r}, {self.name!r}")
         if self.block_q < 1 or self.block_k < 1:
@@ -87,7 +88,7 @@ def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...
     for kernel in answer.kernels:
         assert kernel.tiles is not None
         warps = getattr(kernel.tiles, "num_warps", None)
-        found.append(
-            Cut(kernel.name, kernel.backend, kernel.tiles.block_m, kernel.tiles.block_n, warps, kernel.shared_memory)
-        )
+        group = shape.heads // shape.kv_heads if kernel.backend == "split" else 1
+        block_q = max(1, kernel.tiles.block_m // group)
+        found.append(Cut(kernel.name, kernel.backend, block_q, kernel.tiles.block_n, warps, kernel.shared_memory))
     return tuple(found)

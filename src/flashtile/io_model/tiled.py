@@ -65,8 +65,8 @@ class _Walk:
 
     def keys(self, *tensors: str, sums: Sequence[str] = ()) -> list[Transfer]:
         """Reads of tensors as long as the keys, once for each tile of queries that sees them, and sums of gradients as
-        long, to which each of those tiles adds."""
-        group = self.shape.heads // self.shape.kv_heads
+        long, to which each of those tiles adds. Of "split", the heads of a group are in one tile."""
+        group = 1 if self.cut.backend == "split" else self.shape.heads // self.shape.kv_heads
         return self._moving(tensors, sums, self._asked_keys * group, -(-self.shape.seq_q // self.cut.block_q) * group)
 
     def queries(self, *tensors: str, sums: Sequence[str] = ()) -> list[Transfer]:
@@ -154,6 +154,8 @@ def _cpu_backward(walk: _Walk) -> list[Work]:
 
 
 _KERNELS = {
+    # The parts of the results, which a second launch puts together, are few beside the keys, and left out.
+    ("split", "forward"): _forward,
     ("triton", "forward"): _forward,
     ("hopper", "forward"): _forward,
     ("cpu", "forward"): _forward,

@@ -174,7 +174,8 @@ def test_explained(arch: str) -> None:
     found = flashtile.explain(_meta(1, 1, 32, 128), _meta(1, 8192, 8, 128), _meta(1, 8192, 8, 128), device=arch)
     assert found.backend == "split"
     first, *rest = found.kernels
-    assert first.backend == "split" and "parts" in first.name and "queries and heads" in str(first)
+    assert (first.name, first.backend) == ("forward", "split") and first.parts > 1
+    assert "16 queries and heads" in str(first) and f"keys in {first.parts} parts" in str(first)
     assert [kernel.backend for kernel in rest] == (["hopper"] if arch == "sm_90" else ["triton", "triton"])
 
 

@@ -41,17 +41,18 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward", of split keys "forward, keys in 16 parts";
-            on the CPU what computes the call.
+        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward"; on the CPU what computes the call.
         tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
         shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
         backend: whose kernel it is: that of the backward may be another's than that of the forward.
+        parts: into how many the keys of a sequence are split.
     """
 
     name: str
     tiles: TileConfig | HopperConfig | BackwardConfig | AttendTiles | None = None
     shared_memory: int = 0
     backend: str = ""
+    parts: int = 1
 
     def __str__(self) -> str:
         tiles = self.tiles
@@ -65,10 +66,11 @@ class KernelChoice:
         else:
             warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
             chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+        parts = f", keys in {self.parts} parts" if self.parts > 1 else ""
         rows = "queries and heads" if isinstance(tiles, AttendTiles) else "queries"
         return (
             f"{self.name} ({self.backend}): {tiles.block_m} {rows} × {tiles.block_n} keys, {warps}, "
-            f"{stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}"
+            f"{stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}{parts}"
         )
 
 
@@ -224,8 +226,7 @@ def _split_kernel(
     rows = q.shape[0] * k.shape[2], q.shape[1] * group
     situation = Situation(q.dtype, q.shape[-1], v.shape[-1], rows[1])
     tiles, splits = choose_cut(situation, rows[0], last - first, facts, multiprocessors)
-    name = f"forward, keys in {splits} parts" if splits > 1 else "forward"
-    return KernelChoice(name, tiles, split_memory(facts, tiles, situation), "split")
+    return KernelChoice("forward", tiles, split_memory(facts, tiles, situation), "split", splits)
 
 
 def _kernels(
