@@ -77,6 +77,7 @@ def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, til
         pattern_multiple=16,
         sinks=False,
         sums_slopes=False,
+        sums_dtype=torch.float32,
         precision=precision,
         pointer_multiple=16,
         stride_multiple=16,

@@ -113,7 +113,7 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
 
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
-_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False)
+_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False, covered=True)
 
 
 @pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
@@ -165,6 +165,20 @@ def test_hopper_products_are_asynchronous(kernel: str, situation: str, width: in
     assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, width)
 
 
+#: Tensors of which a loop fetches tiles into shared memory before their turn: k, v and the bias; q, dout, statistics
+#: and the bias; for the gradient of the bias, which reads the bias once, both sides of its product.
+_FETCHED_AHEAD = {"forward": 3, "dq": 3, "dkdv": 4, "dbias": 2}
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("kernel", _FETCHED_AHEAD)
+def test_hopper_fetches_a_bias_ahead(kernel: str, width: int) -> None:
+    binary = compile_call(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
+    _, _, innermost_loop = str(binary.asm["ttgir"]).rpartition("scf.for")
+    assert innermost_loop.count("ttg.async_copy_global_to_local") == _FETCHED_AHEAD[kernel]
+    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, width)
+
+
 class _Feature(NamedTuple):
     """A call, and what of the variant shows that the feature is in it."""
 
@@ -193,16 +207,17 @@ _FEATURES = {
     "bias": _Feature(Call(bias=_BIAS), {"bias": _TABLE}),
     "bias_of_keys": _Feature(
         Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
-        {"bias": TableVariant(_FP32, 1, 4, 4, 16, shared_batch=False, shared_rows=True, shared_columns=False)},
+        {"bias": TableVariant(_FP32, 1, 4, 4, 16, False, shared_rows=True, shared_columns=False, covered=True)},
     ),
     "bias_of_queries": _Feature(
         Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
-        {"bias": TableVariant(_BF16, 0, 16, 1, 16, shared_batch=True, shared_rows=False, shared_columns=True)},
+        {"bias": _TABLE._replace(column_stride=0, stride_multiple=1, shared_columns=True)},
     ),
     "mask": _Feature(
         Call(mask=_BIAS._replace(dtype=torch.bool)), {"mask": _TABLE._replace(dtype=torch.bool, stride_multiple=16)}
     ),
     "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
+    "bias_past_its_end": _Feature(Call(bias=_BIAS, seq_q=4001), {"bias": _TABLE._replace(covered=False)}),
     "sinks": _Feature(Call(sinks=True), {}),
     "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "patterns": True, "whole": True}),
     "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"patterns": False}),

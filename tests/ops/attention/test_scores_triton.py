@@ -54,6 +54,14 @@ def test_interpreted_tables_of_any_layout() -> None:
     _tables_of_any_layout("cpu")
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_interpreted_tables_of_whole_tiles(causal: bool) -> None:
+    """Sizes that all tiles divide: no bounds checks."""
+    case = replace(BASE, seq_q=128, seq_k=128, heads=2, heads_kv=1, bias="1hqk", mask="b1qk")
+    check(with_arguments(case, causal=causal), "triton")
+
+
 @pytest.mark.gpu
 def test_tables_of_any_layout() -> None:
     _tables_of_any_layout("cuda")
@@ -94,6 +102,17 @@ def test_kernels_over_many_tiles(case: AttentionCase, head_dim: int, dtype: torc
 def test_gradient_of_a_shared_bias_over_many_tiles(shape: str, dtype: torch.dtype) -> None:
     case = replace(LARGE, bias=shape, heads=6, heads_kv=2, head_dim=64, head_dim_v=64, dtype=dtype)
     check(with_arguments(case, causal=True), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("shape", ["1hqk", "bhqk", "1h1k"])
+def test_bias_and_mask_of_whole_tiles(shape: str, head_dim: int, causal: bool) -> None:
+    """Where no tile goes past the end of the tables, they are read without a bounds check."""
+    case = replace(LARGE, seq_q=512, seq_k=768, batch=3, bias=shape, mask="b1qk", dtype=torch.bfloat16)
+    case = replace(case, head_dim=head_dim, head_dim_v=head_dim)
+    check(with_arguments(case, causal=causal), "triton", "cuda")
 
 
 @pytest.mark.gpu

@@ -148,8 +148,9 @@ def quiet_rows(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink
 
 
 def _with_zeros(dout: Tensor, rows: Tensor) -> Tensor:
-    """dout with zeros in some rows, `[*, heads, rows]`; its last dimension stays contiguous."""
-    quiet = torch.where(rows.transpose(-1, -2).unsqueeze(-1), 0.0, dout)
+    """dout with zeros in some rows, `[*, heads, rows]`. A contiguous one stays contiguous, and the kernels are fastest
+    then: the result takes the order in memory of the rows, so these are brought into that of dout first."""
+    quiet = torch.where(rows.transpose(-1, -2).contiguous().unsqueeze(-1), 0.0, dout)
     return quiet if quiet.stride(-1) == 1 else quiet.contiguous()
 
 

@@ -29,7 +29,6 @@ from flashtile.ops.attention.triton.scores import (
     alibi_distance,
     load_slope,
     modified_scores,
-    table_offset,
     uncapped_gradient,
 )
 from flashtile.ops.attention.triton.tiles import (
@@ -117,16 +116,14 @@ def attention_dq_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    bias, mask, slope = None, None, None
-    if bias_ptr is not None:
-        offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
-        bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
-    if mask_ptr is not None:
-        offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
-        mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-    modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
+    modifiers = (
+        softcap,
+        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+        if alibi_slopes_ptr is not None else None,
+        alibi_diagonal(seq_q, seq_k, origin), sequence, head,
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+    )  # fmt: skip
     blocks = None
     if TILE_Q:
         entry, last_entry = line_entries(
@@ -176,6 +173,7 @@ def _sum_dq(
     if not CHUNK:
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, rows_left, HEAD_DIM, BLOCK_M, BLOCK_D, False)
         dout_tile = load_rows(dout_base, STRIDE_DOUT_ROW, 0, rows_left, HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
+    unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(begin, end, BLOCK_N):
         start = step
         if TILE_K:
@@ -197,16 +195,14 @@ def _sum_dq(
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
             scores, tanh = modified_scores(
-                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores, scale, first, start, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )
-        else:
-            scores *= scale * LOG2_E
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
                     scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
                 )
-        probs = tl.exp2(scores - lse[:, None])
+        probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
@@ -288,16 +284,14 @@ def attention_dkdv_kernel(
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
         origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-        bias, mask, slope = None, None, None
-        if bias_ptr is not None:
-            offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
-            bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
-        if mask_ptr is not None:
-            offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
-            mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
-        if alibi_slopes_ptr is not None:
-            slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
+        modifiers = (
+            softcap,
+            load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+            if alibi_slopes_ptr is not None else None,
+            alibi_diagonal(seq_q, seq_k, origin), sequence, head,
+            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+            mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+        )  # fmt: skip
         blocks = None
         if TILE_Q:
             entry, last_entry = line_entries(
@@ -349,6 +343,7 @@ def _sum_dkdv(
     Everything is computed transposed, keys by queries, so that the products need no transposed operand in registers.
     """
     column = first + tl.arange(0, BLOCK_N)
+    unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(begin, end, BLOCK_M):
         start = step
         if TILE_Q:
@@ -374,16 +369,14 @@ def _sum_dkdv(
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
         if MODIFIED:
             scores, tanh = modified_scores(
-                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=True
+                scores, scale, start, first, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=True
             )
-        else:
-            scores *= scale * LOG2_E
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
                     scores, blocks, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=True
                 )
-        probs = tl.exp2(scores - lse[None, :])
+        probs = tl.exp2(scores * unit - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(
                 row[None, :], column[:, None], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
-from flashtile.ops.attention.triton.scores import load_slope, modified_scores, table_offset
+from flashtile.ops.attention.triton.scores import load_slope, modified_scores
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
     head_pointer,
@@ -67,16 +67,14 @@ def attention_column_sums_kernel(
     begin, full_begin, full_end, end = query_tile_ranges(
         first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    bias, mask, slope = None, None, None
-    if bias_ptr is not None:
-        offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
-        bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
-    if mask_ptr is not None:
-        offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
-        mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-    modifiers = (softcap, bias, mask, slope, seq_k - seq_q)
+    modifiers = (
+        softcap,
+        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+        if alibi_slopes_ptr is not None else None,
+        seq_k - seq_q, sequence, head,
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+    )  # fmt: skip
     blocks = None
     if TILE_Q:
         entry, last_entry = line_entries(
@@ -113,6 +111,7 @@ def _sum_weights(
     column = first + tl.arange(0, BLOCK_N)
     if not CHUNK:
         k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D, False)
+    unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(begin, end, BLOCK_M):
         start = step
         if TILE_Q:
@@ -131,16 +130,14 @@ def _sum_weights(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if MODIFIED:
             scores = modified_scores(
-                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores, scale, start, first, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )[0]
-        else:
-            scores *= scale * LOG2_E
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
                     scores, blocks, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
                 )
-        probs = tl.exp2(scores - lse[:, None])
+        probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = (row < seq_q)[:, None] & visible_pairs(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT

@@ -36,6 +36,7 @@ class TileConfig(NamedTuple):
         num_warps: warps per program.
         num_stages: tiles in flight from device memory.
         chunk: columns of the head that are multiplied at a time; 0 = all of them.
+        max_registers: of a thread, so that more programs fit a multiprocessor; None = as many as it takes.
     """
 
     block_m: int
@@ -43,6 +44,7 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     chunk: int = 0
+    max_registers: int | None = None
 
 
 class Situation(NamedTuple):
@@ -54,7 +56,8 @@ class Situation(NamedTuple):
         head_dim_v: of v.
         banded: a causal mask or a window: small tiles waste less at its edges.
         long: at least `LONG` queries and keys.
-        table_bytes: bytes of bias and mask for each score, whose tiles come from memory as well; 0 without.
+        table_bytes: bytes of bias and mask for each score, whose tiles come from memory as well; 0 without, 1 for a
+            mask alone.
         block_tile: (queries, keys) of a block mask's tiles; None without one.
     """
 
@@ -95,13 +98,13 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
     if situation.dtype is torch.float32:
         table = _FLOAT32
     elif kernel == "dbias":
-        table = _BIAS_GRADIENT
+        table = _HOPPER_BIAS if device.arch == "sm_90" and width <= 128 else _BIAS_GRADIENT
     elif kernel == "column_sums" and not device.arch.startswith("gfx1"):
         table = _COLUMN_SUMS
     elif device.arch == "sm_90" and situation.block_tile and width <= 128:
         table = _HOPPER_BLOCKS
     elif device.arch == "sm_90" and situation.table_bytes and width <= 128:
-        table = _HOPPER_TABLES
+        table = _HOPPER_MASK if situation.table_bytes == 1 else _HOPPER_BIAS
     elif device.arch == "sm_90":
         table = {
             (False, False): _HOPPER_FULL,
@@ -148,7 +151,7 @@ def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> in
     if tiles.chunk:
         elements = tiles.chunk * (moving + resident) + moving * max(width, width_v)
     elif kernel == "dbias":
-        elements = (moving + resident) * (width + width_v) * tiles.num_stages
+        elements = (moving + resident) * max(width, width_v) * tiles.num_stages
     else:
         resident_width = width if kernel == "forward" else width + width_v
         elements = resident * resident_width + moving * (width + width_v) * tiles.num_stages
@@ -158,6 +161,8 @@ def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> in
     # transposed, they change their layout too.
     tables = scores * (situation.table_bytes + (situation.block_tile is not None))
     transposed = tables if kernel in ("dkdv", "dbias") else 0
+    if kernel == "dbias":  # reads them once
+        return situation.dtype.itemsize * elements + max(exchange, transposed)
     return situation.dtype.itemsize * elements + max(exchange, transposed) + (tiles.num_stages - 1) * tables
 
 
@@ -175,7 +180,7 @@ def _fit(kernel: Kernel, tiles: TileConfig, situation: Situation, limit: int) ->
         else:
             chunk = 32
         block_m, block_n = (moving, resident) if kernel in OWN_KEYS else (resident, moving)
-        tiles = TileConfig(block_m, block_n, tiles.num_warps, stages, chunk)
+        tiles = tiles._replace(block_m=block_m, block_n=block_n, num_stages=stages, chunk=chunk)
     return tiles
 
 
@@ -304,18 +309,39 @@ _RDNA: _Table = {
     ),
 }
 
-#: sm_90, scores with a bias or a mask, heads up to 128 columns (4 sequences of 4,096 tokens, a bias shared by them).
-_HOPPER_TABLES: _Table = {
+#: sm_90, scores with a mask and no bias, heads up to 128 columns. Measured with a bias, as the rows of `_HOPPER_BIAS`
+#: were before they changed; a mask alone was not.
+_HOPPER_MASK: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 4, 3)),  # (0.95; 32 keys 1.01, 8 warps 1.18)
-        (128, TileConfig(128, 64, 8, 3)),  # (1.53; 64 × 64 on 4 warps in 2 stages 1.69, in 3 2.03)
+        (64, TileConfig(128, 64, 4, 3)),
+        (128, TileConfig(128, 64, 8, 3)),
     ),
     "dq": (
-        (64, TileConfig(64, 32, 4, 3)),  # (1.09; 64 keys 1.24)
-        (128, TileConfig(128, 64, 8, 3)),  # (1.64; 64 × 64 on 4 warps in 2 stages 1.91)
+        (64, TileConfig(64, 32, 4, 3)),
+        (128, TileConfig(128, 64, 8, 3)),
+    ),
+    "dkdv": ((128, TileConfig(32, 64, 4, 2)),),
+}
+
+#: sm_90, scores with a bias, heads up to 128 columns (4 sequences of 4,096 tokens, 16 heads, a bias shared by the
+#: sequences).
+_HOPPER_BIAS: _Table = {
+    "forward": (
+        (64, TileConfig(128, 64, 8, 3)),  # (0.785; 64 × 64 on 4 warps 0.804, 128 × 64 on 4 0.850)
+        (128, TileConfig(128, 64, 8, 3)),  # (1.37; 64 × 64 on 4 warps in 2 stages 1.60, 128 × 128 on 8 1.65)
+    ),
+    "dq": (
+        (64, TileConfig(64, 32, 4, 3)),  # (1.03; 128 × 32 on 8 warps 1.05, 64 keys 1.13)
+        (128, TileConfig(128, 64, 8, 3)),  # (1.55; 64 × 64 on 4 warps in 2 stages 1.80)
     ),
     "dkdv": (
-        (128, TileConfig(32, 64, 4, 2)),  # (2.16 and 3.10; 3 stages 2.27 and 3.87)
+        (64, TileConfig(64, 64, 4, 3)),  # (1.37; 64 × 128 on 8 warps 1.45, 32 × 64 1.63)
+        (128, TileConfig(32, 64, 4, 3)),  # (2.31; 32 × 128 on 8 warps 2.49, 2 stages 2.77)
+    ),
+    "dbias": (
+        (64, TileConfig(64, 64, 4, 2)),  # (2.05; 3 stages 2.06, 128 × 64 on 8 warps of 128 registers 2.18)
+        # Two programs on each multiprocessor (2.26; 64 × 64 on 4 warps 2.43, without the limit 3.34).
+        (128, TileConfig(128, 64, 8, 2, max_registers=128)),
     ),
 }
 
@@ -331,11 +357,11 @@ _HOPPER_BLOCKS: _Table = {
     "dkdv": _HOPPER_FULL["dkdv"],  # (0.31 and 0.55; 32 queries 0.37 and 0.58)
 }
 
-#: The gradient of the bias, 16-bit, everywhere: as many accumulators as dk/dv, and nothing resident.
+#: The gradient of the bias, 16-bit, everywhere else: as many accumulators as dk/dv, and nothing resident.
 _BIAS_GRADIENT: _Table = {
     "dbias": (
-        (64, TileConfig(64, 64, 4, 2)),  # (2.62; 128 queries on 8 warps 2.94)
-        (128, TileConfig(128, 64, 8, 2)),  # (3.56; 64 queries on 4 warps 4.69)
+        (64, TileConfig(64, 64, 4, 2)),
+        (128, TileConfig(128, 64, 8, 2)),
         (256, TileConfig(64, 32, 4, 1)),
         (512, TileConfig(32, 32, 4, 1, 64)),
     ),

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
-from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores, table_offset
+from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores
 from flashtile.ops.attention.triton.tiles import (
     LN_2,
     LOG2_E,
@@ -89,16 +89,14 @@ def attention_forward_kernel(
     )
 
     origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    bias, mask, slope = None, None, None
-    if bias_ptr is not None:
-        offset = table_offset(sequence, head, stride_bias_batch, stride_bias_head)
-        bias = (bias_ptr, offset, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns)
-    if mask_ptr is not None:
-        offset = table_offset(sequence, head, stride_mask_batch, stride_mask_head)
-        mask = (mask_ptr, offset, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns)
-    if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-    modifiers = (softcap, bias, mask, slope, alibi_diagonal(seq_q, seq_k, origin))
+    modifiers = (
+        softcap,
+        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
+        if alibi_slopes_ptr is not None else None,
+        alibi_diagonal(seq_q, seq_k, origin), sequence, head,
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+    )  # fmt: skip
     blocks = None
     if TILE_Q:
         entry, last_entry = line_entries(
@@ -161,7 +159,7 @@ def _visit_key_tiles(
         row_sum = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
-    unit = 1.0 if MODIFIED else scale * LOG2_E
+    unit = LOG2_E if MODIFIED else scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False)
@@ -180,7 +178,7 @@ def _visit_key_tiles(
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
             scores = modified_scores(
-                scores, scale, row, column, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores, scale, first, start, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
             )[0]
         if PATTERNS:
             scores = apply_pattern(

@@ -70,7 +70,7 @@ class TableVariant(NamedTuple):
     """What decides machine code of a bias or a mask: how it is read, and the directions in which it broadcasts.
 
     The number of columns counts as far as it is a multiple of 16: a bounds check that could fall within 16 bytes would
-    keep them from being read together.
+    keep them from being read together. `covered`: no tile of the kernel ends past it, so that there is no such check.
     """
 
     dtype: torch.dtype
@@ -81,6 +81,7 @@ class TableVariant(NamedTuple):
     shared_batch: bool
     shared_rows: bool
     shared_columns: bool
+    covered: bool
 
 
 class Variant(NamedTuple):
@@ -115,6 +116,7 @@ class Variant(NamedTuple):
     pattern_multiple: int
     sinks: bool
     sums_slopes: bool
+    sums_dtype: torch.dtype
     precision: str
     pointer_multiple: int
     stride_multiple: int
@@ -188,12 +190,16 @@ def _plan(
     tiles = choose_tiles(kernel, facts, situation)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     triples = _stride_triples(kernel, shapes, strides)
-    owns_keys = kernel in OWN_KEYS
-    moving_rows, moving_block = (rows_q, tiles.block_m) if owns_keys else (rows_k, tiles.block_n)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
-    moving_tile = block_tile[0 if owns_keys else 1] or moving_block
-    whole = not bounded and moving_rows % moving_tile == 0
+    divides_q = rows_q % (block_tile[0] or tiles.block_m) == 0
+    divides_k = rows_k % (block_tile[1] or tiles.block_n) == 0
+    # That of the tiles that move; in the gradient of the bias both do.
+    divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
+    whole = not bounded and divides
+    covered = not packed and divides_q and divides_k
+    parts = _parts(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else 1
+    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
     variant = Variant(
         dtype,
         head_dim,
@@ -210,8 +216,8 @@ def _plan(
         side.index_dtypes,
         side.key_lengths_dtype,
         spec.softcap > 0,
-        _table_variant(side.bias),
-        _table_variant(side.mask),
+        _table_variant(side.bias, covered),
+        _table_variant(side.mask, covered),
         side.alibi > 0,
         block_tile,
         side.patterns,
@@ -220,12 +226,12 @@ def _plan(
         power_of_two_factor(side.pattern_misalignment),
         side.sinks and kernel == "forward",
         sums_slopes,
+        outputs[0].dtype if kernel == "dbias" else torch.float32,
         _dot_precision(dtype, facts, allow_tf32),
         power_of_two_factor(misalignment),
         power_of_two_factor(*(stride for triple in triples for stride in triple)),
         tiles,
     )
-    parts = _parts(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else 1
     scalars = {
         **{
             f"stride_{name}_{of}": stride
@@ -245,13 +251,12 @@ def _plan(
         **dict(zip(_ORIGIN_SCALARS, spec.origin or (None,) * len(_ORIGIN_SCALARS))),
         **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
     }
-    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
     programs = _programs(kernel, shapes, batch, packed, tiles, side.bias, parts)
     run_time = [name for name in _KERNELS[kernel].arg_names if name in scalars]
     return Plan(_launcher(kernel, variant, device), programs, tuple(scalars[name] for name in run_time), outputs)
 
 
-def _table_variant(table: Table | None) -> TableVariant | None:
+def _table_variant(table: Table | None, covered: bool) -> TableVariant | None:
     if table is None:
         return None
     itemsize = table.dtype.itemsize
@@ -268,6 +273,7 @@ def _table_variant(table: Table | None) -> TableVariant | None:
         table.shape[0] == 1,
         shared_rows,
         shared_columns,
+        covered,
     )
 
 
@@ -344,7 +350,7 @@ def _output_layouts(
         "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
         "dkdv": ((k_shape, dtype), (v_shape, dtype)),
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
-        "dbias": (((parts, *(bias.shape if bias else ())), torch.float32),),
+        "dbias": (((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32),),
     }
     return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
 
@@ -443,7 +449,8 @@ def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
     parameters = {name: _parameter(name, variant) for name in names if name not in constants}
     constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
     types, multiples = zip(*parameters.values())
-    return KernelSource(function, types, multiples, constants, variant.tiles.num_warps, variant.tiles.num_stages)
+    tiles = variant.tiles
+    return KernelSource(function, types, multiples, constants, tiles.num_warps, tiles.num_stages, tiles.max_registers)
 
 
 def _parameter(name: str, variant: Variant) -> tuple[str, int]:
@@ -463,10 +470,9 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
             return ("*" + _TABLE_TYPES[table.dtype], table.pointer_multiple) if table else absent
         if name.startswith(f"stride_{of}_"):
             return ("i64", table.stride_multiple) if table else absent
-        if name == f"{of}_rows":
-            return ("i32", 1) if table else absent
-        if name == f"{of}_columns":
-            return ("i32", table.columns_multiple) if table else absent
+        if name in (f"{of}_rows", f"{of}_columns"):
+            multiple = table.columns_multiple if table and name.endswith("columns") else 1
+            return ("i32", multiple) if table and not table.covered else absent
     if name == "block_patterns_ptr":
         return ("*u8", variant.pattern_multiple) if variant.patterns else absent
     optional = {
@@ -482,10 +488,10 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     if name in optional:
         of, present = optional[name]
         return (of, 1) if present else absent
-    if name in ("statistics_ptr", "sums_ptr"):
-        return "*fp32", 16
-    if name in ("lse_ptr", "dlse_ptr"):
-        return "*fp32", 1
+    if name == "sums_ptr":
+        return "*" + ELEMENT_TYPES[variant.sums_dtype], 16
+    if name in ("statistics_ptr", "lse_ptr", "dlse_ptr"):
+        return "*fp32", 16 if name == "statistics_ptr" else 1
     if name.endswith("_ptr"):
         return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
     if name.startswith("stride_"):

@@ -1,11 +1,11 @@
 """What becomes of the products `q kᵀ` on their way to the softmax: soft cap, bias, ALiBi and masks.
 
-Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`; `row` `[M]` and `column` `[N]` are the numbers of queries
-and keys within their sequence. `modifiers` holds all that changes the scores of one head of one
-sequence; what a call does not have is None there, and costs nothing::
+Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`; `first_row` and `first_column` are the numbers of their
+first query and key within their sequence. `modifiers` holds all that changes the scores of one head of one sequence;
+what a call does not have is None there, and costs nothing::
 
-    (softcap, bias, mask, slope, diagonal)
-    bias, mask: (pointer, offset, row stride, column stride, rows, columns)
+    (softcap, slope, diagonal, sequence, head, *bias, *mask)
+    bias, mask: pointer, strides of batch, head, row and column, rows, columns; no rows where no tile ends past them
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.tiles import LOG2_E
 from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
@@ -24,14 +23,31 @@ def load_slope(alibi_slopes_ptr, stride_batch, sequence, head, batch):
 
 
 @triton.jit
-def _load_table(table, row, column, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Entries of a tensor that broadcasts to the scores, `OTHER` past its end. A stride of 0 broadcasts."""
-    pointer, offset, stride_row, STRIDE_COLUMN, rows, columns = table
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    pointers = pointer + offset + (row.to(tl.int64) * stride_row)[:, None] + (column * STRIDE_COLUMN)[None, :]
-    tile = tl.load(pointers, mask=inside, other=OTHER)
-    # Read by rows and turned round on chip: read by columns it would not be fetched ahead.
-    return tl.trans(tile) if TRANSPOSED else tile
+def load_table(
+    pointer, stride_batch, stride_head, stride_row, STRIDE_COLUMN: tl.constexpr, rows, columns,
+    sequence, head, first_row, first_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile `[M, N]` of a tensor that broadcasts to the scores, `OTHER` past its end. A stride of 0 broadcasts."""
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    # Wide arithmetic for the first entry; of the others only once, where the loop stays in their rows.
+    corner = tl.cast(sequence, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
+    corner += tl.cast(first_row, tl.int64) * stride_row + tl.cast(first_column, tl.int64) * STRIDE_COLUMN
+    pointers = pointer + corner + (row.to(tl.int64) * stride_row)[:, None] + (column * STRIDE_COLUMN)[None, :]
+    if rows is not None:
+        inside = (first_row + row < rows)[:, None] & (first_column + column < columns)[None, :]
+        tile = tl.load(pointers, mask=inside, other=OTHER)
+    else:
+        tile = tl.load(pointers)
+    # Read by rows and turned round on chip: read by columns it would not be fetched ahead. Split and joined again,
+    # which changes nothing but that the compiler changes the layout first: only then does it fetch into shared memory.
+    if TRANSPOSED:
+        low, high = tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N // 2, 2)))
+        tile = tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
+        return tl.trans(tile)
+    else:
+        return tile
 
 
 @triton.jit
@@ -44,36 +60,51 @@ def alibi_diagonal(seq_q, seq_k, origin):
 
 
 @triton.jit
-def table_offset(sequence, head, stride_batch, stride_head):
-    """Where one head of one sequence begins in a bias or mask."""
-    return tl.cast(sequence, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
-
-
-@triton.jit
-def modified_scores(products, scale, row, column, modifiers, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Scores in units of log2, and the tanh of the soft cap (the products themselves without one). `PRECISE`: they are
-    products of float32 tensors."""
-    softcap, bias, mask, slope, _ = modifiers
+def modified_scores(
+    products, scale, first_row, first_column, modifiers, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    bias_tile=None,
+):  # fmt: skip
+    """Scores of a tile of products, and the tanh of the soft cap (the products themselves without one). `PRECISE`: they
+    are products of float32 tensors. `bias_tile`: that of the bias, where it is on chip already."""
+    BLOCK_M: tl.constexpr = products.shape[1 if TRANSPOSED else 0]
+    BLOCK_N: tl.constexpr = products.shape[0 if TRANSPOSED else 1]
+    (
+        softcap, slope, _, sequence, head,
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+    ) = modifiers  # fmt: skip
     tanh = products
     if softcap is not None:
         tanh = hyperbolic_tangent(products * (scale / softcap), PRECISE)
-        scores = tanh * (softcap * LOG2_E)
+        scores = tanh * softcap
     else:
-        scores = products * (scale * LOG2_E)
-    if bias is not None:
+        scores = products * scale
+    if bias_tile is not None:
+        scores += bias_tile.to(tl.float32)
+    elif bias_ptr is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
-        scores += _load_table(bias, row, column, float("nan"), TRANSPOSED).to(tl.float32) * LOG2_E
+        tile = load_table(
+            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
+            sequence, head, first_row, first_column, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED,
+        )  # fmt: skip
+        scores += tile.to(tl.float32)
     if slope is not None:
-        scores -= (slope * LOG2_E) * alibi_distance(row, column, modifiers, TRANSPOSED)
-    if mask is not None:
-        scores = tl.where(_load_table(mask, row, column, 0, TRANSPOSED) != 0, scores, float("-inf"))
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        scores -= slope * alibi_distance(row, column, modifiers, TRANSPOSED)
+    if mask_ptr is not None:
+        shown = load_table(
+            mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
+            sequence, head, first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED,
+        )  # fmt: skip
+        scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, tanh
 
 
 @triton.jit
 def alibi_distance(row, column, modifiers, TRANSPOSED: tl.constexpr):
     """`|i + diagonal - j|`."""
-    diagonal = row + modifiers[4]
+    diagonal = row + modifiers[2]
     if TRANSPOSED:
         distance = diagonal[None, :] - column[:, None]
     else:
