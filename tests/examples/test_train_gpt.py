@@ -51,7 +51,8 @@ def _launch(processes: int, arguments: list[str]) -> None:
     """The program under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     source = str(Path(flashtile.__file__).parents[1])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    # Where there are many processes, none starts threads or compilers of its own.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": source}
     done = subprocess.run(
         [*command, str(ROOT / "examples/train_gpt.py"), *arguments],
         env=environment, capture_output=True, text=True, timeout=300,

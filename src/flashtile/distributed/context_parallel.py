@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashtile
 from flashtile.distributed.engine import Call, ContextAttention
 from flashtile.distributed.exchange import Alone, Exchange
-from flashtile.distributed.heads import check_heads, gather_heads, scatter_heads, shared_out
+from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, shared_out
 from flashtile.distributed.layout import Layout, LayoutKind
 from flashtile.distributed.places import STRATEGIES, Places, agree, places_of, replicated
 from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule, ring_schedule
@@ -176,22 +176,18 @@ def context_parallel_attention(
     statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
         q, k, v = q[None], k[None], v[None]
-    run = _run if strategy in ("ring", "all_gather") else functools.partial(_run_by_heads, places, layout)
+    by_heads = functools.partial(_run_by_heads, places, layout, return_lse)
+    run = ContextAttention.apply if strategy in ("ring", "all_gather") else by_heads
     out, lse = run(call, q, k, v, bias, *statistics)
     if packed:
-        out, lse = out[0], lse[0]
+        out, lse = out[0], lse[0] if return_lse else None
     return (out, lse) if return_lse else out
-
-
-def _run(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return ContextAttention.apply(call, q, k, v, bias, slopes, sinks)
 
 
 def _run_by_heads(
     places: Places,
     kind: LayoutKind,
+    wants_lse: bool,
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -199,27 +195,15 @@ def _run_by_heads(
     bias: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Exchanges tokens for heads before and after."""
     group = places.groups[-1]
-    own = len(places.groups) == 1
-    cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) if own else None for t in (q, k))
-    heads = q.shape[2] // group.size
-    here = slice(group.rank * heads, (group.rank + 1) * heads)
-
-    def of_heads(tensor: Tensor | None, dim: int) -> Tensor | None:
-        if tensor is None or tensor.shape[dim] == 1:
-            return tensor
-        return tensor.narrow(dim, here.start, heads)
-
-    q = scatter_heads(group, q, cut_q)
-    k, v = (scatter_heads(group, shared_out(t, group.size), cut_k) for t in (k, v))
-    slopes = None if slopes is None else slopes[..., here]
-    sinks = None if sinks is None else sinks[here]
-    changed = {**call.__dict__, "head": here.start, "mask": of_heads(call.mask, 1)}
-    out, lse = _run(Call(**changed), q, k, v, of_heads(bias, 1), slopes, sinks)
-    lse = gather_heads(group, lse.transpose(1, 2).unsqueeze(-1), cut_q).squeeze(-1).transpose(1, 2)
-    return gather_heads(group, out, cut_q), lse
+    if len(places.groups) > 1:
+        kind = "contiguous"  # within a place of the ring, in whose order its tokens stay
+    cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) for t in (q, k))
+    k, v = (shared_out(t, group.size) for t in (k, v))
+    exchange = HeadExchange(group, cut_q, cut_k)
+    return AttentionByHeads.apply(exchange, call, wants_lse, q, k, v, bias, slopes, sinks)
 
 
 def problem_of(

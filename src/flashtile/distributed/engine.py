@@ -330,19 +330,35 @@ class ContextAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[4:]
         if dout is None:
             dout = torch.zeros_like(out)
-        bias, slopes = (
-            None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted)
-        )
-        results = backward(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes)
-        dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if wanted[2] else None
-        of_tables = (
-            None if total is None else total.to(of.dtype)
-            for total, of in zip((results.bias, results.slopes), (bias, slopes))
-        )
-        return None, results.q.finish(), results.k.finish(), results.v.finish(), *of_tables, dsinks
+        wanted = ctx.needs_input_grad[4:]
+        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes, sinks, wanted)
+
+
+def gradients(
+    call: Call,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Those of q, k, v, bias, slopes and sinks, each in its input's dtype; `wanted`: which of the last three."""
+    bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted))
+    results = backward(call, dout, dlse, q, k, v, out, lse, bias, slopes)
+    of_tables = (
+        None if total is None or of is None else total.to(of.dtype)
+        for total, of in zip((results.bias, results.slopes), (bias, slopes))
+    )
+    dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if sinks is not None and wanted[2] else None
+    return results.q.finish(), results.k.finish(), results.v.finish(), *of_tables, dsinks
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

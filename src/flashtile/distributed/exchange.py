@@ -84,10 +84,10 @@ class GroupExchange:
         return self._global[place]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
-        operations = [dist.P2POp(dist.isend, m.tensor, self._global[m.rank], self._group) for m in sends]
-        operations += [dist.P2POp(dist.irecv, m.tensor, self._global[m.rank], self._group) for m in receives]
-        if not operations:
+        if not sends and not receives:
             return Pending(lambda: None, ())
+        operations = [dist.P2POp(dist.isend, m.tensor, group=self._group, group_peer=m.rank) for m in sends]
+        operations += [dist.P2POp(dist.irecv, m.tensor, group=self._group, group_peer=m.rank) for m in receives]
         where = f"{where}, to {_named(sends)}, from {_named(receives)}"
         works = self._guarded(lambda: dist.batch_isend_irecv(operations), where)
         held = [m.tensor for m in sends]
@@ -97,12 +97,6 @@ class GroupExchange:
         tensors = [torch.empty_like(tensor) for _ in range(self.size)]
         work = self._guarded(lambda: dist.all_gather(tensors, tensor, self._group, async_op=True), where)
         return Pending(lambda: self._guarded(work.wait, where), tensors, (tensor,))
-
-    def all_to_all(self, tensor: Tensor, where: str) -> Tensor:
-        """Part `i` of the first dimension goes to rank `i`; what comes from it stands in its place."""
-        received = torch.empty_like(tensor)
-        self._guarded(lambda: dist.all_to_all_single(received, tensor, group=self._group), where)
-        return received
 
     def add_up(self, tensor: Tensor, where: str) -> None:
         """The sum over all ranks, in place."""

@@ -1,85 +1,248 @@
-"""Sequence against heads: all-to-all exchanges after which a rank has all tokens of some heads, and back.
+"""Sequence against heads: exchanges after which a rank has all tokens of some heads, and back, and attention between.
 
-`[batch, rows, heads, head_dim]` with the rows of one rank becomes `[batch, ranks · rows, heads / ranks, head_dim]`, the
-rows in the order of the ranks. Reference: Jacobs et al., "DeepSpeed Ulysses" (2023).
+`[batch, rows, heads, head_dim]` with the rows of one rank becomes `[batch, sequence, heads / ranks, head_dim]`. All
+tensors of one direction are one transfer, and its messages lie in memory as the calls on either side want them::
+
+    out of q, k, v     [ranks, rows, batch, columns]     by rank, then by token: one copy
+    into               [sequence, batch, columns]        each run of a rank in its place: q, k and v are views
+    out of the result  [sequence, batch, columns]        the result itself, where the batch is one
+    into               [ranks, rows, batch, columns]     one copy makes rows of it
+
+Reference: Jacobs et al., "DeepSpeed Ulysses" (2023).
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from flashtile.distributed.exchange import GroupExchange
+from flashtile.distributed.engine import Call, forward, gradients
+from flashtile.distributed.exchange import GroupExchange, Message
 from flashtile.distributed.layout import Layout
 
-
-class _ScatterHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange: GroupExchange, tensor: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return _scatter(exchange, tensor, "forward, all tokens of some heads")
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _gather(ctx.exchange, grad, "backward, gradients of all heads")
+#: Bytes that a thread of PyTorch's copies moves at most.
+_WIDEST = 16
 
 
-class _GatherHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, exchange: GroupExchange, tensor: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return _gather(exchange, tensor, "forward, all heads of some tokens")
+@dataclass(frozen=True)
+class Bundle:
+    """Tensors that travel side by side, in columns.
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:
-        return None, _scatter(ctx.exchange, grad, "backward, gradients of all tokens")
-
-
-def _scatter(exchange: GroupExchange, tensor: Tensor, where: str) -> Tensor:
-    ranks = exchange.size
-    parts = tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4).contiguous()  # [ranks, B, S, H / ranks, D]
-    return exchange.all_to_all(parts, where).transpose(0, 1).flatten(1, 2)
-
-
-def _gather(exchange: GroupExchange, tensor: Tensor, where: str) -> Tensor:
-    ranks = exchange.size
-    parts = tensor.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
-    return exchange.all_to_all(parts, where).permute(1, 2, 0, 3, 4).flatten(2, 3)
-
-
-def scatter_heads(exchange: GroupExchange, tensor: Tensor, layout: Layout | None) -> Tensor:
-    """`[batch, rows, heads, head_dim]` of a rank to all tokens of `heads / ranks` heads, differentiably.
-
-    Args:
-        exchange: with the ranks that have the other tokens.
-        tensor: whose heads the number of ranks divides.
-        layout: how these ranks cut the sequence, to put it in order; None leaves the tokens in the order of the ranks.
+    Attributes:
+        layout: how ranks cut their tokens.
+        shapes: (heads, head_dim) of each on a rank that has all tokens.
     """
-    whole = _ScatterHeads.apply(exchange, tensor)
-    return whole if layout is None else _picked(whole, _runs_in_order(layout))
+
+    layout: Layout
+    shapes: tuple[tuple[int, int], ...]
+
+    @property
+    def width(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def columns(self, buffer: Tensor) -> list[Tensor]:
+        """The tensors in a buffer `[..., width]`, each `[..., heads, head_dim]`."""
+        edges = pairwise(accumulate(map(math.prod, self.shapes), initial=0))
+        return [buffer[..., low:high].unflatten(-1, shape) for (low, high), shape in zip(edges, self.shapes)]
 
 
-def gather_heads(exchange: GroupExchange, tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The way back from `scatter_heads`."""
-    if layout is not None:
-        runs = [(c.start, c.stop) for rank in range(layout.ring) for c in layout.ring_chunks(rank)]
-        tensor = _picked(tensor, runs)
-    return _GatherHeads.apply(exchange, tensor)
+@dataclass(frozen=True)
+class HeadExchange:
+    """What ranks exchange to have all tokens of some heads.
+
+    Attributes:
+        group: of the ranks.
+        queries, keys: how they cut the tokens of q and out, and of k and v.
+    """
+
+    group: GroupExchange
+    queries: Layout
+    keys: Layout
+
+    def scatter(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
+        """Starts the way of `[batch, rows, heads, head_dim]` to all tokens of `heads / ranks` heads. What is returned
+        waits for it, and gives views `[batch, sequence, heads / ranks, head_dim]`."""
+        mine, ranks = self.group.rank, self.group.size
+        sends, receives, arriving = [], [], []
+        for bundle, members in self._bundles(tensors, layouts, ranks):
+            batch, rows = members[0].shape[:2]
+            outgoing = members[0].new_empty(ranks, rows, batch, bundle.width)
+            for target, tensor in zip(bundle.columns(outgoing), members):
+                _move(target, tensor.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
+            whole = outgoing.new_empty(bundle.layout.length, batch, bundle.width)
+            for rank in range(ranks):
+                for chunk in bundle.layout.ring_chunks(rank):
+                    if rank != mine:
+                        receives.append(Message(rank, whole[chunk.start : chunk.stop]))
+                for chunk in bundle.layout.ring_chunks(mine):
+                    message = outgoing[rank, chunk.local : chunk.local + chunk.length]
+                    if rank != mine:
+                        sends.append(Message(rank, message))
+                    else:
+                        _move(whole[chunk.start : chunk.stop], message)
+            arriving += [tensor.transpose(0, 1) for tensor in bundle.columns(whole)]
+        pending = self.group.start(sends, receives, where)
+
+        def finish() -> list[Tensor]:
+            pending.wait()
+            return arriving
+
+        return finish
+
+    def gather(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
+        """Starts the way back from `scatter`. What is returned waits, and gives contiguous tensors."""
+        mine, ranks = self.group.rank, self.group.size
+        sends, receives, arriving = [], [], []
+        for bundle, members in self._bundles(tensors, layouts, 1):
+            batch, sequence = members[0].shape[:2]
+            if len(members) == 1:
+                whole = members[0].transpose(0, 1).contiguous().flatten(2)
+            else:
+                whole = members[0].new_empty(sequence, batch, bundle.width)
+                for target, tensor in zip(bundle.columns(whole), members):
+                    _move(target, tensor.transpose(0, 1))
+            incoming = whole.new_empty(ranks, sequence // ranks, batch, bundle.width)
+            for rank in range(ranks):
+                for chunk in bundle.layout.ring_chunks(rank):
+                    if rank != mine:
+                        sends.append(Message(rank, whole[chunk.start : chunk.stop]))
+                for chunk in bundle.layout.ring_chunks(mine):
+                    message = incoming[rank, chunk.local : chunk.local + chunk.length]
+                    if rank != mine:
+                        receives.append(Message(rank, message))
+                    else:
+                        _move(message, whole[chunk.start : chunk.stop])
+            arriving += bundle.columns(incoming)
+        pending = self.group.start(sends, receives, where)
+
+        def finish() -> list[Tensor]:
+            pending.wait()
+            return [_rows_of(tensor) for tensor in arriving]
+
+        return finish
+
+    @staticmethod
+    def _bundles(
+        tensors: Sequence[Tensor], layouts: Sequence[Layout], ranks: int
+    ) -> Iterable[tuple[Bundle, list[Tensor]]]:
+        """Neighbours that may travel side by side: of the same tokens and dtype, and so wide that all stay aligned."""
+
+        def alike(entry: tuple[int, tuple[Tensor, Layout]]) -> tuple:
+            number, (tensor, layout) = entry
+            aligned = math.prod(tensor.shape[2:]) // ranks * tensor.element_size() % _WIDEST == 0
+            return layout, tensor.dtype, -1 if aligned else number
+
+        for (layout, *_), members in groupby(enumerate(zip(tensors, layouts)), alike):
+            found = [tensor for _, (tensor, _) in members]
+            yield Bundle(layout, tuple((t.shape[2] // ranks, t.shape[3]) for t in found)), found
 
 
-def _runs_in_order(layout: Layout) -> list[tuple[int, int]]:
-    """Where in the shards, one after another, the runs of the sequence lie, in its order."""
-    runs = [(chunk, rank * layout.share) for rank in range(layout.ring) for chunk in layout.ring_chunks(rank)]
-    return [(c.local + first, c.local + first + c.length) for c, first in sorted(runs)]
+def _rows_of(parts: Tensor) -> Tensor:
+    """`[ranks, rows, batch, heads, head_dim]` to `[batch, rows, ranks · heads, head_dim]`."""
+    ranks, rows, batch, heads, width = parts.shape
+    rows_of_all = parts.new_empty(batch, rows, ranks, heads, width)
+    _move(rows_of_all, parts.permute(2, 1, 0, 3, 4))
+    return rows_of_all.flatten(2, 3)
 
 
-def _picked(tensor: Tensor, runs: list[tuple[int, int]]) -> Tensor:
-    """Runs of rows, one after another."""
-    if all(left[1] == right[0] for left, right in pairwise(runs)):
-        return tensor
-    return torch.cat([tensor[:, begin:end] for begin, end in runs], dim=1)
+def _move(target: Tensor, source: Tensor) -> None:
+    """Copies a tensor; where it can, as elements of 16 bytes: between different strides PyTorch's kernel has a thread
+    for each element, which with 2 bytes reaches a fraction of the memory's bandwidth."""
+    if _in_widest(target) and _in_widest(source):
+        target, source = target.view(torch.complex128), source.view(torch.complex128)
+    target.copy_(source)
+
+
+def _in_widest(tensor: Tensor) -> bool:
+    size, strides = tensor.element_size(), tensor.stride()
+    return (
+        strides[-1] == 1
+        and not (tensor.shape[-1] * size % _WIDEST or tensor.data_ptr() % _WIDEST)
+        and not any(stride * size % _WIDEST for stride in strides[:-1])
+    )
+
+
+class AttentionByHeads(torch.autograd.Function):
+    """Attention between the two exchanges of each direction; bias, slopes and sinks are of all heads."""
+
+    @staticmethod
+    def forward(ctx, exchange: HeadExchange, call: Call, wants_lse: bool, q, k, v, bias, slopes, sinks):
+        call = replace(call, head=exchange.group.rank * q.shape[2] // exchange.group.size)
+        layouts = (exchange.queries, exchange.keys, exchange.keys)
+        q, k, v = exchange.scatter((q, k, v), layouts, "forward, all tokens of some heads")()
+        own = _OwnHeads(call.head, q.shape[2])
+        call = replace(call, mask=own.of(call.mask, 1))
+        out, lse = forward(call, q, k, v, own.of(bias, 1), own.of(slopes, -1), own.of(sinks, 0))
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
+        ctx.exchange, ctx.call, ctx.own = exchange, call, own
+        ctx.set_materialize_grads(False)
+        results = (out, _as_columns(lse)) if wants_lse else (out,)
+        returned = exchange.gather(results, (exchange.queries,) * len(results), "forward, all heads of some tokens")()
+        return returned[0], _as_lse(returned[1]) if wants_lse else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse, *learned = ctx.saved_tensors
+        exchange, own = ctx.exchange, ctx.own
+        if dout is None:
+            dout = out.new_zeros(*_shard_of(out, exchange.group.size))
+        given = [dout] if dlse is None else [dout, _as_columns(dlse)]
+        layouts = (exchange.queries,) * len(given)
+        dout, *of_lse = exchange.scatter(given, layouts, "backward, gradients of all tokens")()
+        dlse = _as_lse(of_lse[0]) if of_lse else None
+        wanted = ctx.needs_input_grad[6:]
+        tables = [own.of(t, dim) for t, dim in zip(learned, (1, -1, 0))]
+        dq, dk, dv, *of_tables = gradients(ctx.call, dout, dlse, q, k, v, out, lse, *tables, wanted)
+        layouts = (exchange.queries, exchange.keys, exchange.keys)
+        of_qkv = exchange.gather((dq, dk, dv), layouts, "backward, gradients of all heads")()
+        whole = (own.back(grad, of, dim) for grad, of, dim in zip(of_tables, learned, (1, -1, 0)))
+        return None, None, None, *of_qkv, *whole
+
+
+@dataclass(frozen=True)
+class _OwnHeads:
+    """This rank's heads in tensors that have all heads, or one for all.
+
+    Attributes:
+        first: number of the first.
+        count: how many.
+    """
+
+    first: int
+    count: int
+
+    def of(self, tensor: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, self.first, self.count)
+
+    def back(self, grad: Tensor | None, of: Tensor | None, dim: int) -> Tensor | None:
+        """The gradient of the tensor from that of this rank's part: 0 for the other heads."""
+        if grad is None or of is None or grad.shape == of.shape:
+            return grad
+        whole = torch.zeros_like(of)
+        whole.narrow(dim, self.first, self.count).copy_(grad)
+        return whole
+
+
+def _as_columns(lse: Tensor) -> Tensor:
+    """`[batch, heads, rows]` as `[batch, rows, heads, 1]`."""
+    return lse.transpose(1, 2).unsqueeze(-1)
+
+
+def _as_lse(columns: Tensor) -> Tensor:
+    return columns.squeeze(-1).transpose(1, 2)
+
+
+def _shard_of(out: Tensor, ranks: int) -> tuple[int, int, int, int]:
+    """The shape of a rank's rows of all heads."""
+    batch, sequence, heads, width = out.shape
+    return batch, sequence // ranks, heads * ranks, width
 
 
 def shared_out(tensor: Tensor, ranks: int) -> Tensor:

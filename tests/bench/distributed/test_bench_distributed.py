@@ -9,7 +9,7 @@ import torch
 
 from flashtile.bench.distributed.__main__ import main
 from flashtile.bench.distributed.cases import PHASES, cases_of
-from flashtile.bench.distributed.worker import covered
+from flashtile.bench.distributed.profile import covered, line, summary
 
 
 def test_a_record_of_two_processes(tmp_path, capfd):
@@ -53,3 +53,15 @@ def test_what_is_covered():
     assert covered([], [(0, 1)]) is None
     assert covered([(0, 2), (1, 4)], [(1, 2), (3, 9)]) == 0.5
     assert covered([(0, 1)], [(0, 1), (0, 1)]) == 1.0
+
+
+def test_a_profile_says_what_is_hidden():
+    kernels = [
+        ("attention_forward_kernel", (0.0, 3000.0)), ("ncclDevKernel_SendRecv", (1000.0, 5000.0)),
+        ("merge_part_kernel", (3000.0, 4000.0)), ("vectorized_elementwise_kernel", (6000.0, 7000.0)),
+    ]  # fmt: skip
+    found = summary(kernels, 1)
+    assert found == {"attention": 3, "transfers": 4, "merging": 1, "other": 1, "idle": 1, "hidden": 0.75}
+    assert summary(kernels, 2)["attention"] == 1.5
+    assert line(found).endswith("idle 1.000 ms  hidden 0.75")
+    assert summary([], 1) == {}

@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = cases_of(device, gpus, options.quick)
     if options.lengths:
         cases = [case for case in cases if case.S in options.lengths]
+    if options.mask != "both":
+        cases = [case for case in cases if case.causal is (options.mask == "causal")]
     if not cases:
         print("--lengths: expected some of the table's, such as 131072; none was found", file=sys.stderr)
         return 2
@@ -38,7 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     command = " ".join(["python -m flashtile.bench.distributed", *_without_output(given)])
     with tempfile.TemporaryDirectory() as folder:
-        shared = (cases, names, device, f"{folder}/store", str(options.output), command, options.seconds, end)
+        shared = (cases, names, device, f"{folder}/store", str(options.output), command, options.seconds, end,
+                  options.profile)  # fmt: skip
         mp.spawn(worker.run, shared, nprocs=gpus)
     return 0
 
@@ -52,8 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, help="processes, one for each GPU; all by default, two on a CPU")
     parser.add_argument("--quick", action="store_true", help="32k and 128k tokens alone")
     parser.add_argument("--lengths", type=int, nargs="+", default=[], help="of the table's lengths these")
+    parser.add_argument("--mask", choices=("both", "causal", "full"), default="both", help="of the table's cases these")
     parser.add_argument("--impl", nargs="+", choices=list(IMPLEMENTATIONS), help="all by default")
     parser.add_argument("--seconds", type=float, default=0.25, help="for the samples of each phase")
+    parser.add_argument("--profile", action="store_true", help="where the time of each goes, and how much is hidden")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which nothing new is started")
     return parser
 

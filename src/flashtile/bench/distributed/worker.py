@@ -6,6 +6,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import flashtile
 from flashtile.bench.distributed.cases import OP, PHASES, ParallelCase
 from flashtile.bench.distributed.implementations import BASELINE, IMPLEMENTATIONS, gradients_in_layout
+from flashtile.bench.distributed.profile import line, profile
 from flashtile.bench.record import make_record, write_record
 from flashtile.distributed import shard_sequence
 from flashtile.testing import assert_close
 
 _GRADIENTS = ("dq", "dk", "dv")
+#: A profile is of so many calls at most, and of about so many milliseconds, but of one call at least.
+_PROFILED_CALLS, _PROFILED_MS = 8, 200.0
+#: A first call that takes so many seconds is a sample: what it has to prepare counts for nothing beside them. Kernels
+#: are compiled by then, for so many tokens as take those of long sequences.
+_LONG, _COMPILED = 0.5, 2**15
 
 
 def run(
     rank: int, cases: Sequence[ParallelCase], names: Sequence[str], device: str, store: str, output: str,
-    command: str, seconds: float, end: float,
+    command: str, seconds: float, end: float, profiled: bool,
 ) -> None:  # fmt: skip
     """One of as many processes as the cases have GPUs; rank 0 writes the record after each case."""
     gpus = cases[0].gpus
@@ -43,14 +50,26 @@ def run(
         where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
         record = make_record(where, command, [])
         checked: dict[tuple[str, bool], tuple[float, str | None]] = {}
+        _compile_a_share(cases, where)
         for case in cases:
-            for row in _rows(case, names, mesh, where, checked, seconds, end):
+            for row in _rows(case, names, mesh, where, checked, seconds, end, profiled):
                 record["rows"].append(row)
                 if not rank:
                     print(_line(row), flush=True)
                     write_record(record, Path(output))
     finally:
         dist.destroy_process_group()
+
+
+def _compile_a_share(cases: Sequence[ParallelCase], where: torch.device) -> None:
+    """Each rank compiles kernels that others do not, and all find them in Triton's cache on disk."""
+    kinds = sorted({case.causal for case in cases})
+    if dist.get_rank() < len(kinds):
+        case = next(case for case in cases if case.causal is kinds[dist.get_rank()])
+        q, k, v, dout = replace(case, S=min(case.S, _COMPILED)).tensors(where)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        torch.autograd.grad(flashtile.attention(q, k, v, causal=case.causal), leaves, dout)
+    dist.barrier()
 
 
 def _rows(
@@ -61,6 +80,7 @@ def _rows(
     checked: dict[tuple[str, bool], tuple[float, str | None]],
     seconds: float,
     end: float,
+    profiled: bool,
 ) -> list[dict[str, Any]]:
     """The rows of a case. All ranks come to the same decisions."""
     rows: list[dict[str, Any]] = []
@@ -68,14 +88,14 @@ def _rows(
     for name in names:
         key = name, case.causal
         if key not in checked:
-            checked[key] = _agreed(partial(_error, name, case.checked, mesh, where))
+            checked[key] = _agreed(partial(_checked, name, case, mesh, where))
         error, why = checked[key]
         if why is None and not _all_agree(time.time() < end):
             why = "no time was left"
         times: dict[str, float] = {}
-        facts: dict[str, Any] = {}
+        facts: dict[str, dict[str, Any]] = {}
         if why is None:
-            found, why = _agreed(partial(_measure, name, case, mesh, where, seconds))
+            found, why = _agreed(partial(_measure, name, case, mesh, where, seconds, profiled))
             times, facts = found or ({}, {})
         if name == BASELINE:
             alone = times
@@ -86,7 +106,7 @@ def _rows(
                     "op": OP, "phase": phase, "impl": name, "case": case.record(), "ms": ms,
                     "tflops": None if ms is None else case.flops(phase) / ms / 1e9, "gbps": None, "error": error,
                     "timer": "cuda-events" if where.type == "cuda" else "perf-counter",
-                    "efficiency": _efficiency(name, case, ms, alone.get(phase)), **facts,
+                    "efficiency": _efficiency(name, case, ms, alone.get(phase)), **facts.get(phase, {}),
                 }
                 | ({} if why is None else {"why": why})
             )  # fmt: skip
@@ -120,6 +140,16 @@ def _all_agree(here: bool) -> bool:
     return bool(answer)
 
 
+def _checked(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
+    """The largest error over few tokens; then it runs once over as many as take the kernels that are measured."""
+    worst = _error(name, case.checked, mesh, where)
+    if name != BASELINE or not dist.get_rank():
+        short = replace(case, S=min(case.S, _COMPILED))
+        with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as problem:
+            torch.autograd.grad(problem.forward(), problem.leaves, problem.dout)
+    return worst
+
+
 def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
     """The largest error of this rank's output and gradients, which must be within the policy."""
     whole = case.tensors(where)
@@ -143,15 +173,13 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
 
 
 def _measure(
-    name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, seconds: float
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Milliseconds of each phase, those of the slowest rank, and the memory of the second."""
+    name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, seconds: float, profiled: bool
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0."""
     times: dict[str, float] = {}
-    facts: dict[str, Any] = {}
+    facts: dict[str, dict[str, Any]] = {}
     if name == BASELINE and dist.get_rank():
-        _slowest(0.0)
-        _slowest(0.0)
-        return times, facts
+        return {phase: _slowest(0.0) for phase in PHASES}, facts
     with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as problem:
 
         def both() -> tuple[Tensor, ...]:
@@ -162,15 +190,17 @@ def _measure(
                 return problem.forward()
 
         group = None if name == BASELINE else dist.group.WORLD
-        if where.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
         for phase, function in zip(PHASES, (forward, both)):
+            facts[phase] = {}
+            if where.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
             times[phase] = _slowest(_median(function, where, seconds, group))
-        if where.type == "cuda":
-            facts["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-            if name == "flashtile-ring":
-                facts["hidden"] = hidden_share(both)
+            if where.type == "cuda":
+                facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+                if profiled:
+                    calls = max(1, min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3))))
+                    facts[phase]["profile"] = profile(function, calls)
     return times, facts
 
 
@@ -181,79 +211,38 @@ def _slowest(ms: float) -> float:
 
 
 def _median(function: Callable[[], Any], where: torch.device, seconds: float, group: dist.ProcessGroup | None) -> float:
-    """Median milliseconds of some calls after a first one, as many as fit; all ranks make as many."""
-    start = time.perf_counter()
-    function()
-    _wait(where)
-    first = time.perf_counter() - start
-    if first * 1e3 < 500:
-        start = time.perf_counter()
-        function()
-        _wait(where)
-        first = time.perf_counter() - start
-    calls = torch.tensor(max(1, min(20, int(seconds / max(first, 1e-6)))))
+    """Median milliseconds of some calls, as many as fit; all ranks make as many. Kernels are compiled by now."""
+    first = _samples(function, where, 1)[0]
+    calls = torch.tensor(0 if first > _LONG * 1e3 else max(1, min(20, int(seconds * 1e3 / first))))
+    if group is not None:
+        dist.all_reduce(calls, dist.ReduceOp.MIN)
+    if not calls:
+        return first
+    first = _samples(function, where, 1)[0]
+    calls = torch.tensor(max(1, min(20, int(seconds * 1e3 / first))))
     if group is not None:
         dist.all_reduce(calls, dist.ReduceOp.MIN)
         dist.barrier()
+    return statistics.median(_samples(function, where, int(calls)))
+
+
+def _samples(function: Callable[[], Any], where: torch.device, calls: int) -> list[float]:
+    """Milliseconds of some calls. On a GPU the host runs ahead, as in a training: its time, and how far ranks are
+    apart, count once, not each time."""
     if where.type == "cuda":
-        # The host runs ahead, as in a training: its time, and how far ranks are apart, count once, not each time.
-        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(int(calls))]
+        marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
         for begin, end in marks:
             begin.record()
             function()
             end.record()
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+        return [begin.elapsed_time(end) for begin, end in marks]
     samples = []
-    for _ in range(int(calls)):
+    for _ in range(calls):
         start = time.perf_counter()
         function()
         samples.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(samples)
-
-
-def _wait(where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def hidden_share(function: Callable[[], Any]) -> float | None:
-    """The share of the transfers' time during which this GPU computes; None where nothing travels.
-
-    Of NCCL's kernels, which also wait for the other side: what is not hidden is an upper bound.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        function()
-        torch.cuda.synchronize()
-    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            moves = "nccl" in event.name.lower()
-            spans[moves].append((event.time_range.start, event.time_range.end))
-    return covered(spans[True], spans[False])
-
-
-def covered(spans: list[tuple[float, float]], by: list[tuple[float, float]]) -> float | None:
-    """The share of the length of some spans that others cover."""
-    total = sum(end - start for start, end in _union(spans))
-    if not total:
-        return None
-    both = 0.0
-    for start, end in _union(spans):
-        both += sum(max(0.0, min(end, stop) - max(start, begin)) for begin, stop in _union(by))
-    return both / total
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((start, end))
-    return found
+    return samples
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -262,5 +251,5 @@ def _line(row: dict[str, Any]) -> str:
     if row["ms"] is None:
         return f"{head} no speed: {row.get('why')}"
     share = "" if row["efficiency"] is None else f"  efficiency {row['efficiency']:.3f}"
-    hidden = "" if row.get("hidden") is None else f"  hidden {row['hidden']:.2f}"
-    return f"{head} {row['ms']:10.3f} ms {row['tflops']:8.1f} TFLOP/s{share}{hidden}"
+    shown = f"{head} {row['ms']:10.3f} ms {row['tflops']:8.1f} TFLOP/s{share}"
+    return f"{shown}\n{'':17}{line(row['profile'])}" if row.get("profile") else shown
