@@ -14,7 +14,7 @@ from torch import Tensor
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
 from flashtile.integrations.transformers import compact  # noqa: E402
-from flashtile.integrations.transformers.attention import _visible  # noqa: E402
+from flashtile.integrations.transformers.attention import visible_keys  # noqa: E402
 from flashtile.integrations.transformers.masks import make_mask  # noqa: E402
 
 WINDOW = 3
@@ -29,7 +29,7 @@ MODULE = SimpleNamespace(config=SimpleNamespace(sliding_window=WINDOW))
 
 def dense(mask: Tensor, seq_q: int, seq_k: int) -> Tensor:
     """What attention makes of a mask: bool `[B | 1, 1, Q, K]`."""
-    visible = _visible(MODULE, mask, seq_q, seq_k, True, None)
+    visible = visible_keys(MODULE, mask, seq_q, seq_k, True, None)
     row = torch.arange(seq_q)[:, None] + visible.keys - seq_q
     key = torch.arange(seq_k)
     shown = (key < visible.keys) & torch.ones(seq_q, 1, dtype=torch.bool)

@@ -176,12 +176,15 @@ def context_parallel_attention(
     statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
         q, k, v = q[None], k[None], v[None]
-    by_heads = functools.partial(_run_by_heads, places, layout, return_lse)
-    run = ContextAttention.apply if strategy in ("ring", "all_gather") else by_heads
-    out, lse = run(call, q, k, v, bias, *statistics)
-    if packed:
-        out, lse = out[0], lse[0] if return_lse else None
-    return (out, lse) if return_lse else out
+    out: Tensor
+    lse: Tensor
+    if strategy in ("ring", "all_gather"):
+        out, lse = ContextAttention.apply(call, q, k, v, bias, *statistics)
+    else:
+        out, lse = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics)
+    if not return_lse:
+        return out[0] if packed else out
+    return (out[0], lse[0]) if packed else (out, lse)
 
 
 def _run_by_heads(
@@ -195,8 +198,8 @@ def _run_by_heads(
     bias: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Exchanges tokens for heads before and after."""
+) -> Any:
+    """(out, lse), tokens exchanged for heads before and after; lse is None where it is not wanted."""
     group = places.groups[-1]
     if len(places.groups) > 1:
         kind = "contiguous"  # within a place of the ring, in whose order its tokens stay

@@ -42,8 +42,8 @@ def context_parallel(
     mixers = [module for module in model.modules() if isinstance(module, MHA)]
     if not mixers:
         raise TypeError(
-            f"model: expected one with flashtile.modules.MHA, got {type(model).__name__}; for others call "
-            "context_parallel_attention in their attention"
+            f"model: expected one with flashtile.modules.MHA, got {type(model).__name__}; for transformers take "
+            "flashtile.integrations.transformers.context_parallel, in others' attention call context_parallel_attention"
         )
     for module in model.modules():
         if isinstance(module, Bert):

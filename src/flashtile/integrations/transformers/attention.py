@@ -75,14 +75,14 @@ def attend(
     Returns:
         (out `[B, Q, H, V]`, None: there are no weights).
     """
-    _refuse(output_attentions, kwargs)
-    visible = _visible(module, attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
+    refuse(output_attentions, kwargs)
+    visible = visible_keys(module, attention_mask, query.shape[2], key.shape[2], is_causal, sliding_window)
     options: dict[str, Any] = {
         "scale": scaling,
         "softcap": softcap,
         "causal": visible.causal,
         "window": visible.window,
-        "sinks": None if s_aux is None else _widened(s_aux, query),
+        "sinks": None if s_aux is None else widened(s_aux, query),
         "dropout_p": float(dropout),
         "deterministic": bool(deterministic),
         "backend": backend,
@@ -122,7 +122,7 @@ def _decodes(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any])
     return query.shape[1] <= _FEW_QUERIES < key.shape[1]
 
 
-def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
+def refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
     if output_attentions:
         raise ValueError(
             "output_attentions: expected False with attn_implementation='flashtile', which never has the weights in "
@@ -133,7 +133,7 @@ def _refuse(output_attentions: bool | None, others: dict[str, Any]) -> None:
             raise ValueError(f"{name}: not served by attn_implementation='flashtile': {meaning}")
 
 
-def _visible(
+def visible_keys(
     module: nn.Module,
     attention_mask: Tensor | None,
     seq_q: int,
@@ -256,11 +256,11 @@ def _packed(
 def _summed(position_bias: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
     if position_bias is None or bias is None:
         only = bias if position_bias is None else position_bias
-        return None if only is None else _widened(only, query)
-    return _widened(position_bias, query) + _widened(bias, query)
+        return None if only is None else widened(only, query)
+    return widened(position_bias, query) + widened(bias, query)
 
 
-def _widened(tensor: Tensor, query: Tensor) -> Tensor:
+def widened(tensor: Tensor, query: Tensor) -> Tensor:
     """A tensor beside the scores, in a dtype that `flashtile.attention` takes; widening loses nothing."""
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
     narrower = (torch.float16, torch.bfloat16, torch.float32)[: 3 if wide is torch.float64 else 2]

@@ -125,6 +125,12 @@ def _by_arguments(causal: bool, local_size: int | None, end: int, config: Any) -
 # they share with others made by the same functions, and by the values that they close over.
 
 
+def pattern_within_sequences(pattern: Callable[..., Any]) -> Band | None:
+    """The band that a pattern is within each of its packed sequences, wherever they are; None for all others."""
+    packed = _packed_sequences(pattern)
+    return _recognised(packed[0] if packed else pattern)
+
+
 def _recognised(pattern: Callable[..., Any]) -> Band | None:
     """The band that a pattern is; None for all others."""
     if pattern is masking_utils.causal_mask_function:

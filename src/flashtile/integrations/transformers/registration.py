@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -44,8 +45,13 @@ def register(name: str = "flashtile", *, backend: str = "auto", deterministic: b
         options["deterministic"] = deterministic or options.get("deterministic")
         return attend(module, *arguments, **options, backend=backend)  # type: ignore[misc]
 
+    add_implementation(name, attention, make_mask)
+
+
+def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Tells transformers what a name stands for: a function for attention, and one that makes its masks."""
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, make_mask)
+    AttentionMaskInterface.register(name, mask)
     _registered.add(name)
     _let_names_through()
 

@@ -1,0 +1,46 @@
+"""Models of transformers over shards of sequences: the logits, loss and gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_processes import start
+from distributed_transformers import JOBS, MODELS, alone
+
+_REFUSED = {
+    "labels": "labels: expected None with shards of sequences, got a Tensor; models shift them",
+    "mask": "attention_mask: expected None with shards of sequences, got a Tensor; leave it out",
+    "positions": "position_ids: expected None with shards",
+    "cache": "use_cache: expected False with shards of sequences, got True",
+    "generate": "with shards of sequences",
+    "twice": "got one that takes shards already",
+    "rope": "got rope_type 'dynamic'",
+    "long": "input_ids: expected at most 64 tokens in a row (max_position_embeddings), got 128 in the shards of all 2",
+    "two sequences": "model: expected one with one sequence",
+    "no model": "model: expected a transformers PreTrainedModel, got Linear",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return start(JOBS, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_over_shards_are_the_same_models(name, results):
+    """Logits of all tokens and the loss on every rank; gradients that add up. Models round to float32 in places."""
+    parts = [of_rank["context"] for of_rank in results]
+    assert not any(isinstance(part, str) for part in parts), parts
+    found = [part[name] for part in parts]
+    for key, value in alone(name).items():
+        given = [part[key] for part in found] if key in ("logits", "loss") else [sum(part[key] for part in found)]
+        for one in given:
+            torch.testing.assert_close(one, value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", _REFUSED)
+def test_what_shards_cannot_give_is_refused(name, results):
+    for of_rank in results:
+        assert not isinstance(of_rank["refused"], str), of_rank["refused"]
+        assert _REFUSED[name] in of_rank["refused"][name]
