@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -102,9 +103,9 @@ def in_tensor(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
     """The loss and all gradients of a model whose weights are cut, put together again."""
     found = {}
     for name, config in CONFIGS.items():
-        for fused in (False, True):
+        for fused, shards in itertools.product((False, True), (False, True)):
             cut = model(replace(config, fused_loss=fused))
-            parallelize_module(cut, mesh, tensor_parallel_plan(cut))
+            parallelize_module(cut, mesh, tensor_parallel_plan(cut, sequence_parallel=shards))
             batch = tokens(config)
             hidden = cut.hidden(batch[:, :-1])
             loss = vocabulary_loss(cut, hidden, batch[:, 1:], mesh)
@@ -114,7 +115,7 @@ def in_tensor(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             for key, p in cut.named_parameters():
                 grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
                 grads[key] = grad[orders[key].argsort()] if key in orders else grad
-            found[f"{name}-{fused}"] = {"loss": loss.detach(), **grads}
+            found[f"{name}-{fused}-{shards}"] = {"loss": loss.detach(), **grads}
     return found
 
 

@@ -111,10 +111,11 @@ class Learner:
                 "--parallel: expected ddp in a process alone, got fsdp; start with torchrun --nproc-per-node N"
             )
         torch.manual_seed(derived_seed(options.seed, "weights"))
-        if config.context % (2 * processes.context):
+        divisor = 2 * processes.context * processes.tensor
+        if processes.context * processes.tensor > 1 and config.context % divisor:
             raise OptionError(
-                f"--context: expected a multiple of {2 * processes.context} with --cp {processes.context}, got "
-                f"{config.context}; each process has two runs of as many tokens"
+                f"--context: expected a multiple of {divisor} with --cp {processes.context} and --tp "
+                f"{processes.tensor}, got {config.context}; each process has runs of as many tokens"
             )
         make = _sharded if options.parallel == "fsdp" else _copied
         self._model, self._loss = make(config, options, processes)
@@ -270,7 +271,7 @@ def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple
     model = GPT(config, device="meta")
     mesh = processes.mesh()
     if processes.tensor > 1:
-        parallelize_module(model, mesh["tensor"], tensor_parallel_plan(model))
+        parallelize_module(model, mesh["tensor"], tensor_parallel_plan(model, sequence_parallel=True))
         weights = _with_rows({"model": weights}, row_orders(model), stored=True)["model"]
     loss = _loss_of(model, options, mesh)
     shards = mesh["data", "context"]._flatten("shards")

@@ -45,13 +45,14 @@ def test_what_cannot_be_sharded_is_refused(results):
         assert "got a Bert" in found[4]
 
 
+@pytest.mark.parametrize("shards", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensor_parallel_models_are_the_same_model(name, fused, results, expected):
+def test_tensor_parallel_models_are_the_same_model(name, fused, shards, results, expected):
     parts = [of_rank["tensor"] for of_rank in results]
     assert not any(isinstance(part, str) for part in parts), parts
     for part in parts:
-        found = part[f"{name}-{fused}"]
+        found = part[f"{name}-{fused}-{shards}"]
         for key, value in expected[name].items():
             if key != "logits":
                 torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")

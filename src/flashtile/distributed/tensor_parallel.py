@@ -59,6 +59,19 @@ class _Gather(torch.autograd.Function):
         return _scattered(grad, ctx.group), None
 
 
+class _Collect(torch.autograd.Function):
+    """Shards of tokens to all tokens, for what gives the same gradient on all ranks: each keeps its tokens' part."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size(), dim=_TOKENS)[ctx.group.rank()], None
+
+
 class _Scatter(torch.autograd.Function):
     """The sum of the ranks' parts, of which each keeps a shard of the tokens."""
 
@@ -107,6 +120,16 @@ def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> 
             f"{tensor.shape[_TOKENS]}; pad the sequence"
         )
     return (_Scatter if sequence_parallel else _Leave).apply(tensor, mesh.get_group())
+
+
+def collect(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """All tokens of shards, for what gives the same gradient on all ranks."""
+    return _Collect.apply(tensor, mesh.get_group())
+
+
+def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A parameter that all ranks have and use for their tokens: its gradient is the sum of theirs."""
+    return _Enter.apply(parameter, mesh.get_group())
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -230,7 +253,7 @@ class RowParallelLinear(nn.Module):
         if self.bias is None:
             return out
         # Of shards of tokens each rank sees a part of the bias's gradient.
-        bias = _Enter.apply(self.bias, self.mesh.get_group()) if self.sequence_parallel else self.bias
+        bias = of_shards(self.bias, self.mesh) if self.sequence_parallel else self.bias
         return out + bias.to(out.dtype)
 
     def extra_repr(self) -> str:

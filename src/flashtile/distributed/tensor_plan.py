@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -15,10 +16,12 @@ from flashtile.distributed.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    collect,
     enter,
     heads_divide,
     interleaved,
     local,
+    of_shards,
 )
 from flashtile.models import GPT
 from flashtile.modules import MHA, Block, FusedMlp, GatedMlp, Mlp, ParallelBlock
@@ -26,7 +29,15 @@ from flashtile.modules.attention import InnerAttention
 
 
 class AttentionParallel(ParallelStyle):
-    """Shares out the heads of an `MHA`: projections by columns, the output projection by rows."""
+    """Shares out the heads of an `MHA`: projections by columns, the output projection by rows.
+
+    Args:
+        sequence_parallel: input and output are shards of the tokens.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, MHA) or module.cross_attn or not isinstance(module.inner_attn, InnerAttention):
@@ -42,8 +53,9 @@ class AttentionParallel(ParallelStyle):
                 "drop the same weights"
             )
         of_heads = [module.head_dim * heads for heads in (module.num_heads, module.num_heads_kv, module.num_heads_kv)]
-        module.Wqkv = cast(Any, ColumnParallelLinear.of(module.Wqkv, device_mesh, interleaved(of_heads, ranks)))
-        module.out_proj = cast(Any, RowParallelLinear.of(module.out_proj, device_mesh))
+        order, shards = interleaved(of_heads, ranks), self.sequence_parallel
+        module.Wqkv = cast(Any, ColumnParallelLinear.of(module.Wqkv, device_mesh, order, shards))
+        module.out_proj = cast(Any, RowParallelLinear.of(module.out_proj, device_mesh, shards))
         module.num_heads //= ranks
         module.num_heads_kv //= ranks
         if inner._alibi_slopes is not None:
@@ -52,7 +64,15 @@ class AttentionParallel(ParallelStyle):
 
 
 class MlpParallel(ParallelStyle):
-    """Shares out the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp`."""
+    """Shares out the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp`.
+
+    Args:
+        sequence_parallel: input and output are shards of the tokens.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (Mlp, GatedMlp, FusedMlp)) or module.return_residual:
@@ -60,8 +80,8 @@ class MlpParallel(ParallelStyle):
         gated = isinstance(module, GatedMlp) or (isinstance(module, FusedMlp) and module.gated)
         rows = module.fc1.out_features
         order = interleaved([rows // 2] * 2 if gated else [rows], device_mesh.size())
-        module.fc1 = cast(Any, ColumnParallelLinear.of(module.fc1, device_mesh, order))
-        module.fc2 = cast(Any, RowParallelLinear.of(module.fc2, device_mesh))
+        module.fc1 = cast(Any, ColumnParallelLinear.of(module.fc1, device_mesh, order, self.sequence_parallel))
+        module.fc2 = cast(Any, RowParallelLinear.of(module.fc2, device_mesh, self.sequence_parallel))
         if isinstance(module, FusedMlp):
             module.forward = _fused_forward.__get__(module)  # type: ignore[method-assign]
         return module
@@ -71,7 +91,7 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
     """That of a `FusedMlp` whose layers are cut: it takes their weights, not their forward."""
     fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)
     part = flashtile.fused_mlp(
-        enter(x, fc1.mesh),
+        enter(x, fc1.mesh, fc1.sequence_parallel),
         local(fc1.weight),
         None if fc1.bias is None else local(fc1.bias),
         local(fc2.weight),
@@ -84,30 +104,82 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
 
 
 class BlockParallel(ParallelStyle):
-    """Both parts of a `Block` or `ParallelBlock`; norms are computed on every rank."""
+    """Both parts of a `Block` or `ParallelBlock`; norms are computed on every rank.
+
+    Args:
+        sequence_parallel: of a shard of the tokens, as all that is done token by token.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, (Block, ParallelBlock)):
             raise TypeError(f"plan: expected a Block or ParallelBlock, got {type(module).__name__}")
-        AttentionParallel()._apply(module.mixer, device_mesh)
+        AttentionParallel(self.sequence_parallel)._apply(module.mixer, device_mesh)
         if not isinstance(module.mlp, nn.Identity):
-            MlpParallel()._apply(module.mlp, device_mesh)
+            MlpParallel(self.sequence_parallel)._apply(module.mlp, device_mesh)
+        if self.sequence_parallel:
+            for norm in (module.norm1, getattr(module, "norm2", None)):
+                _of_shards(norm, device_mesh)
         return module
 
 
+def _of_shards(norm: nn.Module | None, mesh: DeviceMesh) -> None:
+    """Gradients of a norm's parameters become those of all ranks' tokens."""
+    if norm is not None:
+        norm.shared = functools.partial(of_shards, mesh=mesh)  # type: ignore[assignment]
+
+
+class PositionsOfShards(nn.Module):
+    """An embedding of positions, the same on all ranks, of which each takes those of its shard of the tokens.
+
+    Args:
+        embedding: whose weight it has.
+        mesh: the ranks.
+    """
+
+    def __init__(self, embedding: nn.Embedding, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight, self._mesh = embedding.weight, mesh
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """int64 `[seq]`, of all tokens -> `[seq / ranks, width]`."""
+        own = numbers.chunk(self._mesh.size(), -1)[self._mesh.get_local_rank()]
+        return F.embedding(own, of_shards(self.weight, self._mesh))
+
+
 class VocabularyParallel(ParallelStyle):
-    """The embedding and head of a `GPT`: each rank has some tokens, and computes their logits (`vocabulary_loss`)."""
+    """The embedding and head of a `GPT`: each rank has some tokens, and computes their logits (`vocabulary_loss`).
+
+    Args:
+        sequence_parallel: what the blocks get are shards of the sequence.
+    """
+
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, GPT):
             raise TypeError(f"plan: expected a GPT, got {type(module).__name__}")
-        module.token = cast(Any, VocabParallelEmbedding.of(module.token, device_mesh))
+        module.token = cast(Any, VocabParallelEmbedding.of(module.token, device_mesh, self.sequence_parallel))
         if module.head is not None:
-            module.head = cast(Any, ColumnParallelLinear.of(module.head, device_mesh))
+            module.head = cast(Any, ColumnParallelLinear.of(module.head, device_mesh, None, self.sequence_parallel))
+        if self.sequence_parallel:
+            _of_shards(module.norm, device_mesh)
+            if module.position is not None:
+                module.position = cast(Any, PositionsOfShards(module.position, device_mesh))
+                module.numbered = module.numbered or _numbers
         return module
 
 
-def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+def _numbers(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)
+
+
+def tensor_parallel_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
     """How to cut a model, for `parallelize_module(model, mesh, plan)` on a mesh of one dimension.
 
     Each rank gets some heads of every attention, some hidden features of every MLP, and some tokens of the vocabulary.
@@ -117,6 +189,8 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     Args:
         model: a `flashtile.models.GPT`, without attention dropout, before `context_parallel` and before FSDP; on the
             meta device, or with the same weights on all ranks.
+        sequence_parallel: between attention and MLP each rank has a shard of the tokens, whose number the ranks divide:
+            residuals and norms take a part of the memory and time. The bytes that travel are the same.
 
     Raises:
         TypeError: no plan is known for the model.
@@ -126,7 +200,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             f"model: expected a flashtile.models.GPT, got {type(model).__name__}; make a plan of AttentionParallel, "
             "MlpParallel and BlockParallel"
         )
-    return {"": VocabularyParallel(), "blocks.*": BlockParallel()}
+    return {"": VocabularyParallel(sequence_parallel), "blocks.*": BlockParallel(sequence_parallel)}
 
 
 def row_orders(model: nn.Module) -> dict[str, Tensor]:
@@ -144,7 +218,7 @@ def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh
     """Cross-entropy of a model that was cut by `tensor_parallel_plan`, from what `GPT.hidden` gave.
 
     Args:
-        hidden: `[B, S, width]`, the same on all ranks.
+        hidden: `[B, S, width]`, the same on all ranks, or `[B, S / ranks, width]` with a plan of sequence_parallel.
         labels: int64 `[B, S]`.
         mesh: the ranks.
         options: of `flashtile.cross_entropy`, such as `reduction`.
@@ -153,10 +227,11 @@ def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh
         The loss of the whole vocabulary, the same on all ranks.
     """
     weight = local(model.output_weight)
-    group = mesh.get_group()
+    group, shards = mesh.get_group(), cast(VocabParallelEmbedding, model.token).sequence_parallel
     if model.config.fused_loss:
+        hidden = collect(hidden, mesh) if shards else hidden
         found = flashtile.linear_cross_entropy(hidden, weight, labels, process_group=group, **options)
     else:
-        logits = F.linear(enter(hidden, mesh), weight)
+        logits = F.linear(enter(hidden, mesh, shards), weight)
         found = flashtile.cross_entropy(logits, labels, process_group=group, **options)
     return cast(torch.Tensor, found)

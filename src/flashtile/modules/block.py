@@ -230,14 +230,14 @@ def add_parallel_norm(
     if norm2 is None or norm2.weight is None:  # norms without weights are the same
         normed, residual = fused(hidden1, residual, **options)
         return normed, normed, residual
-    return fused(hidden1, residual, weight1=norm2.weight, bias1=getattr(norm2, "bias", None), **options)
+    return fused(hidden1, residual, weight1=_read(norm2, "weight"), bias1=_read(norm2, "bias"), **options)
 
 
 def _fused(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, residual_in_fp32: bool
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that fuses a norm with what comes before it, and the arguments which the norm says."""
-    options = {"weight": norm.weight, "bias": getattr(norm, "bias", None), "epsilon": norm.eps}
+    options = {"weight": _read(norm, "weight"), "bias": _read(norm, "bias"), "epsilon": norm.eps}
     options["residual_in_fp32"] = residual_in_fp32
     if isinstance(norm, (LayerNorm, nn.LayerNorm)):
         return flashtile.dropout_add_layer_norm, options
@@ -245,6 +245,12 @@ def _fused(
         narrow = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else hidden.dtype
         options["epsilon"] = torch.finfo(torch.promote_types(narrow, torch.float32)).eps
     return flashtile.dropout_add_rms_norm, options
+
+
+def _read(norm: nn.Module, name: str) -> Tensor | None:
+    """A norm's parameter; where ranks share the tokens, through the function that adds up its gradient over them."""
+    parameter, shared = getattr(norm, name, None), getattr(norm, "shared", None)
+    return parameter if parameter is None or shared is None else shared(parameter)
 
 
 def _checked(norm: nn.Module) -> nn.Module:

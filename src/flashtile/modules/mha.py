@@ -229,8 +229,7 @@ class MHA(nn.Module):
     ) -> Tensor:
         if x_kv is None:
             cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-            # A packed batch of unknown lengths has no position past the total.
-            longest = x.shape[-2] if cu_seqlens is None or max_seqlen is None else max_seqlen
+            longest = None if cu_seqlens is None else max_seqlen
             q, k, v = self._project(x, longest, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         else:
             q = self._heads(self.Wq(x), self.num_heads)
@@ -260,17 +259,20 @@ class MHA(nn.Module):
     def _project(
         self,
         x: Tensor,
-        positions: int,
+        positions: int | None,
         offset: int = 0,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of x with their positions in them, views of one tensor: `[..., heads, head_dim]`.
 
-        Rotary tables have so many `positions`, and x begins at `offset`.
+        Rotary tables have so many `positions`, and x begins at `offset`. None: as many as there are tokens, which is
+        enough for a packed batch of unknown lengths too.
         """
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
+            # Of the projection: where ranks share the tokens of x, it has those of all.
+            positions = qkv.shape[-3] if positions is None else positions
             tables = self.rotary_emb.tables(positions, x.device)
             # In place: nothing else reads what the projection wrote.
             qkv = flashtile.apply_rotary_qkv(
