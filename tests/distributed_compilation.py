@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from distributed_processes import Parallel, run
+from distributed_processes import Parallel, forking, run
 
 #: Each takes some hundred megabytes of a GPU, and a core.
 _MOST_PROCESSES = 16
@@ -28,7 +27,7 @@ def compile_ahead(jobs: dict[str, Parallel], ranks: int, device: str) -> None:
     workers = min(_MOST_PROCESSES, os.cpu_count() or 1)
     # Jobs of one feature, which share kernels, lie apart.
     tasks = [(job, rank, ranks, device) for rank in range(ranks) for job in jobs.values()]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, forking()) as pool:
         for number, task in enumerate(tasks):
             pool.submit(_run_once, number % max(1, torch.cuda.device_count()), *task)
 

@@ -5,6 +5,8 @@ A test file starts them once; its tests look at the results, so that a case cost
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.context
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -58,8 +60,16 @@ _inputs: dict[str, Inputs] = {}
 
 def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -> list[dict[str, Any]]:
     """Runs jobs on so many processes. Returns for each rank what each job gave: its result, or its error as text."""
-    mp.spawn(_process, (ranks, str(folder), device, jobs), nprocs=ranks)
+    forking()
+    mp.start_processes(_process, (ranks, str(folder), device, jobs), nprocs=ranks, start_method="forkserver")
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+
+
+def forking() -> multiprocessing.context.ForkServerContext:
+    """Processes that are forked from one which has imported what all need: that takes longer than most jobs do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "flashtile.distributed", "flashtile.testing"])
+    return context
 
 
 def _process(rank: int, ranks: int, folder: str, device: str, jobs: dict[str, Any]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -17,16 +15,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import flashtile
 import train_gpt
 from gpt_training.learner import Learner
+from training_runs import (
+    Run,
+    arguments_of,
+    assert_close,
+    assert_same,
+    entries,
+    launch,
+    torchrun,
+    without_the_last_checkpoint,
+)
 
 # A checkpoint is read here in a process that has joined no others.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-ROOT = Path(__file__).parents[2]
-#: Of metrics.jsonl, what a second run does not repeat.
-_TIMES = {"tokens_per_second", "mfu"}
 
 
 @pytest.fixture
@@ -34,75 +37,9 @@ def train(text: Path, tmp_path: Path) -> Callable[..., int]:
     """Runs the program: `train(folder, options...)`, a small model with everything written in each third step."""
 
     def run(folder: Path | str, *options: Any, device: str = "cpu") -> int:
-        return train_gpt.main(_arguments(text, tmp_path, folder, *options, device=device))
+        return train_gpt.main(arguments_of(text, tmp_path, folder, *options, device=device))
 
     return run
-
-
-def _arguments(text: Path, tmp_path: Path, folder: Path | str, *options: Any, device: str = "cpu") -> list[str]:
-    defaults: dict[str, Any] = {
-        "data": text, "cache": tmp_path / "cache", "output": tmp_path / folder, "device": device, "model": "tiny",
-        "steps": 6, "batch": 4, "log-every": 1, "save-every": 3, "validate-every": 3, "validation-batches": 1,
-    }  # fmt: skip
-    return [*(f"--{name}={value}" for name, value in defaults.items()), *map(str, options)]
-
-
-def _launch(processes: int, arguments: list[str]) -> None:
-    """The program under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    source = str(Path(flashtile.__file__).parents[1])
-    # Where there are many processes, none starts threads or compilers of its own.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": source}
-    done = subprocess.run(
-        [*command, str(ROOT / "examples/train_gpt.py"), *arguments],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tokens for training") == 1, "only rank 0 prints"
-
-
-def _entries(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without times."""
-    lines = (folder / "metrics.jsonl").read_text("utf-8").splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in _TIMES} for line in lines]
-
-
-def _tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whoever wrote it."""
-    sizes = {
-        name: facts.size
-        for name, facts in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
-        if hasattr(facts, "size")
-    }
-    state = {name: torch.empty(size) for name, size in sizes.items()}
-    dcp.load(state, checkpoint_id=checkpoint)
-    return state
-
-
-def _assert_same(first: Path, second: Path) -> None:
-    """Bit for bit: all losses and norms, and the last weights and moments."""
-    assert _entries(first) == _entries(second)
-    checkpoints = [sorted(folder.glob("step-*"))[-1] for folder in (first, second)]
-    assert checkpoints[0].name == checkpoints[1].name
-    states = [_tensors(checkpoint) for checkpoint in checkpoints]
-    assert states[0].keys() == states[1].keys()
-    assert any(name.startswith("model.") for name in states[0]) and any("exp_avg_sq" in name for name in states[0])
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-
-
-def _assert_close(first: Path, second: Path) -> None:
-    """All losses and norms of two runs whose sums were rounded in another order."""
-    entries = _entries(first), _entries(second)
-    assert len(entries[0]) == len(entries[1]) > 6
-    for ours, theirs in zip(*entries):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            torch.testing.assert_close(torch.tensor(ours[key]), torch.tensor(theirs[key]))
-
-
-def _without_the_last_checkpoint(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)
-    shutil.rmtree(target / "step-00000006")
 
 
 def _interrupt(monkeypatch: pytest.MonkeyPatch, when: int, how: Callable[[], None]) -> None:
@@ -151,7 +88,7 @@ def test_a_signal_ends_it_and_it_resumes_bit_for_bit(options, train, tmp_path, m
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train("parts", *options, "--resume") == 0
     assert "resumed after step 5" in capsys.readouterr().out
-    _assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(train, tmp_path, monkeypatch, capsys):
@@ -164,12 +101,12 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(train, tmp_pa
         _interrupt(patch, 4, die)
         with pytest.raises(MemoryError):
             train("parts")
-    assert [entry["step"] for entry in _entries(tmp_path / "parts")][-1] == 4
+    assert [entry["step"] for entry in entries(tmp_path / "parts")][-1] == 4
     with (tmp_path / "parts/metrics.jsonl").open("a") as stream:
         stream.write('{"step": 5, "lo')
     assert train("parts", "--resume") == 0
     assert "resumed after step 3" in capsys.readouterr().out
-    _assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_checkpoint_that_was_cut_off_is_none(train, tmp_path, monkeypatch, capsys):
@@ -218,20 +155,20 @@ def test_compiled_is_the_same(train, tmp_path, monkeypatch):
     """`torch.compile` stops short of generating C++."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     assert train("eager", "--layers=1") == train("compiled", "--layers=1", "--compile") == 0
-    _assert_close(tmp_path / "eager", tmp_path / "compiled")
+    assert_close(tmp_path / "eager", tmp_path / "compiled")
 
 
 def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpoints(train, text, tmp_path):
     assert train("one", "--batch=8") == 0
-    two = partial(_arguments, text, tmp_path)
-    _launch(2, two("sharded", "--batch=2", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
-    _assert_close(tmp_path / "one", tmp_path / "sharded")
+    two = partial(arguments_of, text, tmp_path)
+    torchrun(2, two("sharded", "--batch=2", "--accumulate=2", "--parallel=fsdp", "--sample=5"))
+    assert_close(tmp_path / "one", tmp_path / "sharded")
     for folder in ("in-one", "in-two"):
-        _without_the_last_checkpoint(tmp_path / "sharded", tmp_path / folder)
+        without_the_last_checkpoint(tmp_path / "sharded", tmp_path / folder)
     assert train("in-one", "--batch=8", "--resume") == 0
-    _assert_close(tmp_path / "one", tmp_path / "in-one")
-    _launch(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))
-    _assert_close(tmp_path / "one", tmp_path / "in-two")
+    assert_close(tmp_path / "one", tmp_path / "in-one")
+    torchrun(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))
+    assert_close(tmp_path / "one", tmp_path / "in-two")
 
 
 @pytest.mark.gpu
@@ -244,68 +181,45 @@ def test_resumes_bit_for_bit_on_a_gpu(options, train, tmp_path, monkeypatch):
         _interrupt(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train("parts", *options) == 128 + signal.SIGTERM
     assert train("parts", *options, "--resume") == 0
-    _assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.gpu
 def test_learns_on_a_gpu(train, tmp_path):
     assert train("run", "--steps=60", "--batch=8", "--learning-rate=5e-3", "--log-every=20", device="cuda") == 0
-    assert _entries(tmp_path / "run")[-1]["validation_loss"] < 2.8
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("options", [[], ["--compile"]], ids=["eager", "compiled"])
-def test_two_gpus_are_one_with_twice_the_batch(parallel, options, train, text, tmp_path):
-    options = ["--precision=fp32", *options]
-    assert train("one", "--batch=8", *options, device="cuda") == 0
-    two = partial(_arguments, text, tmp_path, device="cuda")
-    options += ["--batch=2", "--accumulate=2", f"--parallel={parallel}", "--sample=5"]
-    _launch(2, two("whole", *options))
-    _assert_close(tmp_path / "one", tmp_path / "whole")
-    _without_the_last_checkpoint(tmp_path / "whole", tmp_path / "parts")
-    _launch(2, two("parts", *options, "--resume"))
-    _assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert entries(tmp_path / "run")[-1]["validation_loss"] < 2.8
 
 
 def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints(train, text, tmp_path):
     """Context parallel, with FSDP and with DDP: the same losses, and a checkpoint goes on with another division."""
     assert train("one", "--fused-loss") == 0
-    two = partial(_arguments, text, tmp_path)
-    _launch(4, two("shared", "--batch=2", "--cp=2", "--parallel=fsdp", "--checkpoint-activations", "--fused-loss"))
-    _assert_close(tmp_path / "one", tmp_path / "shared")
-    for folder in ("in-one", "in-two"):
-        _without_the_last_checkpoint(tmp_path / "shared", tmp_path / folder)
+    of = partial(arguments_of, text, tmp_path)
+    shared = of("shared", "--batch=2", "--cp=2", "--parallel=fsdp", "--checkpoint-activations", "--fused-loss")
+    in_two = of("in-two", "--cp=2", "--cp-strategy=all_to_all", "--fused-loss", "--resume")
+    runs = Run(4, shared), Run(2, in_two, (tmp_path / "shared", tmp_path / "in-two"))
+    assert launch(runs, tmp_path) == [[], []]
+    without_the_last_checkpoint(tmp_path / "shared", tmp_path / "in-one")
     assert train("in-one", "--resume", "--fused-loss") == 0
-    _assert_close(tmp_path / "one", tmp_path / "in-one")
-    _launch(2, two("in-two", "--cp=2", "--cp-strategy=all_to_all", "--fused-loss", "--resume"))
-    _assert_close(tmp_path / "one", tmp_path / "in-two")
+    for folder in ("shared", "in-one", "in-two"):
+        assert_close(tmp_path / "one", tmp_path / folder)
 
 
 def test_activations_made_again_are_the_same(train, tmp_path):
     assert train("kept", "--dropout=0.1") == train("again", "--dropout=0.1", "--checkpoint-activations") == 0
-    _assert_same(tmp_path / "kept", tmp_path / "again")
+    assert_same(tmp_path / "kept", tmp_path / "again")
 
 
 def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_path):
     """Tensor and context parallel with FSDP; its checkpoint goes on in one process, and one's in it."""
     assert train("one") == 0
-    four = partial(_arguments, text, tmp_path)
-    _launch(4, four("cut", "--tp=2", "--cp=2", "--parallel=fsdp", "--sample=5"))
-    _assert_close(tmp_path / "one", tmp_path / "cut")
-    _without_the_last_checkpoint(tmp_path / "cut", tmp_path / "in-one")
+    of = partial(arguments_of, text, tmp_path)
+    in_four = of("in-four", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume")
+    runs = (
+        Run(4, of("cut", "--tp=2", "--cp=2", "--parallel=fsdp", "--sample=5")),
+        Run(4, in_four, (tmp_path / "one", tmp_path / "in-four")),
+    )
+    assert launch(runs, tmp_path) == [[], []]
+    without_the_last_checkpoint(tmp_path / "cut", tmp_path / "in-one")
     assert train("in-one", "--resume") == 0
-    _assert_close(tmp_path / "one", tmp_path / "in-one")
-    _without_the_last_checkpoint(tmp_path / "one", tmp_path / "in-two")
-    _launch(4, four("in-two", "--tp=2", "--batch=2", "--parallel=fsdp", "--resume"))
-    _assert_close(tmp_path / "one", tmp_path / "in-two")
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("shared", ["--cp=2", "--tp=2"])
-def test_two_gpus_that_share_sequences_or_weights_are_one(shared, train, text, tmp_path):
-    options = ["--model=llama-small", "--layers=2", "--context=256", "--precision=fp32", "--peak-tflops=100"]
-    assert train("one", *options, device="cuda") == 0
-    two = partial(_arguments, text, tmp_path, device="cuda")
-    _launch(2, two("shared", *options, shared, "--parallel=fsdp"))
-    _assert_close(tmp_path / "one", tmp_path / "shared")
+    for folder in ("cut", "in-one", "in-four"):
+        assert_close(tmp_path / "one", tmp_path / folder)
