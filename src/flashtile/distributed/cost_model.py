@@ -177,12 +177,13 @@ def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
 
 
 def _exchange(load: Load, tokens: float, ranks: int, machine: Machine) -> float:
-    """Seconds of exchanging q, k, v and out of `tokens` tokens, or their gradients, among `ranks`."""
+    """Seconds of exchanging q, k, v and out of `tokens` tokens, or their gradients, among `ranks`: a transfer each way.
+    Before or after it everything is copied once, and what a rank keeps once more."""
     if ranks == 1:
         return 0.0
-    heads = 2 * load.heads + 2 * max(load.heads_kv, ranks)
-    share = (ranks - 1) / ranks
-    return 4 * machine.latency + share * load.bytes_of(tokens, heads) / _bandwidth(ranks, machine)
+    moved = load.bytes_of(tokens, 2 * load.heads + 2 * max(load.heads_kv, ranks))
+    copying = 2 * (1 + 1 / ranks) * moved / machine.memory
+    return 2 * machine.latency + (ranks - 1) / ranks * moved / _bandwidth(ranks, machine) + copying
 
 
 def _all_to_all(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:

@@ -237,7 +237,7 @@ def _fused(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, residual_in_fp32: bool
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that fuses a norm with what comes before it, and the arguments which the norm says."""
-    options = {"weight": _read(norm, "weight"), "bias": _read(norm, "bias"), "epsilon": norm.eps}
+    options: dict[str, Any] = {"weight": _read(norm, "weight"), "bias": _read(norm, "bias"), "epsilon": norm.eps}
     options["residual_in_fp32"] = residual_in_fp32
     if isinstance(norm, (LayerNorm, nn.LayerNorm)):
         return flashtile.dropout_add_layer_norm, options

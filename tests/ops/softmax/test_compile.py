@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -110,3 +111,15 @@ def test_the_merge_compiles_without_spills(width: int, arch: str) -> None:
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90" and width != 40:
         assert "LDG.E.128" in instructions(compiled.asm), "rows are read in whole vectors"
+
+
+@pytest.mark.parametrize("dtype", [_BF16, _FP16, _FP32], ids=str)
+def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
+    """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
+    device = devices.KNOWN_DEVICES["sm_90"]
+    compiled = compile_kernel(launch.merge_source(launch.MergeVariant(dtype, 64, 16, 16)), device)
+    kinds = re.findall(r"tt\.load|tt\.store|gpu\.barrier", compiled.asm["ttgir"])
+    first_store = kinds.index("tt.store")
+    assert kinds[first_store - 1] == "gpu.barrier"
+    assert kinds[: first_store - 1] == ["tt.load"] * (first_store - 1), "statistics are read before"
+    assert kinds.count("tt.load") - (first_store - 1) == 2, "and acc and out after"

@@ -26,7 +26,8 @@ from flashtile.distributed import shard_sequence
 from flashtile.testing import assert_close
 
 _GRADIENTS = ("dq", "dk", "dv")
-#: A profile is of so many calls at most, and of about so many milliseconds, but of one call at least.
+#: A profile is of so many calls at most, and of about so many milliseconds, but of one call at least. There is none of
+#: calls that are long.
 _PROFILED_CALLS, _PROFILED_MS = 8, 200.0
 #: A first call that takes so many seconds is a sample: what it has to prepare counts for nothing beside them. Kernels
 #: are compiled by then, for so many tokens as take those of long sequences.
@@ -198,7 +199,7 @@ def _measure(
             times[phase] = _slowest(_median(function, where, seconds, group))
             if where.type == "cuda":
                 facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-                if profiled:
+                if profiled and times[phase] < _LONG * 1e3:
                     calls = max(1, min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3))))
                     facts[phase]["profile"] = profile(function, calls)
     return times, facts
