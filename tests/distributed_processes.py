@@ -68,7 +68,7 @@ def start(jobs: dict[str, Any], ranks: int, folder: Path, device: str = "cpu") -
 def forking() -> multiprocessing.context.ForkServerContext:
     """Processes that are forked from one which has imported what all need: that takes longer than most jobs do."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "flashtile.distributed", "flashtile.testing"])
+    context.set_forkserver_preload(["torch.distributed.tensor", "triton", "flashtile.distributed", "flashtile.testing"])
     return context
 
 
