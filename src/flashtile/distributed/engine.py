@@ -7,7 +7,8 @@ tensors as a batch of one::
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -122,13 +123,14 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys."""
     merge = RunningMerge(q, v.shape[-1])
-    for step, (block_k, block_v) in _blocks(call, k, v, "forward"):
-        for work in call.works(step):
-            tensors = _taken(work, q, block_k, block_v)
-            out, lse = flashtile.attention_part(*tensors, **call.arguments(work, bias, slopes, q.device))
-            if work.mode == "packed":
-                out, lse = out[None], lse[None]
-            merge.add(work.rows, out, lse)
+    with _blocks(call, k, v, "forward") as blocks:
+        for step, block in blocks:
+            for work in call.works(step):
+                tensors = _taken(work, q, *block)
+                out, lse = flashtile.attention_part(*tensors, **call.arguments(work, bias, slopes, q.device))
+                if work.mode == "packed":
+                    out, lse = out[None], lse[None]
+                merge.add(work.rows, out, lse)
     return merge.finish(sinks)
 
 
@@ -138,19 +140,33 @@ def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return (tensors[0][0], tensors[1][0], tensors[2][0]) if work.mode == "packed" else tensors
 
 
-def _blocks(call: Call, k: Tensor, v: Tensor, phase: str) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
-    """The keys and values of each step; those of the next are on their way while a step is computed."""
+@contextmanager
+def _blocks(call: Call, k: Tensor, v: Tensor, phase: str) -> Iterator[Iterator[tuple[int, tuple[Tensor, Tensor]]]]:
+    """The keys and values of each step; those of the next are on their way while a step is computed. What is on its way
+    arrives also where a step fails, so that the ranks are still of one mind for their next exchange."""
     if call.schedule.gathered:
-        yield 0, _gathered(call, k, v, phase)
+        yield iter([(0, _gathered(call, k, v, phase))])
         return
+    arriving = _arriving(call, k, v, phase)
+    try:
+        yield arriving
+    finally:
+        arriving.close()
+
+
+def _arriving(call: Call, k: Tensor, v: Tensor, phase: str) -> Generator[tuple[int, tuple[Tensor, Tensor]], None, None]:
     steps = len(call.schedule.steps)
     coming = _start(call, 0, k, v, phase) if steps else None
     for step in range(steps):
         assert coming is not None
         received = coming.wait()
-        if step + 1 < steps:
-            coming = _start(call, step + 1, k, v, phase)
-        yield step, ((received[0], received[1]) if received else (k, v))
+        coming = _start(call, step + 1, k, v, phase) if step + 1 < steps else None
+        try:
+            yield step, ((received[0], received[1]) if received else (k, v))
+        except GeneratorExit:
+            if coming is not None:
+                coming.wait()
+            raise
 
 
 def _start(call: Call, step: int, k: Tensor, v: Tensor, phase: str) -> Pending:
@@ -221,19 +237,20 @@ def backward(
           for t in (bias, slopes)),
     )  # fmt: skip
     returning: tuple[Transfer | None, Pending] | None = None
-    for step, block in _blocks(call, k, v, "backward"):
-        dk, dv = Sum(block[0]), Sum(block[1])
-        for work in call.works(step):
-            _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
-        if call.schedule.gathered:
-            _return_gathered(call, results, dk.finish(), dv.finish())
-            return results
-        sent = _return(call, step, dk, dv, k, v)
-        if call.schedule.incoming(step, call.exchange.rank) is None and call.works(step):
-            results.k.add((0, k.shape[1]), dk.finish())
-            results.v.add((0, v.shape[1]), dv.finish())
-        _take_returned(results, returning)
-        returning = sent
+    with _blocks(call, k, v, "backward") as blocks:
+        for step, block in blocks:
+            dk, dv = Sum(block[0]), Sum(block[1])
+            for work in call.works(step):
+                _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
+            if call.schedule.gathered:
+                _return_gathered(call, results, dk.finish(), dv.finish())
+                return results
+            sent = _return(call, step, dk, dv, k, v)
+            if call.schedule.incoming(step, call.exchange.rank) is None and call.works(step):
+                results.k.add((0, k.shape[1]), dk.finish())
+                results.v.add((0, v.shape[1]), dv.finish())
+            _take_returned(results, returning)
+            returning = sent
     _take_returned(results, returning)
     return results
 
