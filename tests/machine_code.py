@@ -36,6 +36,7 @@ class Call(NamedTuple):
         sequences: number of sequences of a packed call (`seq_q`, `seq_k` are then totals), None for a dense one.
         row_stride: distance of the rows of q, where it is not contiguous.
         misalignment: the addresses of all inputs modulo 16.
+        descales: with factors of 8-bit inputs.
     """
 
     head_dim: int = 64
@@ -66,6 +67,7 @@ class Call(NamedTuple):
     block_tile: tuple[int, int] | None = None
     patterns: bool = True
     origin: Origin | None = None
+    descales: bool = False
 
 
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
@@ -84,6 +86,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
         call.sinks,
         -1 if call.block_tile is None else 4000,
         call.block_tile is not None and call.patterns,
+        descales=((0, 0) if call.descales else None,) * 3,
     )
     window = (call.window_left, call.window_right)
     block_shape = None if call.block_tile is None else (1, 1, *call.block_tile)

@@ -122,6 +122,13 @@ def cells(feature: Feature) -> list[str]:
     return rows[0]
 
 
+def eight_bits() -> list[str]:
+    """The row of float8_e4m3fn, which has a forward only."""
+    x = torch.empty(2, 64, 4, 64, dtype=torch.float8_e4m3fn, device="meta")
+    answers = {name: flashtile.explain(x, x, x, backend=name, device=device) for name, device in BACKENDS.items()}
+    return [EVERYTHING if answer.backend == name else NOTHING for name, answer in answers.items()]
+
+
 def column_sums() -> list[str]:
     """The row of `flashtile.attention_column_sums`."""
 
@@ -135,6 +142,7 @@ def column_sums() -> list[str]:
 def table() -> str:
     """The table in Markdown, with its notes."""
     rows = [[feature.label, *cells(feature)] for feature in FEATURES]
+    rows += [["float8_e4m3fn (no gradient)", *eight_bits()]]
     rows += [["`attention_column_sums` (no gradient)", *column_sums()]]
     headings = ["", *(f"`{backend}`" for backend in BACKENDS)]
     lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]

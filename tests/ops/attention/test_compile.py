@@ -257,3 +257,15 @@ def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
     binary = compile_call(kernel, arch, call)
     assert {name: getattr(binary.variant, name) for name in shows} == shows
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
+def test_8_bit_inputs_compile(arch: str) -> None:
+    """Also for GPUs whose compiler does not know the type."""
+    call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)
+    binary = compile_call("forward", arch, call)
+    assert binary.variant.descales == (True, True, True)
+    assert binary.spilled == 0
+    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+    if arch == "sm_90":
+        assert "HGMMA" in sass(binary)

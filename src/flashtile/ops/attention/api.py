@@ -11,7 +11,7 @@ from flashtile.ops.attention import checks
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.spec import BACKENDS, AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import BACKENDS, FP8, AttentionSpec, SideInputs
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 PACKED_LAYOUT = ("total", "heads", "head_dim")
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
         alibi_slopes: Tensor | None
         mask: Tensor | None
         sinks: Tensor | None
+        descale_q: Tensor | None
+        descale_k: Tensor | None
+        descale_v: Tensor | None
         deterministic: bool
         backend: str
 
@@ -82,20 +85,24 @@ def attention(
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
-    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`. What is visible with `causal=True`, for
-    two queries and four keys (`x` = visible)::
+    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`; not with 8-bit inputs. What is visible
+    with `causal=True`, for two queries and four keys (`x` = visible)::
 
         bottom_right   x x x .        top_left   x . . .
                        x x x x                   x x . .
 
     Args:
-        q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
+        q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, float64 (CPU and reference only), or
+            float8_e4m3fn (no gradients).
         k: `[batch, seq_k, heads_kv, head_dim]`; `heads_q % heads_kv == 0`, query head `h` reads key/value head
             `h // (heads_q // heads_kv)`.
         v: `[batch, seq_k, heads_kv, head_dim_v]`; head_dim and head_dim_v each from 1 to 512. Strides are free, an
@@ -121,19 +128,25 @@ def attention(
             visible where this, mask, window and causal all show it.
         sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax, whose
             weight goes nowhere; -inf is no sink.
+        descale_q: only of float8_e4m3fn inputs: positive float32 factors that broadcast to `[batch, heads_kv]`, so that
+            q stands for `q · descale_q` (query heads share that of their key/value head); None is 1. Likewise
+            `descale_k` and `descale_v`. `flashtile.quantize_fp8` makes such inputs.
+        descale_k: see above.
+        descale_v: see above.
         return_lse: also return the log-sum-exp of each row's scores.
         deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
         backend: "auto" picks by device and call; "split", "hopper", "triton", "cpu" or "reference" run that one or
             raise. "split" serves only forwards, and "hopper" not every backward: gradients then come from another.
 
     Returns:
-        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse
-        `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm, of scores and sink. A row
-        with no visible key has `out = 0`, `lse = -inf` (the sink, where there is one) and zero gradients.
+        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype, of float8_e4m3fn inputs in bfloat16; with `return_lse`,
+        also lse `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm, of scores and sink.
+        A row with no visible key has `out = 0`, `lse = -inf` (the sink, where there is one) and zero gradients.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
-        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
+        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call; a gradient is
+            wanted of 8-bit inputs.
 
     Reference:
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3. ALiBi: Press et
@@ -141,7 +154,7 @@ def attention(
         Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2. Split keys: Dao et al.,
         "Flash-Decoding for long-context inference" (2023).
     """
-    q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT)
+    q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
     if type(dropout_p) is not float or dropout_p or dropout_seed is not None:
@@ -153,6 +166,8 @@ def attention(
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks)
     if block_mask is not None:
         side, spec = add_block_mask(side, spec, q, block_mask)
+    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
+        side = add_descales(side, q, k, v, q.shape[0], descale_q, descale_k, descale_v)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
@@ -204,6 +219,9 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -235,7 +253,7 @@ def attention_varlen(
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
             the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
     """
-    q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT)
+    q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
@@ -259,15 +277,19 @@ def attention_varlen(
             checks.check_longest(max_seqlen_q, max_seqlen_k)
         sizes = 1, q.shape[1], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
+    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
+        side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
 
-def checked_qkv(q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def checked_qkv(
+    q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...], eight_bits: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v after the checks of their shapes, dtypes and devices, under autocast in its dtype."""
     try:
         q, k, v = _autocast(q, k, v)
-        checks.check_qkv(q, k, v, layout)
+        checks.check_qkv(q, k, v, layout, eight_bits)
     except AttributeError:
         # Looked into only now, so that a call with tensors does not pay for it.
         checks.check_tensors(q=q, k=k, v=v)
@@ -283,7 +305,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in (q, k, v))
+    # float64 stays, as it does in PyTorch, and so does what stands for other numbers.
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in (torch.float64, FP8) else t for t in (q, k, v))
     return q, k, v
 
 
@@ -349,3 +372,24 @@ def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch
     if not dropout_p:
         return 0.0, None
     return dropout_p, draw_dropout_seed(device) if dropout_seed is None else dropout_seed
+
+
+def add_descales(
+    side: SideInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: int,
+    descale_q: Tensor | None,
+    descale_k: Tensor | None,
+    descale_v: Tensor | None,
+) -> SideInputs:
+    """The side inputs of a call with 8-bit inputs, all that is there but the block mask in place."""
+    heads_kv = k.shape[-2]
+    side = side._replace(
+        descale_q=None if descale_q is None else checks.resolve_descale("descale_q", descale_q, batch, heads_kv, q),
+        descale_k=None if descale_k is None else checks.resolve_descale("descale_k", descale_k, batch, heads_kv, q),
+        descale_v=None if descale_v is None else checks.resolve_descale("descale_v", descale_v, batch, heads_kv, q),
+    )
+    checks.check_forward_only(q, k, v, side)
+    return side

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.spec import MAX_HEAD_DIM, SideInputs
+from flashtile.ops.attention.spec import FP8, MAX_HEAD_DIM, SideInputs, out_dtype
 from flashtile.ops.common.checks import (
     FLOAT_DTYPES,
     check_choice,
@@ -19,6 +19,7 @@ from flashtile.ops.common.checks import (
     readable,
     resolve_dropout,
 )
+from flashtile.ops.common.dispatch import transformed
 from flashtile.ops.common.score_checks import (
     resolve_alibi_slopes,
     resolve_scale,
@@ -31,6 +32,7 @@ __all__ = [
     "check_block_mask",
     "check_choice",
     "check_cu_seqlens",
+    "check_forward_only",
     "check_lengths",
     "check_longest",
     "check_max_seqlen",
@@ -40,6 +42,7 @@ __all__ = [
     "raise_not_bool",
     "resolve_alibi_slopes",
     "resolve_bias",
+    "resolve_descale",
     "resolve_dropout",
     "resolve_mask",
     "resolve_scale",
@@ -49,20 +52,22 @@ __all__ = [
 ]
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str]) -> None:
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[str], eight_bits: bool = False) -> None:
     """Checks ranks, shapes, dtypes, devices and head counts of q, k, v.
 
     Args:
         layout: names of the dimensions, `("batch", "seq", "heads", "head_dim")` or without batch when packed.
+        eight_bits: float8_e4m3fn is served too.
     """
     rank = len(layout)
     if not (
         q.dim() == k.dim() == v.dim() == rank and q.dtype is k.dtype is v.dtype and q.device == k.device == v.device
     ):
         _raise_rank_dtype_device(q, k, v, layout)
-    if q.dtype not in FLOAT_DTYPES:
+    if q.dtype not in FLOAT_DTYPES and not (eight_bits and q.dtype is FP8):
+        also = " (the forward of attention and attention_varlen: or float8_e4m3fn)" if q.dtype.itemsize == 1 else ""
         raise TypeError(
-            f"q, k, v: expected dtype float16, bfloat16, float32 or float64, got {q.dtype}; cast them first"
+            f"q, k, v: expected dtype float16, bfloat16, float32 or float64{also}, got {q.dtype}; cast them first"
         )
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     if k_shape != v_shape and k_shape[:-1] != v_shape[:-1]:
@@ -108,12 +113,50 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
 
 
+def check_forward_only(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> None:
+    """8-bit inputs have no derivative."""
+    if transformed():
+        raise NotImplementedError(
+            "flashtile.attention of float8_e4m3fn inputs under torch.func or in forward mode: expected none, it has no "
+            "derivative and no batching rule; pass 16-bit q, k and v"
+        )
+    tensors = (q, k, v, side.bias, side.alibi_slopes, side.sinks, *side.descales)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            "q, k, v: expected tensors that want no gradient, as attention of float8_e4m3fn inputs has no backward, "
+            "got some that do (or bias, alibi_slopes, sinks or a descale factor); call it under torch.no_grad(), or "
+            "pass 16-bit q, k and v"
+        )
+
+
+def resolve_descale(name: str, descale: Tensor, batch: int, heads_kv: int, q: Tensor) -> Tensor:
+    """A descale factor as `[batch, heads_kv]`."""
+    if q.dtype is not FP8:
+        raise ValueError(
+            f"{name}: expected None beside inputs of {q.dtype}, got a tensor; factors belong to float8_e4m3fn inputs, "
+            "multiply others by them"
+        )
+    check_tensors(**{name: descale})
+    if descale.dtype is not torch.float32:
+        raise TypeError(f"{name}: expected dtype float32, got {descale.dtype}; cast it")
+    check_device(name, descale, q.device)
+    try:
+        return descale.broadcast_to(batch, heads_kv)
+    except RuntimeError:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to [batch, heads_kv] = {[batch, heads_kv]}, got "
+            f"{list(descale.shape)}; a factor belongs to a sequence and a key/value head, also those of q"
+        ) from None
+
+
 def resolve_bias(bias: Tensor, sizes: tuple[int, int, int, int], q: Tensor) -> Tensor:
     """A bias as `[batch | 1, heads | 1, seq_q | 1, seq_k | 1]`."""
     check_tensors(bias=bias)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    if bias.dtype not in (q.dtype, wide):
-        raise TypeError(f"bias: expected the dtype of q, {q.dtype}, or {wide}, got {bias.dtype}; cast it")
+    narrow = out_dtype(q.dtype)
+    if bias.dtype not in (narrow, wide):
+        of = "q" if narrow is q.dtype else "out"
+        raise TypeError(f"bias: expected the dtype of {of}, {narrow}, or {wide}, got {bias.dtype}; cast it")
     return _broadcast_scores("bias", bias, sizes, q.device)
 
 
@@ -202,6 +245,12 @@ def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
             _check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
     if side.key_lengths is not None and readable(side.key_lengths) and (side.key_lengths < 0).any():
         raise ValueError(f"key_lengths: expected lengths of at least 0, got {side.key_lengths.min().item()}")
+    for name, descale in zip(("descale_q", "descale_k", "descale_v"), side.descales):
+        if descale is not None and readable(descale) and not ((descale > 0) & descale.isfinite()).all():
+            raise ValueError(
+                f"{name}: expected positive finite factors, got {descale.min().item()} to {descale.max().item()}; "
+                "signs belong into the tensor"
+            )
 
 
 def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:

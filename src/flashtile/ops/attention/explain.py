@@ -15,13 +15,14 @@ from flashtile.ops.attention.api import (
     Align,
     Window,
     add_block_mask,
+    add_descales,
     add_score_inputs,
     build_spec,
 )
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.hopper import configs as hopper
 from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.attention.split import configs as split
 from flashtile.ops.attention.triton.configs import (
     Kernel,
@@ -122,6 +123,9 @@ def explain(
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
@@ -147,7 +151,7 @@ def explain(
     """
     packed = cu_seqlens_q is not None
     checks.check_tensors(q=q, k=k, v=v)
-    checks.check_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT)
+    checks.check_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     dropout_p = checks.resolve_dropout(
         dropout_p, dropout_seed, dropout_seed.device if dropout_seed is not None else q.device
     )
@@ -161,12 +165,14 @@ def explain(
         key_lengths,
         dropout_seed,
     )
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if any(tensor is not None for tensor in (bias, mask, alibi_slopes, sinks)):
-        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     if block_mask is not None:
         side, spec = add_block_mask(side, spec, q, block_mask)
+    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
+        side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     interpreting = device_type == "cpu" and devices.interpreting()
     rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
@@ -239,9 +245,10 @@ def _kernels(
     spec: AttentionSpec,
     facts: devices.DeviceFacts,
 ) -> tuple[KernelChoice, ...]:
-    """The kernels of the backends that serve forward and backward."""
+    """The kernels of the backends that serve forward and backward; of 8-bit inputs there is a forward only."""
     if forward == "cpu":
-        return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[1]),)
+        dtype = torch.float32 if q.dtype is FP8 else q.dtype
+        return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, dtype)[1]),)
     if forward == "reference":
         return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
     heads = q.shape[-1], v.shape[-1]
@@ -260,6 +267,8 @@ def _kernels(
         first = KernelChoice("forward", config, hopper.shared_memory(config, *heads), forward)
     else:
         first = portable("forward")
+    if q.dtype is FP8:
+        return (first,)
     if backward == "hopper":
         cut = hopper.choose_backward_config(*heads, spec.softcap > 0, spec.banded)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)

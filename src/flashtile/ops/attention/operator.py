@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, out_dtype, plain_side
 from flashtile.ops.common import dispatch
 
 SIDE_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? block_lists, Tensor? block_patterns"
+    "Tensor? block_lists, Tensor? block_patterns, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v"
 )
 SPEC_SCHEMA = (
     "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
@@ -327,7 +327,7 @@ def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
 
 
 def _forward_fake(q, k, v, *rest):
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype))
     return out, q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
 
 
@@ -365,12 +365,12 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 
 
 def readable_side(side: SideInputs) -> SideInputs:
-    """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias and mask may
-    have any strides."""
+    """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias, mask and
+    factors may have any strides."""
     tensors: dict[str, Any] = {
         name: entry.contiguous()
         for name, entry in side._asdict().items()
-        if isinstance(entry, Tensor) and name not in ("bias", "mask")
+        if isinstance(entry, Tensor) and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
     }
     return side._replace(**tensors)
 
@@ -383,7 +383,7 @@ def _vmap_rule(op: Callable, first_side: int) -> Callable:
 
     def rule(info, in_dims, *arguments):
         side = SideInputs(*arguments[first_side : first_side + _SIDE])
-        others = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists
+        others = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists, *side.descales
         if side.packed or side.dropout_seed is not None or any(tensor is not None for tensor in others):
             raise NotImplementedError(
                 "flashtile.attention under torch.func.vmap: expected a dense call without dropout, bias, mask, ALiBi, "

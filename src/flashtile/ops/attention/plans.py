@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
 
 #: Windows are clipped to this, far above any sequence and far below overflow.
 WIDEST_WINDOW = 2**29
@@ -29,6 +29,7 @@ class SideShape(NamedTuple):
         alibi: dimensions of the slopes; 0 without.
         patterns: the block mask has tiles that are partly visible.
         pattern_misalignment: address of its patterns modulo 16.
+        descales: strides of the factors of 8-bit q, k and v; None for one that is not there.
         block_entries: length of the lists of the block mask; -1 without.
     """
 
@@ -43,6 +44,7 @@ class SideShape(NamedTuple):
     block_entries: int = -1
     patterns: bool = False
     pattern_misalignment: int = 0
+    descales: tuple[tuple[int, ...] | None, ...] = (None, None, None)
 
     @property
     def modified(self) -> bool:
@@ -69,7 +71,34 @@ def side_shape(side: SideInputs) -> SideShape:
         -1 if side.block_lists is None else side.block_lists.shape[0],
         side.block_patterns is not None and side.block_patterns.shape[0] > 0,
         0 if side.block_patterns is None else side.block_patterns.data_ptr() & 15,
+        descale_strides(side),
     )
+
+
+def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
+    return tuple(None if descale is None else descale.stride() for descale in side.descales)
+
+
+def descale_types(there: tuple[bool, ...], stride: str) -> dict[str, str]:
+    """Types of the kernels' parameters for the factors of q, k and v; "constexpr" of those that are not there."""
+    return {
+        name: of if present else "constexpr"
+        for tensor, present in zip("qkv", there)
+        for name, of in (
+            (f"descale_{tensor}_ptr", "*fp32"),
+            (f"stride_descale_{tensor}_batch", stride),
+            (f"stride_descale_{tensor}_head", stride),
+        )
+    }
+
+
+def descale_scalars(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, int | None]:
+    """The strides of the factors as the kernels' parameters."""
+    return {
+        f"stride_descale_{of}_{dimension}": stride
+        for of, pair in zip("qkv", strides)
+        for dimension, stride in zip(("batch", "head"), pair or (None, None))
+    }
 
 
 def _table(tensor: Tensor | None) -> Table | None:
@@ -92,6 +121,8 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
     Returns:
         q, the spec, and the factor that leads from the gradient of that q to the gradient of the given one.
     """
+    if spec.scale < 0 and q.dtype is FP8:
+        return (q.view(torch.uint8) ^ 0x80).view(FP8), spec._replace(scale=-spec.scale), -1
     if spec.scale < 0:
         return -q, spec._replace(scale=-spec.scale), -1
     return torch.zeros_like(q), spec._replace(scale=1.0), 0

@@ -2,7 +2,7 @@
 
 It builds the whole score matrix, works in any float dtype on any device, is differentiable to any order by PyTorch's
 autograd, and imports no kernel. In fp16 and bf16 it computes as an eager model would, rounding where PyTorch rounds,
-except that the softmax runs in float32.
+except that the softmax runs in float32; 8-bit inputs become what they stand for in float32 first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
@@ -26,6 +27,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     Returns:
         (out, lse).
     """
+    if q.dtype is FP8:
+        out, lse = forward(*dequantized(q, k, v, side), spec)
+        return out.to(out_dtype(FP8)), lse
     if side.packed:
         return _forward_packed(q, k, v, side, spec)
     return _forward_dense(q, k, v, side, spec, first_sequence=0)

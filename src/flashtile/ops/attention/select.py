@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile.ops.attention.hopper import configs as hopper
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.attention.split import configs as split
 from flashtile.ops.common import backends
 from flashtile.ops.common.backends import BackendChoice
@@ -112,6 +112,8 @@ def split_obstacle(
 ) -> str | None:
     """Why the keys of a call are not split: for "auto" also that it would not be faster; None where they are.
     `multiprocessors`: of the device; 1 for a CPU."""
+    if q.dtype is FP8:
+        return "it has no 8-bit inputs"
     automatic = backend == "auto" and multiprocessors > 1 and q.shape[-3] <= split.MAX_QUERIES
     if phase == "backward" or not (automatic or backend == "split"):
         return _NO_SHORT_CALL

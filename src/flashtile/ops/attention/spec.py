@@ -20,7 +20,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+#: The one dtype of 8 bits, for inputs of the forward.
+FP8 = torch.float8_e4m3fn
 
 #: Largest head dimension (of q/k, and separately of v) that any backend takes.
 MAX_HEAD_DIM = 512
@@ -100,6 +104,8 @@ class SideInputs(NamedTuple):
         sinks: `[heads_q]`, in the dtype of lse: a logit beside those of the keys in each row's softmax.
         block_lists: int32, which tiles of the scores have something visible (see `BlockMask.lists`).
         block_patterns: uint8 `[patterns, tile_q, tile_k]`, what is visible in those that are partly so.
+        descale_q, descale_k, descale_v: `[batch, heads_kv]` float32, any strides, only of 8-bit q, k and v: what their
+            numbers are multiplied by.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -114,10 +120,17 @@ class SideInputs(NamedTuple):
     sinks: Tensor | None = None
     block_lists: Tensor | None = None
     block_patterns: Tensor | None = None
+    descale_q: Tensor | None = None
+    descale_k: Tensor | None = None
+    descale_v: Tensor | None = None
 
     @property
     def packed(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def descales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self[-3:]
 
 
 class Wanted(NamedTuple):
@@ -141,7 +154,7 @@ class Gradients(NamedTuple):
 
 def plain_side(side: SideInputs) -> bool:
     """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
-    cu_seqlens, _, _, _, key_lengths, seed, bias, mask, slopes, sinks, lists, _ = side
+    cu_seqlens, _, _, _, key_lengths, seed, bias, mask, slopes, sinks, lists, _, descale_q, descale_k, descale_v = side
     return (
         cu_seqlens is None
         and key_lengths is None
@@ -151,4 +164,12 @@ def plain_side(side: SideInputs) -> bool:
         and slopes is None
         and sinks is None
         and lists is None
+        and descale_q is None
+        and descale_k is None
+        and descale_v is None
     )
+
+
+def out_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the result of inputs of a dtype."""
+    return torch.bfloat16 if dtype is FP8 else dtype

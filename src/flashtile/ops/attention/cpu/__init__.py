@@ -7,7 +7,8 @@ from torch import Tensor
 from flashtile.ops.attention.cpu import tiled, torch_flash
 from flashtile.ops.attention.cpu.column_sums import column_sums
 from flashtile.ops.attention.cpu.torch_flash import served_by_torch
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.fp8 import dequantized
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 
 __all__ = ["backward", "column_sums", "forward", "served_by_torch"]
 
@@ -18,6 +19,9 @@ _LONGEST_VECTOR = 128
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call on the CPU; shapes as in `flashtile.attention` and `attention_varlen`."""
+    if q.dtype is FP8:
+        out, lse = forward(*dequantized(q, k, v, side), spec)
+        return out.to(out_dtype(FP8)), lse
     if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
         out, lse = torch_flash.forward(q, k, v, spec)
         # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a

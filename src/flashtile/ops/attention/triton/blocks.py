@@ -10,9 +10,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton.configs import OWN_KEYS, Kernel
+
 #: As in `flashtile.ops.attention.tile_lists`.
 FULL = tl.constexpr(-1)
 EMPTY = tl.constexpr(-2)
+
+#: What tells a kernel where its part of a block mask's lists is.
+BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
+
+
+def block_scalars(kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, length: int) -> dict[str, int | None]:
+    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
+    if spec.block_shape is None:
+        return dict.fromkeys(BLOCK_SCALARS)
+    batch, heads, tile_q, tile_k = spec.block_shape
+    lines_q, lines_k = -(-seq_q // tile_q), -(-seq_k // tile_k)
+    rows, columns = batch * heads * lines_q, batch * heads * lines_k
+    start = rows + columns + 2
+    entries = (length - start) // 4
+    by_column = kernel in OWN_KEYS
+    lines = lines_k if by_column else lines_q
+    places = (rows + 1, start + 2 * entries, start + 3 * entries) if by_column else (0, start, start + entries)
+    strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
+    return dict(zip(BLOCK_SCALARS, (*places, *strides)))
 
 
 @triton.jit

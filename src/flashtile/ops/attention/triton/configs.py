@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, out_dtype
 from flashtile.ops.common.tiles import tile_width
 
 Kernel = Literal["forward", "dq", "dkdv", "dbias", "column_sums"]
@@ -51,7 +51,7 @@ class Situation(NamedTuple):
     """What the choice of tiles looks at, beside the kernel and the device.
 
     Attributes:
-        dtype: of q, k and v.
+        dtype: of q, k and v as they are multiplied.
         head_dim: of q and k.
         head_dim_v: of v.
         banded: a causal mask or a window: small tiles waste less at its edges.
@@ -79,7 +79,8 @@ def situation_of(
 ) -> Situation:
     """The situation of a call. `tables`: the dtypes of its bias and its mask."""
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    return Situation(dtype, *head_dims, spec.banded, long, sum(table.itemsize for table in tables), block_tile)
+    table_bytes = sum(table.itemsize for table in tables)
+    return Situation(out_dtype(dtype), *head_dims, spec.banded, long, table_bytes, block_tile)
 
 
 def is_long(max_seqlen_q: int, max_seqlen_k: int) -> bool:
@@ -136,6 +137,11 @@ def drops_masks(situation: Situation) -> bool:
     """Whether the branch for masks is left out where no tile needs one. Measured up to 13 % faster for heads up to
     128 columns (dk/dv 1.74 ms against 1.99), and 8 % slower past them (forward 1.12 against 1.01)."""
     return _width(situation) <= 128
+
+
+def dot_precision(dtype: torch.dtype, device: DeviceFacts, allow_tf32: bool) -> str:
+    """fp32 products are IEEE unless PyTorch's own setting allows TF32."""
+    return "tf32" if dtype is torch.float32 and device.is_cuda and allow_tf32 else "ieee"
 
 
 def _width(situation: Situation) -> int:

@@ -12,7 +12,7 @@ For each key tile, with `c = scale · log2(e)`::
 and in the end `out = acc / l`, `lse = (m + log2 l) · ln 2`. Letters as in `tiles`. Key tiles come in three runs:
 masked, wholly visible, masked; only the masked ones pay for mask arithmetic. Where a soft cap, a bias, ALiBi or a mask
 changes the scores, `c·s` is what `scores.modified_scores` makes of it. A sink is where `m` and `l` begin: `l = 1` at `m
-= sink · log2(e)`.
+= sink · log2(e)`. 8-bit operands come as bytes, and the factors of q and k join the scale, that of v joins `1 / l`.
 
 Reference: Dao, "FlashAttention-2" (2023), algorithm 1.
 """
@@ -27,10 +27,12 @@ from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, mo
 from flashtile.ops.attention.triton.tiles import (
     LN_2,
     LOG2_E,
+    as_operand,
     dropout_matrix,
     head_pointer,
     kept_weights,
     key_tile_ranges,
+    load_descale,
     load_rows,
     locate_tile,
     product_by_chunks,
@@ -46,6 +48,7 @@ def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
     bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
+    descale_q_ptr, descale_k_ptr, descale_v_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -55,6 +58,8 @@ def attention_forward_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
+    stride_descale_v_batch, stride_descale_v_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -88,6 +93,10 @@ def attention_forward_kernel(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
 
+    if descale_q_ptr is not None:
+        scale *= load_descale(descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, sequence, head_kv, batch)
+    if descale_k_ptr is not None:
+        scale *= load_descale(descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, sequence, head_kv, batch)
     origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
     modifiers = (
         softcap,
@@ -122,6 +131,8 @@ def attention_forward_kernel(
     inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if DROPOUT:
         inverse *= keep_scale
+    if descale_v_ptr is not None:
+        inverse *= load_descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     row = tl.arange(0, BLOCK_M)
     lse_base = lse_ptr + row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first
@@ -162,7 +173,7 @@ def _visit_key_tiles(
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False)
+        q_tile = as_operand(load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False))
     for step in tl.range(begin, end, BLOCK_N):
         start = step
         if TILE_K:
@@ -173,7 +184,7 @@ def _visit_key_tiles(
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            k_tile = load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
+            k_tile = as_operand(load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
@@ -201,6 +212,6 @@ def _visit_key_tiles(
                 dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
             )
             probs = tl.where(kept, probs, 0.0)
-        v_tile = load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE)
+        v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import may_hide_rows, positive_scale, quiet_rows
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
 _LOG2_E = math.log2(math.e)
@@ -24,7 +24,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     plan = plan_for("forward", q, k, v, None, side, spec)
     out, lse = _outputs(plan, q.device)
     if plan.programs:
-        plan.launch(plan.programs, *map(pointer, (q, k, v, out, lse)), *_side_pointers(side), *plan.scalars)
+        if q.dtype is FP8:
+            q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+        tensors = map(pointer, (q, k, v, out, lse))
+        plan.launch(plan.programs, *tensors, *_side_pointers(side), *map(pointer, side.descales), *plan.scalars)
     return out, lse
 
 

@@ -16,19 +16,30 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.devices import DeviceFacts, device_facts
+from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.plans import Layout, SideShape, Table, clipped_window, side_shape, tiles_of
-from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs
+from flashtile.ops.attention.plans import (
+    Layout,
+    SideShape,
+    Table,
+    clipped_window,
+    descale_scalars,
+    descale_types,
+    side_shape,
+    tiles_of,
+)
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, out_dtype
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
+from flashtile.ops.attention.triton.blocks import BLOCK_SCALARS, block_scalars
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
     TileConfig,
     choose_tiles,
+    dot_precision,
     drops_bounds,
     drops_masks,
     is_long,
@@ -54,12 +65,10 @@ _STRIDED = {
     "column_sums": ("q", "k"),
 }
 
-#: Element types of bias and mask; the latter is read as bytes.
-_TABLE_TYPES = {**ELEMENT_TYPES, torch.bool: "u8"}
+#: Element types as the kernels read them: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows.
+_STORED_TYPES = {**ELEMENT_TYPES, torch.bool: "u8", FP8: "u8"}
 #: Where a bias or a mask that broadcasts ends.
 _ENDLESS = 2**30
-#: What tells a kernel where its part of a block mask's lists is.
-_BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
 #: Where the call lies in a larger one.
 _ORIGIN_SCALARS = tuple(f"origin_{name}" for name in Origin._fields)
 #: Programs of the bias's gradient that fill any GPU.
@@ -115,6 +124,7 @@ class Variant(NamedTuple):
     aligned: bool
     pattern_multiple: int
     sinks: bool
+    descales: tuple[bool, ...]
     sums_slopes: bool
     sums_dtype: torch.dtype
     precision: str
@@ -225,9 +235,10 @@ def _plan(
         spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
         power_of_two_factor(side.pattern_misalignment),
         side.sinks and kernel == "forward",
+        tuple(strides is not None for strides in side.descales),
         sums_slopes,
         outputs[0].dtype if kernel == "dbias" else torch.float32,
-        _dot_precision(dtype, facts, allow_tf32),
+        dot_precision(dtype, facts, allow_tf32),
         power_of_two_factor(misalignment),
         power_of_two_factor(*(stride for triple in triples for stride in triple)),
         tiles,
@@ -247,8 +258,9 @@ def _plan(
         **_table_scalars("bias", side.bias),
         **_table_scalars("mask", side.mask),
         "stride_alibi_batch": heads if side.alibi == 2 else 0,
-        **_block_scalars(kernel, spec, rows_q, rows_k, side.block_entries),
+        **block_scalars(kernel, spec, rows_q, rows_k, side.block_entries),
         **dict(zip(_ORIGIN_SCALARS, spec.origin or (None,) * len(_ORIGIN_SCALARS))),
+        **descale_scalars(side.descales),
         **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
     }
     programs = _programs(kernel, shapes, batch, packed, tiles, side.bias, parts)
@@ -291,22 +303,6 @@ def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
     }
 
 
-def _block_scalars(kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, length: int) -> dict[str, int | None]:
-    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
-    if spec.block_shape is None:
-        return dict.fromkeys(_BLOCK_SCALARS)
-    batch, heads, tile_q, tile_k = spec.block_shape
-    lines_q, lines_k = -(-seq_q // tile_q), -(-seq_k // tile_k)
-    rows, columns = batch * heads * lines_q, batch * heads * lines_k
-    start = rows + columns + 2
-    entries = (length - start) // 4
-    by_column = kernel in OWN_KEYS
-    lines = lines_k if by_column else lines_q
-    places = (rows + 1, start + 2 * entries, start + 3 * entries) if by_column else (0, start, start + entries)
-    strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
-    return dict(zip(_BLOCK_SCALARS, (*places, *strides)))
-
-
 def _longest(bias: Table, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
     """How many queries and keys a sequence has at most, as far as a bias tells."""
     rows = shapes[0][-3], shapes[1][-3]
@@ -346,7 +342,7 @@ def _output_layouts(
     *sequences, rows, heads, _ = q_shape
     lse_shape = (*sequences, heads, rows)
     outputs = {
-        "forward": (((*q_shape[:-1], v_shape[-1]), dtype), (lse_shape, torch.float32)),
+        "forward": (((*q_shape[:-1], v_shape[-1]), out_dtype(dtype)), (lse_shape, torch.float32)),
         "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
         "dkdv": ((k_shape, dtype), (v_shape, dtype)),
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
@@ -384,23 +380,13 @@ def _stride_triples(
     contiguous = {"out": out_shape, "dq": q_shape, "dk": k_shape, "dv": v_shape}
     given = dict(zip(("q", "k", "v", "dout"), strides))
     return [
-        _stride_triple(given[name]) if name in given else _contiguous_triple(contiguous[name])
+        _stride_triple(given[name] if name in given else contiguous_strides(contiguous[name]))
         for name in _STRIDED[kernel]
     ]
 
 
 def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
-
-
-def _contiguous_triple(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    rows, heads, head_dim = shape[-3:]
-    return (rows * heads * head_dim if len(shape) == 4 else 0, heads * head_dim, head_dim)
-
-
-def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> str:
-    """fp32 products are IEEE unless PyTorch's own setting allows TF32."""
-    return "tf32" if dtype is torch.float32 and facts.is_cuda and allow_tf32 else "ieee"
 
 
 @functools.cache
@@ -467,18 +453,21 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     absent = "constexpr", 1
     for of, table in (("bias", variant.bias), ("mask", variant.mask)):
         if name == f"{of}_ptr":
-            return ("*" + _TABLE_TYPES[table.dtype], table.pointer_multiple) if table else absent
+            return ("*" + _STORED_TYPES[table.dtype], table.pointer_multiple) if table else absent
         if name.startswith(f"stride_{of}_"):
             return ("i64", table.stride_multiple) if table else absent
         if name in (f"{of}_rows", f"{of}_columns"):
             multiple = table.columns_multiple if table and name.endswith("columns") else 1
             return ("i32", multiple) if table and not table.covered else absent
+    of_descales = descale_types(variant.descales, "i64")
+    if name in of_descales:
+        return of_descales[name], 1
     if name == "block_patterns_ptr":
         return ("*u8", variant.pattern_multiple) if variant.patterns else absent
     optional = {
         "alibi_slopes_ptr": ("*fp32", variant.alibi),
         "block_lists_ptr": ("*i32", any(variant.block_tile)),
-        **dict.fromkeys(_BLOCK_SCALARS, ("i32", any(variant.block_tile))),
+        **dict.fromkeys(BLOCK_SCALARS, ("i32", any(variant.block_tile))),
         **dict.fromkeys(_ORIGIN_SCALARS, ("i32", variant.placed)),
         "stride_alibi_batch": ("i32", variant.alibi),
         "sinks_ptr": ("*fp32", variant.sinks),
@@ -493,7 +482,8 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     if name in ("statistics_ptr", "lse_ptr", "dlse_ptr"):
         return "*fp32", 16 if name == "statistics_ptr" else 1
     if name.endswith("_ptr"):
-        return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
+        dtype = out_dtype(variant.dtype) if name == "out_ptr" else variant.dtype
+        return "*" + _STORED_TYPES[dtype], variant.pointer_multiple
     if name.startswith("stride_"):
         return "i64", variant.stride_multiple
     return ("fp32" if name.endswith("scale") else "i32"), 1

@@ -150,6 +150,26 @@ def load_rows(
 
 
 @triton.jit
+def as_operand(tile):
+    """A tile as a product takes it: bytes are float8_e4m3fn, and become float16, which holds each of them. Not all GPUs
+    have an instruction for it, nor does Triton for all that do."""
+    if tile.dtype == tl.uint8:
+        # Sign, exponent and fraction of the one at their places in the other. Its exponent counts from 7, not from 15:
+        # the number is 2⁸ times that, also where it has no leading one. NaN comes out as 480, which nothing else does.
+        bits = (tile.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+        half = bits.to(tl.float16, bitcast=True) * 256.0
+        tile = tl.where(tl.abs(half) == 480.0, float("nan"), half).to(tl.float16)
+    return tile
+
+
+@triton.jit
+def load_descale(descale_ptr, stride_batch, stride_head, sequence, head_kv, batch):
+    """The factor of one key/value head of one sequence. Rows past the end (sequence `batch`) have none."""
+    place = tl.cast(sequence, tl.int64) * stride_batch + head_kv * stride_head
+    return tl.load(descale_ptr + place, mask=sequence < batch, other=1.0)
+
+
+@triton.jit
 def product_by_chunks(
     a_base, STRIDE_A_ROW: tl.constexpr, a_first, a_rows, b_base, STRIDE_B_ROW: tl.constexpr, b_first, b_rows,
     HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
@@ -168,8 +188,8 @@ def product_by_chunks(
         column = (start + tl.arange(0, CHUNK))[None, :]
         a_mask = (a_first + a_row < a_rows)[:, None] & (column < HEAD_DIM)
         b_mask = (b_first + b_row < b_rows)[:, None] & (column < HEAD_DIM)
-        a_chunk = tl.load(a_pointers + column, mask=a_mask, other=0.0)
-        b_chunk = tl.load(b_pointers + column, mask=b_mask, other=0.0)
+        a_chunk = as_operand(tl.load(a_pointers + column, mask=a_mask, other=0.0))
+        b_chunk = as_operand(tl.load(b_pointers + column, mask=b_mask, other=0.0))
         product = tl.dot(a_chunk, tl.trans(b_chunk), product, input_precision=PRECISION)
     return product
 

@@ -1,0 +1,313 @@
+"""Inputs of float8_e4m3fn: what they stand for, on every backend, and what they do not have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile._backends import devices
+from flashtile.testing import assert_close
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call with 8-bit inputs, dense or packed; `sinks`, `alibi_slopes` and `bias`: with random ones."""
+
+    seq_q: int = 33
+    seq_k: int = 45
+    head_dim: int = 32
+    head_dim_v: int = 32
+    heads: int = 4
+    heads_kv: int = 2
+    batch: int = 2
+    lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    sinks: bool = False
+    alibi_slopes: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+class Problem:
+    """Its tensors, and what they stand for."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device)
+
+        self.case = case
+        self.function: Any = flashtile.attention
+        self.arguments = dict(case.arguments)
+        rows_q, rows_k = (case.batch, case.seq_q), (case.batch, case.seq_k)
+        if case.lengths is not None:
+            self.function = flashtile.attention_varlen
+            cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32) for of in case.lengths]
+            self.arguments |= {"cu_seqlens_q": cumulative[0].to(device), "cu_seqlens_k": cumulative[1].to(device)}
+            # Behind the last sequence lies what belongs to none.
+            rows_q, rows_k = (sum(case.lengths[0]) + 3,), (sum(case.lengths[1]) + 2,)
+        q, k = normal(*rows_q, case.heads, case.head_dim), normal(*rows_k, case.heads_kv, case.head_dim)
+        v = normal(*rows_k, case.heads_kv, case.head_dim_v)
+        rounded = [flashtile.quantize_fp8(x, case.heads_kv) for x in (q, k, v)]
+        self.qkv = [x for x, _ in rounded]
+        sequences = case.batch if case.lengths is None else len(case.lengths[0])
+        # Each sequence and head has a factor of its own.
+        self.descales = [descale * (0.5 + normal(sequences, 1).abs()) for _, descale in rounded]
+        if case.sinks:
+            self.arguments["sinks"] = normal(case.heads)
+        if case.alibi_slopes:
+            self.arguments["alibi_slopes"] = normal(sequences, case.heads).abs() / 8
+
+    def run(self, backend: str = "auto", **changes: Any) -> tuple[Tensor, Tensor]:
+        names = ("descale_q", "descale_k", "descale_v")
+        arguments = {**self.arguments, **dict(zip(names, self.descales)), "return_lse": True, **changes}
+        return self.function(*self.qkv, **arguments, backend=backend)
+
+    def numbers(self, dtype: torch.dtype) -> list[Tensor]:
+        """What q, k and v stand for."""
+        return [self._dequantized(*pair).to(dtype) for pair in zip(self.qkv, self.descales, "qkk")]
+
+    def _dequantized(self, x: Tensor, descale: Tensor, of: str) -> Tensor:
+        descale = descale.double().repeat_interleave(x.shape[-2] // descale.shape[-1], -1)
+        if self.case.lengths is None:
+            return x.double() * descale[:, None, :, None]
+        numbers = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+        for sequence, (begin, end) in enumerate(pairwise(self.arguments[f"cu_seqlens_{of}"].tolist())):
+            numbers[begin:end] = x[begin:end].double() * descale[sequence, :, None]
+        return numbers
+
+    def computed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The same by the reference, on numbers of another dtype."""
+        wide = {
+            name: value.to(dtype if dtype is torch.float64 else torch.float32)
+            for name, value in self.arguments.items()
+            if name in ("sinks", "alibi_slopes")
+        }
+        arguments = {**self.arguments, **wide, "return_lse": True}
+        return self.function(*self.numbers(dtype), **arguments, backend="reference")
+
+
+def check(case: Case, backend: str, device: str = "cpu") -> None:
+    """Asserts that a backend is right, also of rows that see nothing."""
+    problem = Problem(case, device)
+    out, lse = problem.run(backend)
+    assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
+    exact_out, exact_lse = problem.computed(torch.float64)
+    near_out, near_lse = problem.computed(torch.float32)
+    assert_close("out", out, exact_out, near_out.bfloat16())
+    assert_close("lse", lse, exact_lse, near_lse)
+
+
+CASES = {
+    "full": Case(),
+    "causal": Case(arguments={"causal": True}),
+    "rows-that-see-nothing": Case(seq_q=45, seq_k=20, arguments={"causal": True}),
+    "window": Case(arguments={"window": (9, 3), "align": "top_left"}),
+    "one-query": Case(seq_q=1, seq_k=5, head_dim=48, head_dim_v=16),
+    "softcap": Case(arguments={"softcap": 2.0}),
+    "sinks-and-slopes": Case(sinks=True, alibi_slopes=True, arguments={"causal": True}),
+    "negative-scale": Case(arguments={"scale": -0.3}),
+    "packed": Case(lengths=((5, 0, 30, 1), (5, 7, 40, 0)), arguments={"causal": True}),
+    "packed-slopes": Case(lengths=((5, 30), (17, 3)), alibi_slopes=True),
+}
+cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
+
+
+@cases
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_every_number_stands_for_itself_times_its_factor(case: Case, backend: str) -> None:
+    check(case, backend)
+
+
+@pytest.mark.interpreter
+@cases
+def test_interpreted_kernel(case: Case) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@cases
+def test_portable_kernel(case: Case) -> None:
+    check(case, "triton", "cuda")
+
+
+_LARGE = {"seq_q": 517, "seq_k": 643}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_portable_kernel_over_many_tiles(head_dim: int) -> None:
+    check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
+
+
+def _all_numbers(backend: str) -> None:
+    """NaN among them; one key a row, so that out is v."""
+    v = torch.arange(256, dtype=torch.uint8).view(FP8).view(8, 1, 1, 32)
+    q = torch.zeros(8, 1, 1, 16).to(FP8)
+    out = flashtile.attention(q, q, v, backend=backend)
+    assert torch.equal(out.float().nan_to_num(500.0), v.float().nan_to_num(500.0))
+
+
+def test_all_that_e4m3_can_hold() -> None:
+    _all_numbers("auto")
+
+
+@pytest.mark.interpreter
+def test_all_that_e4m3_can_hold_in_the_portable_kernel() -> None:
+    _all_numbers("triton")
+
+
+# What goes with it
+
+
+def test_what_else_a_call_has_is_served() -> None:
+    problem = Problem(Case())
+    seed = flashtile.draw_dropout_seed()
+    options = {
+        "dropout_p": 0.3,
+        "dropout_seed": seed,
+        "key_lengths": torch.tensor([20, 45]),
+        "bias": torch.randn(4, 33, 45),
+        "mask": torch.rand(33, 45) < 0.8,
+    }
+    out, lse = problem.run(**options)
+    q, k, v = problem.numbers(torch.float32)
+    wanted, wanted_lse = flashtile.attention(q, k, v, **options, return_lse=True)
+    torch.testing.assert_close(out, wanted.bfloat16(), rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(lse, wanted_lse)
+
+
+def test_factors_broadcast_and_may_be_left_out() -> None:
+    problem = Problem(Case())
+    plain = problem.run(descale_q=None, descale_k=None, descale_v=None)
+    one = torch.ones(())
+    for factors in (one, torch.ones(2), torch.ones(2, 1), torch.ones(1, 2).expand(2, 2)):
+        out, lse = problem.run(descale_q=factors, descale_k=factors, descale_v=2 * factors)
+        torch.testing.assert_close(out, 2 * plain[0])
+        torch.testing.assert_close(lse, plain[1])
+
+
+def test_autocast_leaves_them_as_they_are() -> None:
+    problem = Problem(Case())
+    out, _ = problem.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(problem.run()[0], out)
+
+
+def test_the_operator_keeps_its_promises() -> None:
+    problem = Problem(Case(seq_q=5, seq_k=7))
+    out, lse = torch.compile(problem.run, backend="aot_eager", fullgraph=True)()
+    wanted = problem.run()
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    q, k, v = (x.to("meta") for x in problem.qkv)
+    assert flashtile.attention(q, k, v).dtype is torch.bfloat16
+
+
+def _refuses(error: type[Exception], message: str, **changes: Any) -> None:
+    with pytest.raises(error, match=message):
+        Problem(Case()).run(**changes)
+
+
+def test_bad_factors() -> None:
+    _refuses(
+        TypeError, "descale_q: expected dtype float32, got torch.float64; cast", descale_q=torch.ones(2, 2).double()
+    )
+    _refuses(TypeError, "descale_k: expected a torch.Tensor, got float", descale_k=2.0)
+    _refuses(
+        ValueError,
+        r"descale_v: .*broadcasts to \[batch, heads_kv\] = \[2, 2\], got \[2, 4\]",
+        descale_v=torch.ones(2, 4),
+    )
+    _refuses(ValueError, "descale_v: expected positive finite factors", descale_v=-torch.ones(2, 2))
+    _refuses(ValueError, "descale_v: expected the device of q", descale_v=torch.ones(2, 2, device="meta"))
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"descale_k: expected None beside inputs of torch.float32"):
+        flashtile.attention(q, q, q, descale_k=torch.ones(1, 2))
+
+
+def test_there_are_no_gradients() -> None:
+    problem = Problem(Case(sinks=True))
+    problem.descales[0].requires_grad_()
+    with pytest.raises(ValueError, match=r"no backward.*torch.no_grad"):
+        problem.run()
+    with torch.no_grad():
+        problem.run()
+    problem = Problem(Case())
+    problem.qkv[1].requires_grad_()
+    with pytest.raises(ValueError, match="no backward"):
+        problem.run()
+    q, k, v = Problem(Case()).qkv
+    with pytest.raises(NotImplementedError, match="no batching rule"):
+        torch.func.vmap(flashtile.attention)(q[None], k[None], v[None])
+
+
+@pytest.mark.parametrize("function", [flashtile.attention_probs, flashtile.attention_column_sums])
+def test_others_do_not_take_them(function: Any) -> None:
+    q = torch.zeros(1, 4, 2, 8).to(FP8)
+    with pytest.raises(TypeError, match=r"expected dtype float16.*got torch.float8_e4m3fn"):
+        function(q, q, *([torch.zeros(1, 2, 4)] if function is flashtile.attention_column_sums else []))
+
+
+def test_other_types_of_8_bits_are_refused() -> None:
+    q = torch.zeros(1, 4, 2, 8).to(torch.float8_e5m2)
+    with pytest.raises(TypeError, match=r"or float8_e4m3fn.*got torch.float8_e5m2"):
+        flashtile.attention(q, q, q)
+
+
+# Who serves a call
+
+
+def _explain(device: str = "sm_90", head_dim: int = 128, dtype: torch.dtype = FP8, **arguments: Any) -> Any:
+    x = torch.empty(2, 4096, 16, head_dim, dtype=dtype, device="meta")
+    return flashtile.explain(x, x, x, device=device, **arguments)
+
+
+def test_who_serves_a_call() -> None:
+    if devices.triton_missing():
+        pytest.skip(devices.triton_missing())
+    assert "float16 and bfloat16, not float8_e4m3fn" in _explain().rejected["hopper"]
+    for arguments in ({}, {"head_dim": 256}, {"dropout_p": 0.1}, {"device": "sm_80"}, {"device": "gfx942"}):
+        found = _explain(**arguments)
+        assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("forward", "triton")]
+    assert _explain("cpu").backend == "cpu"
+
+
+# Making them
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_quantize(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 50, 4, 24, dtype=torch.float32)
+    x[0, :, 1] *= 1e-3
+    x[1, :, 2] = 0
+    x = x.to(dtype)
+    rounded, descale = flashtile.quantize_fp8(x)
+    assert (
+        rounded.dtype is FP8 and rounded.shape == x.shape and descale.shape == (2, 4) and descale.dtype is torch.float32
+    )
+    back = rounded.float() * descale[:, None, :, None]
+    largest = x.float().abs().amax((1, 3))[:, None, :, None]
+    # Half a unit of 3 bits; below 2⁻⁶ of 448 units in the last place are 2⁻⁹.
+    assert ((back - x.float()).abs() <= x.float().abs() / 16 + largest * 2.0**-10 / 448 * 1.01).all()
+    assert (descale > 0).all() and (rounded.float().abs().amax((1, 3))[0] == 448).all()
+
+
+def test_quantize_shares_factors_and_takes_packed_sequences() -> None:
+    x = torch.randn(50, 4, 24)
+    rounded, descale = flashtile.quantize_fp8(x, 2)
+    assert rounded.shape == x.shape and descale.shape == (1, 2)
+    torch.testing.assert_close(descale[0] * 448, x.abs().amax((0, 2)).view(2, 2).amax(1))
+    assert flashtile.quantize_fp8(x[:0])[0].shape == (0, 4, 24)
+    with pytest.raises(ValueError, match="heads_kv: expected a divisor of the 4 heads"):
+        flashtile.quantize_fp8(x, 3)
+    with pytest.raises(ValueError, match="x: expected"):
+        flashtile.quantize_fp8(x[0])
+    with pytest.raises(TypeError, match="x: expected dtype"):
+        flashtile.quantize_fp8(rounded)
