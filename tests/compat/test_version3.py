@@ -115,6 +115,24 @@ def test_combine(shape):
         flash_attn_combine(outs, lses, buffer[:1])
 
 
+def test_8_bit_inputs():
+    (q, q_descale), (k, k_descale), (v, v_descale) = (
+        flashtile.quantize_fp8(x, 2)
+        for x in (torch.randn(2, 9, 4, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16))
+    )
+    factors = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    ours = {f"descale_{name[0]}": factor for name, factor in factors.items()}
+    expected = flashtile.attention(q, k, v, causal=True, **ours)
+    assert torch.equal(flash_attn_func(q, k, v, causal=True, **factors), expected)
+    ends = cumulative([9, 9])
+    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), ends, ends, 9, 9, causal=True, **factors)
+    torch.testing.assert_close(out, expected.flatten(0, 1))
+    qkv = torch.cat([x.view(torch.uint8) for x in (q, k, v)], 2).view(torch.float8_e4m3fn)
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4, **factors), expected)
+    with pytest.raises(ValueError, match="q_descale: expected None"):
+        flash_attn_with_kvcache(q, k, v, q_descale=q_descale)
+
+
 X = torch.randn(1, 5, 2, 8)
 
 

@@ -5,7 +5,9 @@ Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what 
 
 - `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
   them; flashtile decides for itself, and they are accepted and not used (but for num_splits of a call with a cache);
-- `qv`, `q_descale`, `k_descale`, `v_descale` and `attention_chunk` are not served: anything but their default raises.
+- `q_descale`, `k_descale` and `v_descale`, float32 `[batch, heads_kv]`, belong to float8_e4m3fn inputs, whose result is
+  bfloat16 and has no gradient; not with a cache;
+- `qv` and `attention_chunk` are not served: anything but their default raises.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from flashtile.compat.shared.arguments import refuse, refuse_given, unpacked
 from flashtile.compat.shared.calls import Call, Packed
 from flashtile.compat.shared.used_rows import only_used_rows
 
-_8_BITS = "products of 8 bits are not served, pass 16-bit q, k and v"
+_8_BITS = "a cache of 8 bits is not served, pass 16-bit q, k and v"
 _QV = "its scores are those of cat(q, qv) and cat(k, v) along head_dim, pass these"
 _PACKED_CACHE = "with a cache every sequence has as many queries, pad them"
 
@@ -45,8 +47,9 @@ def flash_attn_func(
     sm_margin: int = 0,
 ) -> Tensor:
     """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
-    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic), False)
+    _refuse_unserved(qv, attention_chunk)
+    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic, descales), False)
     assert isinstance(out, Tensor)
     return out
 
@@ -67,7 +70,8 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor:
     """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
     `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
-    _refuse_unserved(None, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse_unserved(None, attention_chunk)
+    descales = _factors(qkv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qkv.dim() == 5:
         q, k, v = unpacked("qkv", qkv, 3, "batch, seq")
     else:
@@ -77,7 +81,7 @@ def flash_attn_qkvpacked_func(
                 f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
             )
         q, k, v = qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
-    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic), False)
+    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic, descales), False)
     assert isinstance(out, Tensor)
     return out
 
@@ -111,8 +115,9 @@ def flash_attn_varlen_func(
     `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
     result past seqused_q are 0. With either, the rows are copied first.
     """
-    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    call = _call(softmax_scale, causal, window_size, softcap, deterministic)
+    _refuse_unserved(qv, attention_chunk)
+    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
     if seqused_q is None:
         layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
         out = calls.packed(q, k, v, layout, call, False)
@@ -164,7 +169,8 @@ def flash_attn_with_kvcache(
     `cu_seqlens_k_new`, `max_seqlen_q`) and positions of the rotation apart from the lengths (`rotary_seqlens`) are not
     served: anything but None raises.
     """
-    _refuse_unserved(qv, attention_chunk, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse_unserved(qv, attention_chunk)
+    refuse_given(_8_BITS, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse_given(_PACKED_CACHE, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q)
     refuse_given("positions are those of the lengths, rotate before the call", rotary_seqlens=rotary_seqlens)
     return calls.with_cache(
@@ -229,13 +235,23 @@ def get_scheduler_metadata(
 
 
 def _call(
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, deterministic: bool
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    descales: tuple[Tensor | None, ...] = (None, None, None),
 ) -> Call:
-    return Call(0.0, softmax_scale, causal, window_size, softcap, None, deterministic)
+    return Call(0.0, softmax_scale, causal, window_size, softcap, None, deterministic, descales)
 
 
-def _refuse_unserved(qv: Tensor | None, attention_chunk: int, **descales: Tensor | None) -> None:
+def _factors(q: Tensor, **descales: Tensor | None) -> tuple[Tensor | None, ...]:
+    if q.dtype is not torch.float8_e4m3fn:
+        refuse_given("factors belong to float8_e4m3fn inputs, multiply others by them", **descales)
+    return tuple(descales.values())
+
+
+def _refuse_unserved(qv: Tensor | None, attention_chunk: int) -> None:
     refuse_given(_QV, qv=qv)
-    refuse_given(_8_BITS, **descales)
     if attention_chunk:
         refuse("attention_chunk", "0", attention_chunk, "say what is visible by a mask or a flashtile.BlockMask")

@@ -28,6 +28,7 @@ class Call(NamedTuple):
     softcap: float = 0.0
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
+    descales: tuple[Tensor | None, ...] = (None, None, None)
 
 
 class Packed(NamedTuple):
@@ -57,7 +58,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, return_probs: bool) -> Te
         out; with return_probs out, lse `[B, H, Sq]` and the weights (see `probs_of`).
     """
     if not return_probs:
-        return flashtile.attention(q, k, v, **_options(q, call))
+        return flashtile.attention(q, k, v, **_options(q, call), **_factors(call))
     seed = drawn_seed(q, call.dropout_p)
     out, lse = flashtile.attention(q, k, v, **_options(q, call), dropout_seed=seed, return_lse=True)
     return out, lse, probs_of(q, k, call, seed) if seed is not None else q.new_empty(0)
@@ -73,7 +74,7 @@ def packed(
     """
     k, v, layout = with_packed_keys(k, v, with_longest(layout))
     if not return_probs:
-        return flashtile.attention_varlen(q, k, v, **_lengths(layout), **_options(q, call))
+        return flashtile.attention_varlen(q, k, v, **_lengths(layout), **_options(q, call), **_factors(call))
     seed = drawn_seed(q, call.dropout_p)
     out, lse = flashtile.attention_varlen(
         q, k, v, **_lengths(layout), **_options(q, call), dropout_seed=seed, return_lse=True
@@ -215,6 +216,10 @@ def _options(q: Tensor, call: Call) -> dict[str, Any]:
         "alibi_slopes": slopes,
         "deterministic": bool(call.deterministic),
     }
+
+
+def _factors(call: Call) -> dict[str, Any]:
+    return dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
 
 
 def _lengths(layout: Packed) -> dict[str, Any]:
