@@ -183,6 +183,7 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
     learned: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+    monkeypatch.setattr(devices, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(devices, "triton_missing", lambda: None)
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
