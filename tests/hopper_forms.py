@@ -42,6 +42,11 @@ SCORE_FORMS = {
     for head in ("64", "64-short", "80", "128", "192x128", "256")
     for mask in ("full", "packed")
 }
+#: With a block mask, and beside a band.
+BLOCK_FORMS = {
+    "64-blocks": _HEADS["64-long"]._replace(block_tile=(128, 128)),
+    "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
+}
 
 
 _PLAIN = ScoreVariant()
@@ -80,6 +85,10 @@ BACKWARD_FORMS = {
         for width in (64, 128, 256)
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
     },
+    "64-blocks": _backward(64, 64, False, False, False)._replace(block_tile=(128, 128)),
+    "128-blocks-ordered": _backward(128, 128, False, False, True)._replace(block_tile=(128, 256)),
+    "192x128-blocks": _backward(192, 128, False, False, False, right=False)._replace(block_tile=(128, 128)),
+    "256-blocks": _backward(256, 256, False, False, False)._replace(block_tile=(128, 128)),
 }
 #: Those whose products ptxas serialises: dk and dv leave a warpgroup too few registers (docs/kernels.md).
 SERIALISED = {name for name in BACKWARD_FORMS if name.startswith("192x128")}

@@ -84,19 +84,17 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
         call.mask,
         call.alibi,
         call.sinks,
-        -1 if call.block_tile is None else 4000,
-        call.block_tile is not None and call.patterns,
+        _block_sizes(call),
         descales=((0, 0) if call.descales else None,) * 3,
     )
     window = (call.window_left, call.window_right)
-    block_shape = None if call.block_tile is None else (1, 1, *call.block_tile)
     spec = AttentionSpec(
         call.head_dim**-0.5,
         *window,
         call.top_left,
         call.dropout_p,
         softcap=call.softcap,
-        block_shape=block_shape,
+        block_shape=_block_shape(call),
         origin=call.origin,
     )
     with (
@@ -117,6 +115,15 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
             call.sums_slopes,
             call.allow_tf32,
         )
+
+
+def _block_shape(call: Call) -> tuple[int, int, int, int] | None:
+    return None if call.block_tile is None else (1, 1, *call.block_tile)
+
+
+def _block_sizes(call: Call) -> tuple[int, int] | None:
+    """Of a block mask's lists, in which nothing is looked up."""
+    return None if call.block_tile is None else (10**6, int(call.patterns))
 
 
 def _shapes(call: Call) -> tuple[torch.Size, ...]:
@@ -151,9 +158,12 @@ def hopper_plan(call: Call) -> hopper_launch.Plan:
             call.sequences,
             None if call.sequences is None else call.index_dtypes,
             call.seq_q,
-            AttentionSpec(call.head_dim**-0.5, *window, call.top_left, softcap=call.softcap),
+            AttentionSpec(
+                call.head_dim**-0.5, *window, call.top_left, softcap=call.softcap, block_shape=_block_shape(call)
+            ),
             call.alibi,
             call.sinks,
+            _block_sizes(call),
         )
 
 

@@ -35,12 +35,33 @@ def check_mask(mask: BlockMask, dense: Tensor) -> None:
                     columns[sequence * len(starts_k) + j].append((i, kind))
     assert _listed(mask.row_offsets, mask.columns, mask.kinds) == rows
     assert _listed(mask.column_offsets, mask.rows, mask.row_kinds) == columns
+    ranks = [{tile: rank for rank, (tile, _) in enumerate(entries)} for entries in rows]
+    assert mask.row_ranks.tolist() == [
+        ranks[column // len(starts_k) * len(starts_q) + row][column % len(starts_k)]
+        for column, entries in enumerate(columns)
+        for row, _ in entries
+    ]
     in_order = (mask.row_offsets, mask.column_offsets, mask.columns, mask.kinds, mask.rows, mask.row_kinds)
-    assert torch.equal(torch.cat(in_order), mask.lists) and mask.entries == mask.columns.shape[0]
+    in_order += (mask.row_ranks, mask.row_order)
+    bits = mask.row_bits.flatten(), mask.column_bits.flatten()
+    padding = torch.zeros(-sum(part.shape[0] for part in in_order) % 4, dtype=torch.int32)
+    assert torch.equal(torch.cat((*in_order, padding, *bits)), mask.lists) and mask.entries == mask.columns.shape[0]
+    assert mask.row_order.tolist() == [
+        line
+        for first in range(0, len(rows), len(starts_q) or 1)
+        for line in sorted(range(len(starts_q)), key=lambda line: len(rows[first + line]))
+    ]
+    assert torch.equal(_unpacked(mask.row_bits), mask.tile_masks)
+    assert torch.equal(_unpacked(mask.column_bits), mask.tile_masks.transpose(1, 2))
     assert mask.tile_masks.dtype is torch.uint8 and mask.tile_masks.shape[1:] == mask.tile
     used = set(mask.kinds[mask.kinds >= 0].tolist())
     assert used == set(range(mask.tile_masks.shape[0])), "each pattern is some tile's"
     assert len(mask.tile_masks.flatten(1).unique(dim=0)) == len(used), "no two are equal"
+
+
+def _unpacked(bits: Tensor) -> Tensor:
+    """Words of 32 bits as a byte for each bit, the lowest first."""
+    return (bits[..., None] >> torch.arange(32) & 1).flatten(-2).to(torch.uint8)
 
 
 def _kind_of(tile: Tensor, mask: BlockMask) -> int | None:

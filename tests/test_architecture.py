@@ -46,7 +46,7 @@ WITHIN_OPERATION = {
     "row_weights": {"block_mask", "philox", "spec"},
     "inspection": {"api", "block_mask", "checks", "column_sums", "operator", "row_weights", "spec"},
     "column_sums": {"checks", "operator", "select", "spec"},
-    "plans": {"spec"},
+    "plans": {"spec", "tile_lists"},
     "philox": {"spec"},
     "fp8": {"spec"},
     "merge": {"spec"},

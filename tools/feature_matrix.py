@@ -96,7 +96,16 @@ FEATURES = (
     Feature("`alibi_slopes`, with gradient", (lambda case: replace(case, alibi_slopes="h", constant=()),)),
     Feature("`bias`, with gradient", (_bias,)),
     Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
-    Feature("`block_mask` (dense calls)", (lambda case: replace(case, block_mask=(64, 64)),), packed=False),
+    Feature(
+        "`block_mask` whose tiles are multiples of 128 (dense calls)",
+        (lambda case: replace(case, block_mask=(128, 128)), lambda case: replace(case, block_mask=(256, 128))),
+        packed=False,
+    ),
+    Feature(
+        "`block_mask` with other tiles (dense calls)",
+        (lambda case: replace(case, block_mask=(64, 64)), lambda case: replace(case, block_mask=(64, 256))),
+        packed=False,
+    ),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
     Feature("`deterministic=True`", (_arguments(deterministic=True),)),
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile import patterns
 from flashtile._backends.devices import KNOWN_DEVICES
 
 
@@ -50,6 +51,7 @@ def test_forward_and_backward_may_be_of_two_backends() -> None:
         ({"head_dim": 288}, "up to 256 columns, and these 288"),
         ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),
         ({"device": "sm_80"}, "for sm_90"),
+        ({"block_mask": patterns.causal(4096, tile=(64, 128)).to("meta")}, "do not divide those of the block_mask"),
     ],
 )
 def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str) -> None:

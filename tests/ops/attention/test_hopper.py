@@ -17,12 +17,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile import BlockMask, patterns
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import backward_launch, configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
-from hopper_forms import BACKWARD_FORMS, FORMS, SCORE_FORMS, SERIALISED
+from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, SCORE_FORMS, SERIALISED
 from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
 
 _LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
@@ -51,6 +52,8 @@ def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | Non
         ({"dropout": True}, "triton"),
         ({"key_lengths": True}, "triton"),
         ({"placed": True}, "triton"),
+        ({"block_tile": (64, 128)}, "triton"),
+        ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),
         ({"arch": "sm_100"}, "triton"),
         ({"arch": "sm_89"}, "triton"),
@@ -61,6 +64,18 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
     assert _chosen("forward", **changes) == backend
     assert _chosen("forward", "hopper", **changes) == ("hopper" if backend == "hopper" else None)
     assert _chosen("forward", "triton", **changes) == "triton"
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"block_tile": (256, 384)}, {"head_dim": 192}, {"head_dim_v": 256, "block_tile": (128, 64)}],
+    ids=str,
+)
+def test_block_masks_are_served_by_name_alone(phase: configs.Phase, changes: dict) -> None:
+    changes = {"block_tile": (128, 128), **changes}
+    assert _chosen(phase, **changes) == "triton"
+    assert _chosen(phase, "hopper", **changes) == "hopper"
 
 
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
@@ -156,6 +171,8 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
         ({"seq_q": 1}, 8, False),
         ({"window_right": 0}, 132, True),
         ({"window_right": 0, "seq_q": 500}, 32, False),  # each program has one tile
+        ({"block_tile": (256, 128)}, 132, True),
+        ({"block_tile": (256, 128), "seq_q": 129}, 16, False),  # whole tiles of the mask: two of each head
         ({"sequences": 3}, 132, True),
         ({"sequences": 3, "seq_q": 100}, 16, False),
         ({"batch": 0}, 0, False),
@@ -204,6 +221,43 @@ def test_windows_and_sizes_are_run_time_arguments() -> None:
     assert scale == pytest.approx(128**-0.5 * 1.4426950408889634)
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_launch_says_where_the_parts_of_a_block_mask_are(
+    phase: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each under the name of the kernel's parameter: offsets, tiles, kinds, ranks behind the kinds, bits, order."""
+    dense = torch.rand(1, heads, 500, 700, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask = BlockMask.from_dense(dense, (128, 256))
+    shapes = [torch.Size(shape) for shape in ((1, 500, 2, 64), (1, 700, 2, 64), (1, 700, 2, 64))]
+    strides = [(rows * 128, 128, 64, 1) for rows in (500, 700, 700, 500)]
+    spec = AttentionSpec(0.125, block_shape=(1, heads, 128, 256))
+    sizes = mask.lists.shape[0], mask.tile_masks.shape[0]
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "_launcher", lambda *_: None)
+    monkeypatch.setattr(backward_launch, "_launcher", lambda *_: None)
+    head = (torch.bfloat16, device, tuple(shapes))
+    if phase == "forward":
+        scalars = launch._plan.__wrapped__(*head, tuple(strides[:3]), None, None, 500, spec, blocks=sizes).scalars
+        names = launch.attention_forward_kernel.arg_names
+        parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
+    else:
+        plan = backward_launch._plan.__wrapped__(*head, tuple(strides), None, None, spec, False, blocks=sizes)
+        scalars, names = plan.main.scalars, backward_launch.attention_backward_kernel.arg_names
+        parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
+    first = names.index("batch")
+    given = dict(zip(names[first : first + len(scalars)], scalars))
+    names_of_parts = ("block_offsets", "block_tiles", "block_kinds", "block_bits", "block_order")
+    assert [given[name] for name in names_of_parts if name in given] == [part.storage_offset() for part in parts]
+    assert given["block_bits"] % 4 == 0
+    lines = mask.grid.tiles_q if phase == "forward" else mask.grid.tiles_k
+    assert (given["stride_block_batch"], given["stride_block_head"]) == (0, lines if heads > 1 else 0)
+    if phase == "backward":
+        assert 2 * given["block_kinds"] - given["block_tiles"] == mask.row_ranks.storage_offset()
+        assert given["query_tiles"] * 128 >= 500 and given["tiles"] * 128 == 768
+
+
 # Coordinates of packed sequences
 
 
@@ -234,15 +288,17 @@ def _instructions(binary: Binary) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(binary))
 
 
-@pytest.mark.parametrize("form", FORMS | SCORE_FORMS)
+@pytest.mark.parametrize("form", FORMS | SCORE_FORMS | BLOCK_FORMS)
 def test_machine_code(form: str) -> None:
-    call = (FORMS | SCORE_FORMS)[form]
+    call = (FORMS | SCORE_FORMS | BLOCK_FORMS)[form]
     binary = compile_hopper(call)
     config = binary.variant.config
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v) <= _LIMIT
     assert binary.spilled <= _SPILLS[config.consumers]
     assert serialised_products(binary, "sm_90a") == []
     _assert_softmax_overlaps_products(_instructions(binary), config)
+    if call.block_tile:
+        _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), config)
 
 
 def _assert_softmax_overlaps_products(instructions: list[str], config: configs.HopperConfig) -> None:
@@ -255,6 +311,12 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
+
+
+def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], config: configs.HopperConfig) -> None:
+    """Each consumer reads those of its first tile and those of the others, a load for each of a thread's two rows."""
+    loads = sum("LDG.E.128" in line for line in instructions)
+    assert loads == 4 * config.consumers
 
 
 #: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars,
@@ -316,6 +378,7 @@ _LAUNCHED_BACKWARDS = {
     "65-window": (65, 64, {"window_left": 5, "window_right": 0}, False),
     "36-packed-ordered": (36, 40, {"deterministic": True}, True),
     "192-packed-softcap": (192, 192, {"softcap": 3.0}, True),
+    "192x128-blocks": (192, 128, {"block_shape": (1, 1, 128, 128)}, False),
 }
 
 
@@ -345,6 +408,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
 
     monkeypatch.setattr(backward_launch, "_launcher", launcher)
     monkeypatch.setattr(backward_launch, "_plan", backward_launch._plan.__wrapped__)
+    monkeypatch.setattr(backward_launch, "may_hide_rows", lambda *_: False)  # which would copy dout
     monkeypatch.setattr(
         tma.triton.runtime.driver,
         "_active",
@@ -358,6 +422,9 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     lse = torch.zeros(2, 100) if packed else torch.zeros(2, 2, 50)
     offsets = torch.tensor([0, 40, 100], dtype=torch.int32)
     side = SideInputs(offsets, offsets, 60, 60) if packed else SideInputs(None, None, 50, 50)
+    if "block_shape" in arguments:
+        mask = patterns.causal(50)
+        side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
     grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and configs.aligned(grad)
@@ -367,6 +434,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
     assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
     assert ("turns_ptr" in main) == arguments.get("deterministic", False)
+    assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
     buffers = sorted(at for of, at in begin.items() if of in ("sums_ptr", "statistics_ptr", "turns_ptr"))
     assert all(at % 16 == 0 for at in buffers)
 

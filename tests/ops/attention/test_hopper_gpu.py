@@ -9,7 +9,8 @@ import torch
 
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
-from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from flashtile import BlockMask, patterns
+from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -183,6 +184,78 @@ def test_a_cuda_graph_and_eager_calls_do_not_share_their_counters() -> None:
         torch.cuda.synchronize()
         assert torch.equal(captured, expected)
         assert all(torch.equal(out, expected) for out in eager)
+
+
+_LISTS = {
+    "tiles": ((128, 128), {}),
+    "wide_queries-causal": ((256, 128), {"causal": True}),
+    "wide_keys-window": ((128, 384), {"window": (200, 30)}),
+}
+
+
+@pytest.mark.parametrize("lists", _LISTS)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
+def test_block_masks(head_dim: int, head_dim_v: int, lists: str) -> None:
+    """Of each head its own, of grouped heads; tiles that stick out, and some that hold nothing but what sticks out."""
+    tile, arguments = _LISTS[lists]
+    case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scores", _SCORES)
+def test_block_masks_and_scores_that_change(scores: str, head_dim: int) -> None:
+    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, block_mask=(128, 128), **_SCORES[scores])
+    check(case, "hopper", "cuda")
+
+
+def _pattern(name: str, seq: int) -> BlockMask:
+    if name == "documents":
+        return patterns.documents(lengths=(17, 400, 1, 128, 300, seq - 846), causal=True, device="cuda")
+    if name == "no_document":
+        ids = torch.arange(seq, device="cuda") // 300
+        return patterns.documents(ids=torch.where(ids % 2 == 0, ids, -1), device="cuda")
+    if name == "window":
+        return patterns.sliding_window(seq, left=200, right=100, global_tokens=70, device="cuda")
+    if name == "big_bird":
+        return patterns.big_bird(seq, block=128, heads=4, device="cuda")
+    layout = torch.rand(-(-seq // 128), -(-seq // 128), generator=torch.Generator().manual_seed(0)) < float(name)
+    return BlockMask.from_layout(layout.cuda(), (128, 128), seq, seq)
+
+
+@pytest.mark.parametrize("seq", [1500, 2048])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["documents", "no_document", "window", "big_bird", "0.05", "0.5"])
+def test_patterns(name: str, head_dim: int, seq: int) -> None:
+    """Also rows without a tile, and NaN from above at rows that see nothing."""
+    block_mask = _pattern(name, seq)
+    q, k, v, dout = (torch.randn(2, seq, 4, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
+    blind = ~block_mask.to_dense().any(dim=3)[0, 0]
+    dout[:, blind] = float("nan")
+
+    def results(dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        out, lse = flashtile.attention(*leaves, block_mask=block_mask, return_lse=True, backend=backend)
+        grads = torch.autograd.grad(out, leaves, dout.to(dtype))
+        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
+
+    actual, oracle, eager = results(_BF16, "hopper"), results(torch.float64, "reference"), results(_BF16, "reference")
+    for which, value in actual.items():
+        assert_close(which, value, oracle[which], eager[which])
+    assert not actual["out"][:, blind].any() and actual["lse"][..., blind].isneginf().all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_dim: int) -> None:
+    case = replace(_LARGE, heads_kv=2, seq_q=1500, seq_k=1700, head_dim=head_dim, head_dim_v=head_dim)
+    case = with_arguments(replace(case, block_mask=(128, 256)), deterministic=True)
+    inputs = make_inputs(case, "cuda")
+    first = check(case, "hopper", "cuda", inputs=inputs)
+    for _ in range(20):
+        again = run(case, inputs, "hopper")
+        assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_automatic_choice_on_this_gpu() -> None:

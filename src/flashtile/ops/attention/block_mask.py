@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.tile_lists import FULL, STORED_TILE, Bounds, Elements, Grid, Shape, Tiles, build
+from flashtile.ops.attention.tile_lists import (
+    FULL,
+    STORED_TILE,
+    Bounds,
+    Elements,
+    Grid,
+    Places,
+    Shape,
+    Tiles,
+    build,
+)
 from flashtile.ops.attention.tile_sources import (
     Predicate,
     anywhere,
@@ -48,8 +58,8 @@ class BlockMask:
     Attributes:
         shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 stands for any number.
         tile: `(tile_q, tile_k)` of the lists, multiples of 64.
-        lists: int32, row_offsets, column_offsets, columns, kinds, rows and row_kinds one behind the other, so that a
-            call passes one tensor. Those are views of it.
+        lists: int32, row_offsets, column_offsets, columns, kinds, rows, row_kinds, row_ranks, row_order, row_bits and
+            column_bits one behind the other, so that a call passes one tensor. Those are views of it.
         tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; no two are equal.
 
     Two masks are equal if their shape, tile and visible pairs are. Comparing synchronises.
@@ -226,46 +236,69 @@ class BlockMask:
     @property
     def entries(self) -> int:
         """How many tiles are stored."""
-        return (self.lists.shape[0] - self._offsets) // 4
+        places = self._places
+        return places.kinds - places.columns
 
     @property
     def row_offsets(self) -> Tensor:
         """`[batch · heads · tiles_q + 1]`: where the entries of each row of tiles start."""
-        return self.lists[: self.grid.rows + 1]
+        return self._part(self._places.row_offsets, self.grid.rows + 1)
 
     @property
     def column_offsets(self) -> Tensor:
         """`[batch · heads · tiles_k + 1]`: where those of each column start, in the lists by column."""
-        return self.lists[self.grid.rows + 1 : self._offsets]
+        return self._part(self._places.column_offsets, self.grid.columns + 1)
 
     @property
     def columns(self) -> Tensor:
         """`[entries]`: the key tile, ascending within a row."""
-        return self._list(0)
+        return self._part(self._places.columns, self.entries)
 
     @property
     def kinds(self) -> Tensor:
         """`[entries]`: -1 where every pair of the tile is visible, else its place in `tile_masks`."""
-        return self._list(1)
+        return self._part(self._places.kinds, self.entries)
 
     @property
     def rows(self) -> Tensor:
         """`[entries]`: the same entries by column: the query tile, ascending within a column."""
-        return self._list(2)
+        return self._part(self._places.rows, self.entries)
 
     @property
     def row_kinds(self) -> Tensor:
         """`[entries]`: the kinds in that order."""
-        return self._list(3)
+        return self._part(self._places.row_kinds, self.entries)
 
     @property
-    def _offsets(self) -> int:
-        """How many offsets there are."""
-        return self.grid.rows + self.grid.columns + 2
+    def row_ranks(self) -> Tensor:
+        """`[entries]`: in that order, how many entries come before in the row."""
+        return self._part(self._places.row_ranks, self.entries)
 
-    def _list(self, number: int) -> Tensor:
-        start = self._offsets + number * self.entries
-        return self.lists[start : start + self.entries]
+    @property
+    def row_order(self) -> Tensor:
+        """`[batch · heads · tiles_q]`: the rows of tiles of each batch entry and head, the shortest first."""
+        return self._part(self._places.row_order, self.grid.rows)
+
+    @property
+    def row_bits(self) -> Tensor:
+        """`[patterns, tile_q, tile_k / 32]`: `tile_masks` in bits; bit `c` of word `w` is key `32·w + c`."""
+        patterns, tile_q, tile_k = self.tile_masks.shape
+        start, words = self._places.row_bits, patterns * tile_q * tile_k // 32
+        return self._part(start, words).view(patterns, tile_q, tile_k // 32)
+
+    @property
+    def column_bits(self) -> Tensor:
+        """`[patterns, tile_k, tile_q / 32]`: the same by key."""
+        patterns, tile_q, tile_k = self.tile_masks.shape
+        start, words = self._places.column_bits, patterns * tile_q * tile_k // 32
+        return self._part(start, words).view(patterns, tile_k, tile_q // 32)
+
+    @property
+    def _places(self) -> Places:
+        return Places.of(self.grid, self.lists.shape[0], self.tile_masks.shape[0])
+
+    def _part(self, start: int, length: int) -> Tensor:
+        return self.lists[start : start + length]
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same mask on another device; itself where it is there already."""

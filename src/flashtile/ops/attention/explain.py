@@ -261,9 +261,8 @@ def _kernels(
         return KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton")
 
     if forward == "hopper":
-        config = hopper.choose_config(
-            *heads, side.max_seqlen_q, spec.window_left is not None, spec.window_right is not None
-        )
+        left, right, blocks = (size is not None for size in (spec.window_left, spec.window_right, spec.block_shape))
+        config = hopper.choose_config(*heads, side.max_seqlen_q, left, right, blocks)
         first = KernelChoice("forward", config, hopper.shared_memory(config, *heads), forward)
     else:
         first = portable("forward")

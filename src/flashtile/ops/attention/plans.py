@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
+from flashtile.ops.attention.tile_lists import Grid, Places
 
 #: Windows are clipped to this, far above any sequence and far below overflow.
 WIDEST_WINDOW = 2**29
@@ -27,10 +28,9 @@ class SideShape(NamedTuple):
 
     Attributes:
         alibi: dimensions of the slopes; 0 without.
-        patterns: the block mask has tiles that are partly visible.
+        blocks: sizes of the block mask (`block_sizes`); None without one.
         pattern_misalignment: address of its patterns modulo 16.
         descales: strides of the factors of 8-bit q, k and v; None for one that is not there.
-        block_entries: length of the lists of the block mask; -1 without.
     """
 
     sequences: int | None = None
@@ -41,8 +41,7 @@ class SideShape(NamedTuple):
     mask: Table | None = None
     alibi: int = 0
     sinks: bool = False
-    block_entries: int = -1
-    patterns: bool = False
+    blocks: tuple[int, int] | None = None
     pattern_misalignment: int = 0
     descales: tuple[tuple[int, ...] | None, ...] = (None, None, None)
 
@@ -68,8 +67,7 @@ def side_shape(side: SideInputs) -> SideShape:
         _table(side.mask),
         0 if side.alibi_slopes is None else side.alibi_slopes.dim(),
         side.sinks is not None,
-        -1 if side.block_lists is None else side.block_lists.shape[0],
-        side.block_patterns is not None and side.block_patterns.shape[0] > 0,
+        block_sizes(side),
         0 if side.block_patterns is None else side.block_patterns.data_ptr() & 15,
         descale_strides(side),
     )
@@ -202,3 +200,41 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
     """Tiles of a sequence; of a packed call the slots of all its sequences, whose lengths the host does not know: each
     has as many as it has tiles, or one more."""
     return rows // block + batch + 1 if packed else -(-rows // block)
+
+
+class BlockPlaces(NamedTuple):
+    """What tells a kernel where its part of a block mask's lists is: where its lines, tiles, kinds and bits begin, how
+    far a batch entry and a head lead, and where the order of rows begins. None without a block mask, and the last
+    along columns, which come in their own order."""
+
+    block_offsets: int | None = None
+    block_tiles: int | None = None
+    block_kinds: int | None = None
+    block_bits: int | None = None
+    stride_block_batch: int | None = None
+    stride_block_head: int | None = None
+    block_order: int | None = None
+
+
+def block_sizes(side: SideInputs) -> tuple[int, int] | None:
+    """How many numbers the lists of a block mask have, and how many patterns there are; None without one."""
+    if side.block_lists is None or side.block_patterns is None:
+        return None
+    return side.block_lists.shape[0], side.block_patterns.shape[0]
+
+
+def block_places(
+    spec: AttentionSpec, seq_q: int, seq_k: int, sizes: tuple[int, int] | None, by_column: bool
+) -> BlockPlaces:
+    """For a kernel that walks along rows, or along columns, of a block mask of such `block_sizes`."""
+    if spec.block_shape is None or sizes is None:
+        return BlockPlaces()
+    batch, heads, *tile = spec.block_shape
+    grid = Grid((batch, heads, seq_q, seq_k), (tile[0], tile[1]))
+    places = Places.of(grid, *sizes)
+    lines = grid.tiles_k if by_column else grid.tiles_q
+    strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
+    if by_column:
+        return BlockPlaces(places.column_offsets, places.rows, places.row_kinds, places.column_bits, *strides)
+    own = places.row_offsets, places.columns, places.kinds, places.row_bits
+    return BlockPlaces(*own, *strides, places.row_order)

@@ -56,6 +56,8 @@ def choose_backend(
         "cpu": backends.cpu_obstacle(device_type),
         "reference": None,
     }
+    if requested == "auto" and hopper_call and not obstacles["hopper"]:
+        obstacles["hopper"] = hopper.reluctance(hopper_call)
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
     return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)
@@ -189,8 +191,9 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
-    tables = side.bias is not None or side.mask is not None or side.block_lists is not None
-    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, tables, spec.origin is not None
+    tables, placed = side.bias is not None or side.mask is not None, spec.origin is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    return q.dtype, head_dim, v.shape[-1], readable, dropout, key_lengths, tables, placed, block_tile
 
 
 @functools.lru_cache(maxsize=4096)

@@ -62,6 +62,41 @@ class Grid(NamedTuple):
         return queries * (self.shape[3] - column * self.tile[1]).clamp(max=self.tile[1])
 
 
+class Places(NamedTuple):
+    """Where the parts of `BlockMask.lists` begin.
+
+    Attributes:
+        row_offsets, column_offsets: one for each row and column of tiles, and the end of the last.
+        columns, kinds: of each entry by row: its key tile, and what is visible in it.
+        rows, row_kinds: of each entry by column: its query tile, likewise.
+        row_ranks: how many entries come before it in its row. These five parts lie one behind the other.
+        row_order: the rows of tiles of each batch entry and head, those with the fewest entries first; they are walked
+            from the last, so that a GPU is full to the end.
+        row_bits: the patterns `[patterns, tile_q, tile_k / 32]`: bit `c` of word `w` is key `32·w + c`.
+        column_bits: the same by key, `[patterns, tile_k, tile_q / 32]`. Both begin at multiples of 16 bytes.
+    """
+
+    row_offsets: int
+    column_offsets: int
+    columns: int
+    kinds: int
+    rows: int
+    row_kinds: int
+    row_ranks: int
+    row_order: int
+    row_bits: int
+    column_bits: int
+
+    @classmethod
+    def of(cls, grid: Grid, length: int, patterns: int) -> Places:
+        """In lists of so many numbers, of a mask with so many patterns."""
+        bits = length - 2 * patterns * math.prod(grid.tile) // 32
+        offsets = grid.rows + grid.columns + 2
+        entries = (bits - offsets - grid.rows) // 5
+        columns, kinds, rows, row_kinds, ranks, order = (offsets + entries * part for part in range(6))
+        return cls(0, grid.rows + 1, columns, kinds, rows, row_kinds, ranks, order, bits, (bits + length) // 2)
+
+
 class Tiles(NamedTuple):
     """Some tiles of a grid, by int64 tensors that broadcast against one another.
 
@@ -217,11 +252,13 @@ def _joined(parts: list[_Entries]) -> _Entries:
 
 def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
     """Both lists of the tiles that are not empty, and the distinct patterns."""
-    if 4 * entries.cells.shape[0] + grid.rows + grid.columns + 2 >= 2**31:
-        raise ValueError(
-            f"tile: expected fewer than 2**29 tiles that are not empty, got {entries.cells.shape[0]}; use larger tiles"
-        )
     patterns, which = _distinct(entries.patterns)
+    total = 5 * entries.cells.shape[0] + 2 * (grid.rows + 1) + grid.columns + patterns.numel() // 16
+    if total >= 2**31:
+        raise ValueError(
+            f"tile: expected a mask of fewer than 2**31 numbers, got {total} for {entries.cells.shape[0]} tiles that "
+            f"are not empty and {patterns.shape[0]} patterns; use larger tiles"
+        )
     kinds = entries.kinds
     if patterns.shape[0]:
         kinds = torch.where(kinds < 0, kinds, which[kinds.clamp(min=0)])
@@ -230,10 +267,28 @@ def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
     row, column = cells // grid.tiles_k, cells % grid.tiles_k
     columns, transposed = torch.sort(row // grid.tiles_q * grid.tiles_k + column, stable=True)
     offsets = _offsets(row, grid.rows), _offsets(columns, grid.columns)
-    lists = *offsets, column, kinds, (row % grid.tiles_q)[transposed], kinds[transposed]
-    return torch.cat([part.int() for part in lists]), patterns.to(torch.uint8)
+    ranks = torch.arange(row.shape[0], device=row.device) - offsets[0][row]
+    by_column = (part[transposed] for part in (row % grid.tiles_q, kinds, ranks))
+    lists = *offsets, column, kinds, *by_column, _shortest_first(offsets[0], grid.tiles_q)
+    numbers = [part.int() for part in lists]
+    padding = numbers[0].new_zeros(-sum(part.shape[0] for part in numbers) % 4)
+    bits = _bits(patterns), _bits(patterns.transpose(1, 2))
+    return torch.cat([*numbers, padding, *bits]), patterns.to(torch.uint8)
 
 
 def _offsets(owners: Tensor, total: int) -> Tensor:
     """Where the entries of each owner start, `[total + 1]`; owners ascend."""
     return torch.searchsorted(owners, torch.arange(total + 1, device=owners.device))
+
+
+def _shortest_first(offsets: Tensor, lines: int) -> Tensor:
+    """The lines of each batch entry and head, `lines` of them, those with the fewest entries first."""
+    entries = offsets.diff()
+    return entries.view(entries.shape[0] // max(lines, 1), lines).argsort(dim=1, stable=True).flatten()
+
+
+def _bits(masks: Tensor) -> Tensor:
+    """bool `[patterns, rows, columns]` as int32, 32 columns in each, one behind the other."""
+    eights = masks.reshape(-1, 8).to(torch.uint8)
+    place = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=masks.device)
+    return (eights * place).sum(dim=1, dtype=torch.uint8).view(torch.int32)

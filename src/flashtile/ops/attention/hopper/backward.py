@@ -25,12 +25,10 @@ Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "Flash
 """
 
 from flashtile._backends.gluon import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    tma_load,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -57,11 +55,11 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wait_sum,
     wide_zeros,
 )
+from flashtile.ops.attention.hopper.backward_walk import Form, Walk, hear_step, load_tiles, step_of
+from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, load_bits, make_news, where_shown
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
     barriers,
-    coordinates,
-    load_tile,
     locate_tile,
     make_ring,
     matrix_layout,
@@ -71,103 +69,31 @@ from flashtile.ops.attention.hopper.pieces import (
 )
 
 
-@aggregate
-class Form:
-    """What the compiled main kernel is specialised for.
-
-    KEYS: keys of a program, M: queries of a tile, PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time,
-    SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
-    to another, ORDERED: the key tiles add to dq in their order.
-    """
-
-    KEYS: gl.constexpr
-    M: gl.constexpr
-    PARTS: gl.constexpr
-    SUM_COLUMNS: gl.constexpr
-    HANDOVERS: gl.constexpr
-    ORDERED: gl.constexpr
-    PACKED: gl.constexpr
-    HAS_LEFT: gl.constexpr
-    HAS_RIGHT: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT):
-        self.KEYS = gl.constexpr(KEYS)
-        self.M = gl.constexpr(M)
-        self.PARTS = gl.constexpr(PARTS)
-        self.SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
-        self.HANDOVERS = gl.constexpr(HANDOVERS)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.PACKED = gl.constexpr(PACKED)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-
-
-@aggregate
-class Walk:
-    """The query tiles that a key tile visits: `steps` of each of the `group` heads from `first_head` on.
-
-    `begin_q`, `seq_q`: the sequence's queries. `begin`: the first tile. Tiles in `[full_begin, full_end)` need no
-    mask. `place`: tile 0 of the first head among all tiles of statistics and sums, `line` tiles for each head.
-    """
-
-    sequence: gl.tensor
-    first_head: gl.tensor
-    begin_q: gl.tensor
-    seq_q: gl.tensor
-    begin: gl.tensor
-    steps: gl.tensor
-    total: gl.tensor
-    full_begin: gl.tensor
-    full_end: gl.tensor
-    place: gl.tensor
-    line: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, sequence, first_head, begin_q, seq_q, begin, steps, total, full_begin, full_end, place, line):
-        self.sequence = sequence
-        self.first_head = first_head
-        self.begin_q = begin_q
-        self.seq_q = seq_q
-        self.begin = begin
-        self.steps = steps
-        self.total = total
-        self.full_begin = full_begin
-        self.full_end = full_end
-        self.place = place
-        self.line = line
-
-
-@gluon.jit
-def step_of(walk, it, form):
-    """Head (from the first one) and query tile of step `it`. In order, all programs go from the last tile to the first:
-    then each follows the one before it by a single step, with or without a causal mask."""
-    within = it % walk.steps
-    if form.ORDERED:
-        within = walk.steps - 1 - within
-    return it // walk.steps, walk.begin + within
-
-
 @gluon.jit
 def attention_backward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
     statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
-    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr,
+    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
     key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
     added to its dq, zeros at the start; None if not ORDERED. `scale` > 0. Other arguments as in the forward kernel."""
-    UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT
+    UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT or TILE_Q > 0
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     lines = heads_kv if PACKED else batch * heads_kv
     tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN or ORDERED)
-    if ORDERED or (HAS_RIGHT and not PACKED):
+    blocks = (
+        block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
+    )  # fmt: skip
+    if ORDERED or TILE_K > 0 or (HAS_RIGHT and not PACKED):
         # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
         # which have started before them.
         tile = tiles - 1 - tile
@@ -186,12 +112,18 @@ def attention_backward_kernel(
     else:
         place = (sequence * heads_kv * group + head) * query_tiles
     steps = end - begin
+    total = group * steps
+    if TILE_K > 0:
+        total = gl.to_tensor(0)
+        for which in range(group):
+            entry, last_entry = line_entries(blocks, sequence, head + which, first // TILE_K)
+            total += (last_entry - entry) * (TILE_Q // M)
     walk = Walk(
         gl.to_tensor(sequence), gl.to_tensor(head), gl.to_tensor(begin_q), gl.to_tensor(seq_q), gl.to_tensor(begin),
-        gl.to_tensor(steps), gl.to_tensor(group * steps), gl.to_tensor(full_begin), gl.to_tensor(full_end),
+        gl.to_tensor(steps), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end),
         gl.to_tensor(place), gl.to_tensor(query_tiles),
     )  # fmt: skip
-    form = Form(KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT)
+    form = Form(KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TILE_Q, TILE_K)
     READERS: gl.constexpr = 2
     k = make_ring(k_desc, k_rest_desc, WARPGROUPS, 1)
     v = make_ring(v_desc, v_rest_desc, WARPGROUPS, 1)
@@ -202,15 +134,21 @@ def attention_backward_kernel(
     dscores = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS * WARPGROUPS, ROWS, M], matrix_layout(M))
     dscores_full = barriers(HANDOVERS, WARPGROUPS)
     dscores_empty = barriers(HANDOVERS, WARPGROUP)
+    if TILE_K > 0:
+        # `_sum_dq` may still read of a tile whose place in the ring is taken already, but for no longer than handovers.
+        listing = (blocks, make_news(STAGES + HANDOVERS))
+    else:
+        listing = (blocks, block_lists_ptr)
     producing = (
         walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-        dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k,
+        dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k, group, listing,
     )  # fmt: skip
     summing = (
-        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
+        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
+        listing, STAGES,
     )  # fmt: skip
     storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
-    seeing = (first, shift, seq_k, window_left, window_right)
+    seeing = (first, shift, seq_k, window_left, window_right, listing)
     changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, seq_k - seq_q)
     if SPLIT_ROLES:
         probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
@@ -223,7 +161,7 @@ def attention_backward_kernel(
             dscores, dscores_full, dscores_empty, scale, storing,
         )  # fmt: skip
         gl.warp_specialize(
-            [(_sum_dq, summing), (_sum_dv, scoring), (_sum_dk, grading), (_producer, producing)],
+            [(_sum_dq, summing), (_sum_dv, scoring), (_sum_dk, grading), (load_tiles, producing)],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
@@ -234,45 +172,10 @@ def attention_backward_kernel(
             seeing, changing, scale, storing,
         )  # fmt: skip
         gl.warp_specialize(
-            [(_sum_dq, summing), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working)), (_producer, producing)],
+            [(_sum_dq, summing), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working)), (load_tiles, producing)],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
-
-
-@gluon.jit
-def _producer(
-    walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-    dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k,
-):  # fmt: skip
-    """Loads keys and values once, then queries, statistics and dout as soon as there is a place for them."""
-    for which in gl.static_range(form.KEYS // ROWS):
-        row = first + which * ROWS
-        load_tile(k, which, k_desc, k_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    for which in gl.static_range(form.KEYS // ROWS):
-        row = first + which * ROWS
-        load_tile(v, which, v_desc, v_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    for it in range(walk.total):
-        head, tile = step_of(walk, it, form)
-        stage, phase = place_of(it, q.STAGES)
-        row = tile * form.M
-        mbarrier.wait(q.empty.index(stage), phase ^ 1)
-        full = q.full.index(stage)
-        mbarrier.expect(full, 2 * form.M * (q.WIDTH + q.REST) + 8 * form.M)
-        place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
-        tma_load(q_desc, place, full, q.tiles.index(stage))
-        if q.REST > 0:
-            place = coordinates(
-                walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, q.WIDTH, form.PACKED
-            )  # fmt: skip
-            tma_load(q_rest_desc, place, full, q.rest.index(stage))
-        place = walk.place + head * walk.line + tile
-        tma_load(statistics_desc, (2 * place, 0), full, statistics.index(stage))
-        mbarrier.wait(dout.empty.index(stage), phase ^ 1)
-        load_tile(
-            dout, stage, dout_desc, dout_rest_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q,
-            row, form.PACKED,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -286,7 +189,7 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     QUERIES: gl.constexpr = form.M // form.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    first, shift, keys, window_left, window_right = seeing
+    first, shift, keys, window_left, window_right, listing = seeing
     key = first + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     k_tile, k_rest = chunks_of(k, WHICH)
     v_tile, v_rest = chunks_of(v, WHICH)
@@ -305,9 +208,18 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
         for part in gl.static_range(form.PARTS):
             s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
             lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
+            if form.TILE_K > 0:
+                if part == 0:
+                    head, tile, kind = hear_step(listing, it, q, form)
+                bits = load_bits(
+                    listing[0], kind, first + WHICH * ROWS, tile * form.PARTS + part, QUERIES, form.TILE_K, form.TILE_Q
+                )  # fmt: skip
             s = warpgroup_mma_wait(0, [s])
             query = tile * form.M + part * QUERIES
             s, tanh = modified_scores(s, key, query, head, walk, changing)
+            if form.TILE_K > 0:
+                if kind != FULL:
+                    s = where_shown(bits, s, float("-inf"))
             p = gl.exp2(s * changing[0] - lse[None, :])
             if (tile < walk.full_begin) | (tile >= walk.full_end):
                 p = mask_probs(p, key, query, shift, keys, window_left, window_right, form)
@@ -349,7 +261,7 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
     """dv of all keys, and for `_sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    first, shift, keys, window_left, window_right = seeing
+    first, shift, keys, window_left, window_right, listing = seeing
     key = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
     k_tile, k_rest = chunks_of(k, 0)
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
@@ -363,8 +275,14 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
         mbarrier.wait(q.full.index(stage), phase)
         s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
         lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
+        if form.TILE_K > 0:
+            head, tile, kind = hear_step(listing, it, q, form)
+            bits = load_bits(listing[0], kind, first, tile, form.M, form.TILE_K, form.TILE_Q)
         s = warpgroup_mma_wait(0, [s])
         s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
+        if form.TILE_K > 0:
+            if kind != FULL:
+                s = where_shown(bits, s, float("-inf"))
         p = gl.exp2(s * changing[0] - lse[None, :])
         if (tile < walk.full_begin) | (tile >= walk.full_end):
             p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
@@ -445,7 +363,8 @@ def _await_last_sum(walk, form, dscores_empty):
 
 @gluon.jit
 def _sum_dq(
-    walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left
+    walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
+    listing, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums."""
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
@@ -455,13 +374,20 @@ def _sum_dq(
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
     for which in gl.static_range(WARPGROUPS):
         mbarrier.wait(k.full.index(which), 0)
+    number_before = 0
     for it in range(walk.total):
         head, tile = step_of(walk, it, form)
         place, phase = place_of(it, form.HANDOVERS)
         number = walk.place + head * walk.line + tile
-        if form.ORDERED:
+        if form.ORDERED and form.TILE_K == 0:
             turn_seen = gl.load(turns_ptr + number, volatile=True)
         mbarrier.wait(dscores_full.index(place), phase)
+        if form.TILE_K > 0:
+            at = it % (STAGES + form.HANDOVERS)
+            number = walk.place + hear(listing[1], at, 2) * walk.line + hear(listing[1], at, 0)
+            if form.ORDERED:
+                turn = hear(listing[1], at, 3)
+                turn_seen = gl.load(turns_ptr + number, volatile=True)
         for part in gl.static_range(PARTS):
             for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
                 dq = zeros
@@ -473,17 +399,24 @@ def _sum_dq(
                     dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
                 if form.ORDERED and part == 0 and column == 0:
                     if it > 0:  # while this product is computed
-                        end_turn(turns_ptr + _number_before(walk, it, form))
+                        if form.TILE_K == 0:
+                            number_before = _number_before(walk, it, form)
+                        end_turn(turns_ptr + number_before)
                 dq = warpgroup_mma_wait(0, [dq])
                 if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
                     release(dscores_empty.index(place))
                 if form.ORDERED and part == 0 and column == 0:
-                    turn = first // form.KEYS - first_adder(tile, shift, window_left, form)
+                    if form.TILE_K == 0:
+                        turn = first // form.KEYS - first_adder(tile, shift, window_left, form)
                     begin_turn(turns_ptr + number, turn_seen, turn)
                 store_sums(sums_desc, sums, dq, (number * PARTS + part) * WIDTH + column)
+        if form.TILE_K > 0:
+            number_before = number
     if form.ORDERED:
         if walk.total > 0:
-            end_turn(turns_ptr + _number_before(walk, walk.total, form))
+            if form.TILE_K == 0:
+                number_before = _number_before(walk, walk.total, form)
+            end_turn(turns_ptr + number_before)
     tma_store_wait(0)
 
 

@@ -17,6 +17,13 @@ from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
+from flashtile.ops.attention.hopper.block_parameters import (
+    BLOCK_MULTIPLES,
+    block_constants,
+    block_lists,
+    block_parameter_types,
+    whole_tiles,
+)
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -36,6 +43,8 @@ from flashtile.ops.attention.hopper.score_parameters import (
 )
 from flashtile.ops.attention.plans import (
     Layout,
+    block_places,
+    block_sizes,
     clipped_window,
     may_hide_rows,
     packing,
@@ -64,6 +73,7 @@ class BackwardVariant(NamedTuple):
     ordered: bool
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
     scores: ScoreVariant = ScoreVariant()
+    block_tile: tuple[int, int] | None = None
 
 
 class Launch(NamedTuple):
@@ -127,6 +137,7 @@ def backward(
         spec,
         dlse is not None,
         alibi_dimensions(side),
+        block_sizes(side),
     )
     dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
     scratch = empty(*plan.scratch, q.device)
@@ -134,7 +145,8 @@ def backward(
     statistics = sums + plan.statistics_at
     turns = sums + plan.turns_at if spec.deterministic else None
     dout_address = dout.data_ptr()
-    cu_seqlens_q, cu_seqlens_k, slopes = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes))
+    cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
+    slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
         plan.begin.programs, out.data_ptr(), dout_address, lse.data_ptr(), pointer(dlse), statistics, sums, turns,
         cu_seqlens_q, *plan.begin.scalars,
@@ -142,7 +154,9 @@ def backward(
     descriptors = plan.describe(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, sums, dk.data_ptr(), dv.data_ptr()
     )
-    plan.main.launch(plan.main.programs, *descriptors, turns, cu_seqlens_q, cu_seqlens_k, slopes, *plan.main.scalars)
+    plan.main.launch(
+        plan.main.programs, *descriptors, turns, cu_seqlens_q, cu_seqlens_k, slopes, lists, *plan.main.scalars
+    )
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
@@ -180,13 +194,15 @@ def _plan(
     spec: AttentionSpec,
     has_dlse: bool,
     alibi: int = 0,
+    blocks: tuple[int, int] | None = None,
 ) -> BackwardPlan:
-    """Everything that can be decided before the tensors' contents are known."""
+    """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
     config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, spec.banded)
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -200,9 +216,12 @@ def _plan(
         spec.deterministic,
         index_dtypes,
         ScoreVariant(spec.softcap > 0, alibi > 0),
+        block_tile,
     )
-    query_tiles = tiles_of(rows_q, config.block_m, batch, packed)
-    key_tiles = tiles_of(rows_k, config.block_n, batch, packed)
+    # With a block mask whole tiles of the mask, even past the end of the sequence.
+    tile_q, tile_k = block_tile or (None, None)
+    query_tiles = tiles_of(whole_tiles(rows_q, tile_q), config.block_m, batch, packed)
+    key_tiles = tiles_of(whole_tiles(rows_k, tile_k), config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
@@ -213,6 +232,7 @@ def _plan(
         *clipped_window(spec),
         spec.scale,
         *score_scalars(spec, heads, alibi),
+        *block_places(spec, rows_q, rows_k, blocks, by_column=True)[:-1],  # columns come in their own order
     )
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in shapes)
     tiles = query_tiles * lines
@@ -342,6 +362,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "TOP_LEFT": variant.top_left,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
+        **block_constants(variant.block_tile),
     }
     names = function.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
@@ -366,6 +387,9 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
     of_scores = parameter_types(variant.scores)
     if name in of_scores:
         return of_scores[name], 1
+    of_blocks = block_parameter_types(variant.block_tile is not None)
+    if name in of_blocks:
+        return of_blocks[name], BLOCK_MULTIPLES.get(name, 1)
     if name.startswith("stride_"):
         return "i32", 8
     return {

@@ -73,8 +73,9 @@ class HopperCall(NamedTuple):
         head_dim: of q and k.
         head_dim_v: of v.
         aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
-        tables: there is a bias, a mask or a block mask.
+        tables: there is a bias or a mask.
         placed: it is a part of a larger call, and ALiBi or dropout depend on where.
+        block_tile: `(tile_q, tile_k)` of the block mask; None without one.
         learned_slopes: the gradient of ALiBi's slopes is wanted.
     """
 
@@ -88,6 +89,7 @@ class HopperCall(NamedTuple):
     key_lengths: bool
     tables: bool = False
     placed: bool = False
+    block_tile: tuple[int, int] | None = None
     learned_slopes: bool = False
 
 
@@ -106,14 +108,39 @@ def obstacle(call: HopperCall) -> str | None:
     if call.placed:
         return "its ALiBi counts from the call's own rows and keys, and this is a part of a larger call"
     if call.tables:
-        return "it has no bias, mask or block_mask"
+        return "it has no bias or mask"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
     if call.head_dim_v % 8:
         return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
     if not call.aligned:
         return "TMA reads addresses and strides that are multiples of 16 bytes, and those of q, k or v are not"
+    return None if call.block_tile is None else _obstacle_of_tiles(call, *call.block_tile)
+
+
+def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None:
+    """Why the kernels cannot walk over the tiles of a block mask."""
+    if call.phase == "backward":
+        # With a soft cap tiles are smaller, so those that serve without one do.
+        backward = choose_backward_config(call.head_dim, call.head_dim_v)
+        block_m, block_n = backward.block_m, backward.block_n
+    else:
+        forward = choose_config(call.head_dim, call.head_dim_v, LONG, False, False, blocks=True)
+        block_m, block_n = forward.block_m, forward.block_n
+    if tile_q % block_m or tile_k % block_n:
+        return (
+            f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
+            f"{tile_q} and {tile_k}"
+        )
     return None
+
+
+def reluctance(call: HopperCall) -> str | None:
+    """Why "auto" leaves a call that these kernels serve to the portable ones; None where it does not.
+
+    Block masks: the walk over their lists passed its tests on a GPU, but not yet in the form that it has now.
+    """
+    return None if call.block_tile is None else "with a block_mask it runs only when asked for by name, so far"
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -168,10 +195,13 @@ _NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
 _QUERIES_EARLY = HopperConfig(2, 128, 2, 240, 168, True, True)
 
 
-def choose_config(head_dim: int, head_dim_v: int, max_seqlen_q: int, left: bool, right: bool) -> HopperConfig:
-    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible."""
+def choose_config(
+    head_dim: int, head_dim_v: int, max_seqlen_q: int, left: bool, right: bool, blocks: bool = False
+) -> HopperConfig:
+    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
+    block mask; its tiles are usually of 128 queries."""
     widest = max(head_dim, head_dim_v)
-    if widest <= 64 and (left or max_seqlen_q <= (LONG if right else SHORT)):
+    if widest <= 64 and (left or blocks or max_seqlen_q <= (LONG if right else SHORT)):
         return _NARROW
     if 64 < widest <= 128 and max_seqlen_q <= MEDIUM:
         return _QUERIES_EARLY

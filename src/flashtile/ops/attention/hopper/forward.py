@@ -30,6 +30,16 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.ops.attention.hopper.blocks import (
+    FULL,
+    hear_listed,
+    line_entries,
+    listed_tile,
+    longest_first,
+    make_news,
+    tell,
+    where_shown,
+)
 from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     M,
@@ -69,9 +79,13 @@ class Form:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
+    TILE_Q: gl.constexpr
+    TILE_K: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT):
+    def __init__(
+        self, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K
+    ):
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.HALVES = gl.constexpr(HALVES)
@@ -80,23 +94,28 @@ class Form:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+        self.TILE_Q = gl.constexpr(TILE_Q)
+        self.TILE_K = gl.constexpr(TILE_K)
 
 
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
-    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr,
+    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     scale_log2, cap_scale, stride_alibi_batch,
+    block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head, block_order,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, OUT_IN_Q: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
     programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
-    a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. What a call does not have is None."""
-    form = Form(CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT)
+    a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
+    (`blocks`). What a call does not have is None."""
+    form = Form(CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K)
     q = make_ring(q_desc, q_rest_desc, CONSUMERS, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
     v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS)
@@ -111,15 +130,24 @@ def attention_forward_kernel(
                 out_desc.dtype, [CONSUMERS] + out_rest_desc.block_shape, out_rest_desc.layout
             )
     mailbox = make_mailbox(CONSUMERS)
+    blocks = (
+        block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
+        stride_block_batch, stride_block_head, block_order,
+    )  # fmt: skip
+    if TILE_K > 0:
+        listing = (blocks, make_news(STAGES))
+    else:
+        listing = (blocks, block_lists_ptr)
     fence_async_shared()
     producing = (
         form, q, k, v, mailbox, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
         counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
+        batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
     )  # fmt: skip
     consuming = (
         form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
+        listing,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -144,21 +172,27 @@ def attention_forward_kernel(
 def _producer(
     form, q, k, v, mailbox, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
     counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
+    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
 ):  # fmt: skip
     """Finds the tiles of this program, and loads what they need as soon as there is a place for it."""
     ROWS: gl.constexpr = form.CONSUMERS * M
-    UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT
+    UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT or form.TILE_Q > 0
     told = 0
     pair = 0
     number = gl.program_id(0)
     while number < tiles * lines:
         tile, line = tile_in_order(number, tiles, lines, UNEVEN)
+        if form.TILE_Q > 0:
+            tile = longest_first(listing[0], tile, line // heads, line % heads, ROWS, form.TILE_Q)
         sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
             tile, line, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k, ROWS, form.PACKED
         )
         if first < seq_q:
-            tell_tile(mailbox, told, first, sequence, head, begin_q, seq_q, seq_k, form.PACKED)
+            listed = 0
+            if form.TILE_Q > 0:
+                entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
+                listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
+            tell_tile(mailbox, told, first, sequence, head, begin_q, seq_q, seq_k, listed, form.PACKED, form.TILE_Q > 0)
             for which in gl.static_range(form.CONSUMERS):
                 mbarrier.wait(q.empty.index(which), (told & 1) ^ 1)
                 row = first + which * M
@@ -168,10 +202,19 @@ def _producer(
             key_begin, _, _, key_end = key_tile_ranges(
                 first, seq_q, shift, seq_k, window_left, window_right, ROWS, k.ROWS, form.HAS_LEFT, form.HAS_RIGHT
             )
+            if form.TILE_Q > 0:
+                key_begin = 0
+                key_end = gl.maximum(listed, 1)
             for done in range(0, key_end - key_begin):
-                row = (key_end - 1 - done) * k.ROWS
+                n = key_end - 1 - done
+                if form.TILE_Q > 0:
+                    n, kind = listed_tile(listing[0], entry, n, listed > 0, k.ROWS, form.TILE_K)
+                row = n * k.ROWS
                 stage, phase = place_of(pair, k.STAGES)
                 mbarrier.wait(k.empty.index(stage), phase ^ 1)
+                if form.TILE_Q > 0:
+                    tell(listing[1], stage, 0, n)
+                    tell(listing[1], stage, 1, kind)
                 load_tile(k, stage, k_desc, k_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
                 mbarrier.wait(v.empty.index(stage), phase ^ 1)
                 load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
@@ -180,7 +223,7 @@ def _producer(
                     number = next_number(number, counter_ptr, dynamic)
         else:
             number = next_number(number, counter_ptr, dynamic)
-    tell_tile(mailbox, told, -1, 0, 0, 0, 0, 0, form.PACKED)
+    tell_tile(mailbox, told, -1, 0, 0, 0, 0, 0, 0, form.PACKED, form.TILE_Q > 0)
     finish_numbers(counter_ptr, dynamic)
 
 
@@ -190,6 +233,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
     (
         form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
+        listing,
     ) = inputs  # fmt: skip
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
     heard = 0
@@ -197,7 +241,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
     begin = 0
     seq_q = rows_q
     seq_k = rows_k
-    tile = hear_tile(mailbox, 0, form.PACKED)
+    tile = hear_tile(mailbox, 0, form.PACKED, form.TILE_Q > 0)
     while tile[0] >= 0:
         first = tile[0]
         sequence = tile[1]
@@ -213,6 +257,9 @@ def _consumer(WHICH: gl.constexpr, inputs):
             first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
             form.HAS_LEFT, form.HAS_RIGHT,
         )  # fmt: skip
+        if form.TILE_Q > 0:
+            key_begin = 0
+            key_end = gl.maximum(tile[3], 1)
         slope = alibi_slopes_ptr  # None stays None
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, scale_log2, sequence < batch)
@@ -221,13 +268,13 @@ def _consumer(WHICH: gl.constexpr, inputs):
         o, o_rest, row_sum, m_scaled, pair = _visit_key_tiles(
             q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
             row, shift, seq_k, window_left, window_right, scale_log2,
-            seq_k - seq_q, cap_scale, slope, form,
+            seq_k - seq_q, cap_scale, slope, my_first, listing, form,
         )  # fmt: skip
         if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
             release(q.empty.index(WHICH))
         # While the last product is in flight: what comes next, and the statistics.
         heard += 1
-        tile = hear_tile(mailbox, heard, form.PACKED)
+        tile = hear_tile(mailbox, heard, form.PACKED, form.TILE_Q > 0)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
         own = 1.0
         if sinks_ptr is not None:
@@ -297,9 +344,9 @@ def _start_values(p, o, o_rest, v, stage):
 def _visit_key_tiles(
     q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
     row, shift, keys, window_left, window_right, scale_log2,
-    diagonal, cap_scale, slope, form,
+    diagonal, cap_scale, slope, my_first, listing, form,
 ):  # fmt: skip
-    """The online softmax over the key tiles from the last to `key_begin`.
+    """The online softmax over the key tiles from the last to `key_begin`, or over so many of which `news` tells.
 
     Returns o and its second chunk with the last product in flight, the row sums in parts, the row maxima in units of
     log2, and the number of tiles taken from the rings so far.
@@ -317,10 +364,15 @@ def _visit_key_tiles(
 
     stage, phase = place_of(pair, k.STAGES)
     mbarrier.wait(k.full.index(stage), phase)
+    n = key_end - 1
+    if form.TILE_Q > 0:
+        n, kind, bits = hear_listed(listing, stage, my_first, k, form)
     s = warpgroup_mma_wait(0, [_start_scores(q_tile, q_rest, k, stage, zeros)])
     release(k.empty.index(stage))
-    n = key_end - 1
     s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
+    if form.TILE_Q > 0:
+        if kind != FULL:
+            s = where_shown(bits, s, float("-inf"))
     if (n < full_begin) | (n >= full_end):
         s = mask_scores(
             s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
@@ -341,9 +393,14 @@ def _visit_key_tiles(
         scores = _start_scores(q_tile, q_rest, k, stage, zeros)
         mbarrier.wait(v.full.index(v_stage), v_phase)
         o, o_rest = _start_values(p, o, o_rest, v, v_stage)
+        if form.TILE_Q > 0:
+            n, kind, bits = hear_listed(listing, stage, my_first, k, form)
         s = warpgroup_mma_wait(PRODUCTS, [scores])
         release(k.empty.index(stage))
         s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
+        if form.TILE_Q > 0:
+            if kind != FULL:
+                s = where_shown(bits, s, float("-inf"))
         if (n < full_begin) | (n >= full_end):
             s = mask_scores(
                 s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT

@@ -19,6 +19,13 @@ from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launche
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
+from flashtile.ops.attention.hopper.block_parameters import (
+    BLOCK_MULTIPLES,
+    block_constants,
+    block_lists,
+    block_parameter_types,
+    whole_tiles,
+)
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -34,7 +41,15 @@ from flashtile.ops.attention.hopper.score_parameters import (
     parameter_types,
     score_scalars,
 )
-from flashtile.ops.attention.plans import Layout, clipped_window, packing, positive_scale, tiles_of
+from flashtile.ops.attention.plans import (
+    Layout,
+    block_places,
+    block_sizes,
+    clipped_window,
+    packing,
+    positive_scale,
+    tiles_of,
+)
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 __all__ = ["backward", "forward", "kernel_source"]
@@ -57,6 +72,7 @@ class Variant(NamedTuple):
     top_left: bool
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
     scores: ScoreVariant
+    block_tile: tuple[int, int] | None = None
 
 
 class Plan(NamedTuple):
@@ -92,6 +108,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         spec,
         alibi_dimensions(side),
         side.sinks is not None,
+        block_sizes(side),
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
@@ -106,7 +123,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *of_out(out.data_ptr()),
         lse.data_ptr(),
         _counter(q.device).data_ptr() if plan.dynamic else None,
-        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks)),
+        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side))),
         *plan.scalars,
     )
     return out, lse
@@ -143,20 +160,22 @@ def _plan(
     spec: AttentionSpec,
     alibi: int = 0,
     sinks: bool = False,
+    blocks: tuple[int, int] | None = None,
 ) -> Plan:
-    """Everything that can be decided before the tensors' contents are known."""
+    """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
-    config = choose_config(
-        head_dim, head_dim_v, max_seqlen_q, spec.window_left is not None, spec.window_right is not None
-    )
-    tiles = tiles_of(rows_q, config.block_m, batch, packed)
+    left, right = spec.window_left is not None, spec.window_right is not None
+    config = choose_config(head_dim, head_dim_v, max_seqlen_q, left, right, blocks is not None)
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    # With a block mask whole tiles of the mask, even past the end of the sequence.
+    tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
     lines = heads if packed else batch * heads
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike, each program takes its share in turn, which needs no atomics.
-    dynamic = (packed or spec.banded) and tiles * lines > programs
+    dynamic = (packed or spec.banded or blocks is not None) and tiles * lines > programs
     variant = Variant(
         dtype,
         column_chunks(head_dim),
@@ -164,11 +183,12 @@ def _plan(
         config,
         out_in_q(config, head_dim, head_dim_v),
         packed,
-        spec.window_left is not None,
-        spec.window_right is not None,
+        left,
+        right,
         spec.banded and spec.top_left,
         index_dtypes,
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
+        block_tile,
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -182,6 +202,7 @@ def _plan(
         *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
         *clipped_window(spec),
         *score_scalars(spec, heads, alibi),
+        *block_places(spec, rows_q, rows_k, blocks, by_column=False),
     )
     makers = _makers(variant, (*shapes, out_shape), (*strides, outputs[0].strides))
     return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs)
@@ -229,6 +250,7 @@ def kernel_source(variant: Variant) -> KernelSource:
     }
     cu_seqlens = variant.index_dtypes or (None, None)
     types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"} | parameter_types(variant.scores)
+    types |= block_parameter_types(variant.block_tile is not None)
     types |= {
         f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
         for of, dtype in zip("qk", cu_seqlens)
@@ -245,11 +267,12 @@ def kernel_source(variant: Variant) -> KernelSource:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
+        **block_constants(variant.block_tile),
     }
     run_time = [name for name in names if name not in constants]
     types |= {name: "i32" for name in run_time if name not in types}
     absent = dict.fromkeys(name for name in run_time if types[name] == "constexpr")
-    multiples = tuple(16 if name == "counter_ptr" else 1 for name in run_time)
+    multiples = tuple({"counter_ptr": 16, **BLOCK_MULTIPLES}.get(name, 1) for name in run_time)
     return KernelSource(
         attention_forward_kernel,
         tuple(types[name] for name in run_time),

@@ -35,7 +35,7 @@ PACKED_ROWS = gl.constexpr(2**30)
 PAIRS_TOGETHER = gl.constexpr(8)
 
 #: What a producer tells of a tile: first row (-1: no more tiles), sequence, head, and of a packed call where the
-#: sequence's queries begin, how many they are, and how many keys there are.
+#: sequence's queries begin, how many they are, and how many keys there are; with a block mask how many tiles of keys.
 FIELDS = gl.constexpr(6)
 
 
@@ -258,8 +258,12 @@ def finish_numbers(counter_ptr, dynamic):
 
 
 @gluon.jit
-def tell_tile(mailbox, count, first, sequence, head, begin, length, other_length, PACKED: gl.constexpr):
-    """The producer's side of the mailbox: the `count`-th tile, or `first = -1` for the end."""
+def tell_tile(
+    mailbox, count, first, sequence, head, begin, length, other_length, listed,
+    PACKED: gl.constexpr, LISTED: gl.constexpr,
+):  # fmt: skip
+    """The producer's side of the mailbox: the `count`-th tile, or `first = -1` for the end. LISTED: there is a block
+    mask, which lists so many key tiles."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
     _put(mailbox, slot, 0, first)
@@ -269,13 +273,15 @@ def tell_tile(mailbox, count, first, sequence, head, begin, length, other_length
         _put(mailbox, slot, 3, begin)
         _put(mailbox, slot, 4, length)
         _put(mailbox, slot, 5, other_length)
+    if LISTED:
+        _put(mailbox, slot, 3, listed)
     mbarrier.arrive(mailbox.full.index(slot), count=1)
 
 
 @gluon.jit
-def hear_tile(mailbox, count, PACKED: gl.constexpr):
+def hear_tile(mailbox, count, PACKED: gl.constexpr, LISTED: gl.constexpr):
     """The consumers' side: first row (-1: the end), sequence and head of the `count`-th tile; packed: begin, length
-    and other_length too."""
+    and other_length too; with a block mask, how many key tiles it lists."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.full.index(slot), phase)
     first = _get(mailbox, slot, 0)
@@ -286,6 +292,8 @@ def hear_tile(mailbox, count, PACKED: gl.constexpr):
         length = _get(mailbox, slot, 4)
         other_length = _get(mailbox, slot, 5)
         tile = (first, sequence, head, begin, length, other_length)
+    elif LISTED:
+        tile = (first, sequence, head, _get(mailbox, slot, 3))
     else:
         tile = (first, sequence, head)
     release(mailbox.empty.index(slot))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.plans import block_places
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.configs import OWN_KEYS, Kernel
 
@@ -21,20 +22,13 @@ EMPTY = tl.constexpr(-2)
 BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
 
 
-def block_scalars(kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, length: int) -> dict[str, int | None]:
-    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
-    if spec.block_shape is None:
-        return dict.fromkeys(BLOCK_SCALARS)
-    batch, heads, tile_q, tile_k = spec.block_shape
-    lines_q, lines_k = -(-seq_q // tile_q), -(-seq_k // tile_k)
-    rows, columns = batch * heads * lines_q, batch * heads * lines_k
-    start = rows + columns + 2
-    entries = (length - start) // 4
-    by_column = kernel in OWN_KEYS
-    lines = lines_k if by_column else lines_q
-    places = (rows + 1, start + 2 * entries, start + 3 * entries) if by_column else (0, start, start + entries)
-    strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
-    return dict(zip(BLOCK_SCALARS, (*places, *strides)))
+def block_scalars(
+    kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, sizes: tuple[int, int] | None
+) -> dict[str, int | None]:
+    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one.
+    `sizes`: as `plans.block_sizes`."""
+    places = block_places(spec, seq_q, seq_k, sizes, kernel in OWN_KEYS)
+    return {name: getattr(places, name) for name in BLOCK_SCALARS}
 
 
 @triton.jit

@@ -1,0 +1,136 @@
+"""Walking over the tiles of a block mask in the Hopper kernels.
+
+The mask's lists name, for each line (a row of its tiles, in the backward a column), the tiles with something visible.
+The producer reads them and tells the others of each tile, through shared memory, its number and its kind: FULL, EMPTY,
+or the place of its pattern. Who computes then reads the pattern's bits while the scores are computed: for each of its
+64 rows, a bit for each column. Stored tiles are TILE_Q × TILE_K, multiples of those of the kernels; where there is no
+block mask both are 0.
+
+`blocks` is `(lists, offsets, tiles, kinds, bits, stride_batch, stride_head)`, in the forward with `order` at the end:
+the lists, where in them the parts are that the kernel reads, and how far a batch entry and a head lead
+(`plans.BlockPlaces`).
+"""
+
+from flashtile._backends.gluon import gl, gluon
+from flashtile.ops.attention.hopper.pieces import M
+
+#: As in `flashtile.ops.attention.tile_lists`.
+FULL = gl.constexpr(-1)
+EMPTY = gl.constexpr(-2)
+
+#: What a producer tells of a listed tile: its number, its kind, and in the backward the head (from the first one) and
+#: how many tiles of keys are before this one in its row.
+NEWS = gl.constexpr(4)
+
+
+@gluon.jit
+def _line_of(blocks, sequence, head):
+    """How far the lines of a head lie behind those of the first one."""
+    return sequence * blocks[5] + head * blocks[6]
+
+
+@gluon.jit
+def longest_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
+    """Which tile of `OWN` rows comes as the `number`-th from behind, of a head whose lines are `TILE` rows."""
+    line = gl.load(blocks[0] + blocks[7] + _line_of(blocks, sequence, head) + number // (TILE // OWN))
+    return line * (TILE // OWN) + number % (TILE // OWN)
+
+
+@gluon.jit
+def line_entries(blocks, sequence, head, line):
+    """Where the entries of a line begin and end."""
+    pointer = blocks[0] + blocks[1] + _line_of(blocks, sequence, head) + line
+    return gl.load(pointer), gl.load(pointer + 1)
+
+
+@gluon.jit
+def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
+    tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
+    place = blocks[0] + entry + step // (TILE // OTHER)
+    tile = gl.load(place + blocks[2], mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
+    return tile, gl.load(place + blocks[3], mask=listed, other=EMPTY)
+
+
+@gluon.jit
+def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """How many stored tiles are before that of `listed_tile` in the other list that it is in. The ranks of all entries
+    lie behind their kinds, as these do behind their numbers."""
+    return gl.load(blocks[0] + entry + step // (TILE // OTHER) + (2 * blocks[3] - blocks[2]))
+
+
+@gluon.jit
+def make_news(PLACES: gl.constexpr):
+    """Room for the news of so many tiles."""
+    return gl.allocate_shared_memory(gl.int32, [PLACES * NEWS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def tell(news, place, FIELD: gl.constexpr, number):
+    """The producer's side; before it announces the tile that the news is of."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    news.index(place * NEWS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
+
+
+@gluon.jit
+def hear(news, place, FIELD: gl.constexpr):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.max(news.index(place * NEWS + FIELD).load(layout), 0)
+
+
+@gluon.constexpr_function
+def _bits_layout(WORDS):
+    """Each thread has the words of both rows that it has scores of."""
+    words = [[0, 1 << bit] for bit in range(WORDS.bit_length() - 1)]
+    lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([*words, [8, 0]], lanes, [[16, 0], [32, 0]], [], [64, WORDS])
+
+
+@gluon.jit
+def load_bits(
+    blocks, kind, first_row, column, COLUMNS: gl.constexpr, TILE_ROWS: gl.constexpr, TILE_COLUMNS: gl.constexpr
+):
+    """`[64, COLUMNS / 32]` words: what is visible of the `column`-th tile of COLUMNS to 64 rows from `first_row` on. Of
+    a tile without a pattern nothing is read, and all words are 0."""
+    WORDS: gl.constexpr = COLUMNS // 32
+    layout: gl.constexpr = _bits_layout(WORDS)
+    # What all threads share first: then a thread's own part is a single offset.
+    base = blocks[0] + blocks[4] + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
+    base += first_row % TILE_ROWS * (TILE_COLUMNS // 32) + column % (TILE_COLUMNS // COLUMNS) * WORDS
+    row = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
+    pattern = gl.zeros([M, WORDS], gl.int32, layout) + kind >= 0
+    return gl.load(base + (row * (TILE_COLUMNS // 32) + word), mask=pattern, other=0)
+
+
+@gluon.jit
+def hear_listed(listing, stage, first_row, k, form):
+    """Forward: number and kind of the key tile in a place of the ring, and what it shows to 64 rows."""
+    blocks, news = listing
+    n = hear(news, stage, 0)
+    kind = hear(news, stage, 1)
+    return n, kind, load_bits(blocks, kind, first_row, n, k.ROWS, form.TILE_Q, form.TILE_K)
+
+
+@gluon.jit
+def where_shown(bits, x, OTHER: gl.constexpr):
+    """`x` `[64, C]`, fragments of a product, where the bit of an element is set in `bits` `[64, C / 32]`, else `OTHER`.
+
+    A thread has two neighbours of every eight columns. Which eight, and which neighbour, is known when the kernel
+    compiles; so words are shifted to the thread's own two once, and then each bit is a constant.
+    """
+    C: gl.constexpr = x.shape[1]
+    parts = gl.reshape(x, [M, C // 32, 4, 4, 2])
+    layout: gl.constexpr = parts.type.layout
+    of_word: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, layout)))
+    of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, layout))))
+    of_two: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, layout))))
+    of_one: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, layout))))
+    words = gl.convert_layout(bits, of_word, assert_trivial=True).to(gl.uint32)[:, :, None, None, None]
+    own = words >> (2 * gl.arange(0, 4, of_two)).to(gl.uint32)[None, None, None, :, None]
+    place = (
+        8 * gl.arange(0, 4, of_eight)[None, None, :, None, None] + gl.arange(0, 2, of_one)[None, None, None, None, :]
+    )
+    place = place.to(gl.uint32)
+    shown = gl.where(((own >> place) & 1) != 0, parts, OTHER)
+    return gl.convert_layout(gl.reshape(shown, x.shape), x.type.layout, assert_trivial=True)
