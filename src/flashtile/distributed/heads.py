@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,20 @@ class Bundle:
         return [buffer[..., low:high].unflatten(-1, shape) for (low, high), shape in zip(edges, self.shapes)]
 
 
+class Paths(NamedTuple):
+    """What crosses between a bundle's tokens in sequence and its shards by rank, either way.
+
+    Attributes:
+        whole: the other ranks' tokens, in sequence.
+        shards: this rank's tokens, in the shard of each other rank.
+        own: this rank's tokens in both, which stay here.
+    """
+
+    whole: list[Message]
+    shards: list[Message]
+    own: list[tuple[Tensor, Tensor]]
+
+
 @dataclass(frozen=True)
 class HeadExchange:
     """What ranks exchange to have all tokens of some heads.
@@ -68,7 +83,7 @@ class HeadExchange:
     def scatter(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
         """Starts the way of `[batch, rows, heads, head_dim]` to all tokens of `heads / ranks` heads. What is returned
         waits for it, and gives views `[batch, sequence, heads / ranks, head_dim]`."""
-        mine, ranks = self.group.rank, self.group.size
+        ranks = self.group.size
         sends, receives, arriving = [], [], []
         for bundle, members in self._bundles(tensors, layouts, ranks):
             batch, rows = members[0].shape[:2]
@@ -76,16 +91,11 @@ class HeadExchange:
             for target, tensor in zip(bundle.columns(outgoing), members):
                 _move(target, tensor.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
             whole = outgoing.new_empty(bundle.layout.length, batch, bundle.width)
-            for rank in range(ranks):
-                for chunk in bundle.layout.ring_chunks(rank):
-                    if rank != mine:
-                        receives.append(Message(rank, whole[chunk.start : chunk.stop]))
-                for chunk in bundle.layout.ring_chunks(mine):
-                    message = outgoing[rank, chunk.local : chunk.local + chunk.length]
-                    if rank != mine:
-                        sends.append(Message(rank, message))
-                    else:
-                        _move(whole[chunk.start : chunk.stop], message)
+            paths = self._paths(bundle.layout, whole, outgoing)
+            receives += paths.whole
+            sends += paths.shards
+            for target, source in paths.own:
+                _move(target, source)
             arriving += [tensor.transpose(0, 1) for tensor in bundle.columns(whole)]
         pending = self.group.start(sends, receives, where)
 
@@ -97,7 +107,7 @@ class HeadExchange:
 
     def gather(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
         """Starts the way back from `scatter`. What is returned waits, and gives contiguous tensors."""
-        mine, ranks = self.group.rank, self.group.size
+        ranks = self.group.size
         sends, receives, arriving = [], [], []
         for bundle, members in self._bundles(tensors, layouts, 1):
             batch, sequence = members[0].shape[:2]
@@ -108,16 +118,11 @@ class HeadExchange:
                 for target, tensor in zip(bundle.columns(whole), members):
                     _move(target, tensor.transpose(0, 1))
             incoming = whole.new_empty(ranks, sequence // ranks, batch, bundle.width)
-            for rank in range(ranks):
-                for chunk in bundle.layout.ring_chunks(rank):
-                    if rank != mine:
-                        sends.append(Message(rank, whole[chunk.start : chunk.stop]))
-                for chunk in bundle.layout.ring_chunks(mine):
-                    message = incoming[rank, chunk.local : chunk.local + chunk.length]
-                    if rank != mine:
-                        receives.append(Message(rank, message))
-                    else:
-                        _move(message, whole[chunk.start : chunk.stop])
+            paths = self._paths(bundle.layout, whole, incoming)
+            sends += paths.whole
+            receives += paths.shards
+            for source, target in paths.own:
+                _move(target, source)
             arriving += bundle.columns(incoming)
         pending = self.group.start(sends, receives, where)
 
@@ -126,6 +131,19 @@ class HeadExchange:
             return [_rows_of(tensor) for tensor in arriving]
 
         return finish
+
+    def _paths(self, layout: Layout, whole: Tensor, shards: Tensor) -> Paths:
+        """Of `whole`, `[sequence, batch, columns]`, and `shards`, `[ranks, rows, batch, columns]`."""
+        mine, paths = self.group.rank, Paths([], [], [])
+        for rank in range(self.group.size):
+            theirs = [whole[chunk.start : chunk.stop] for chunk in layout.ring_chunks(rank)]
+            ours = [shards[rank, chunk.local : chunk.local + chunk.length] for chunk in layout.ring_chunks(mine)]
+            if rank == mine:
+                paths.own.extend(zip(theirs, ours))
+            else:
+                paths.whole.extend(Message(rank, rows) for rows in theirs)
+                paths.shards.extend(Message(rank, rows) for rows in ours)
+        return paths
 
     @staticmethod
     def _bundles(

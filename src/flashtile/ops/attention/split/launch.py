@@ -6,6 +6,7 @@ There is a forward only: out and lse mean what they mean in every backend, so th
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     """Runs the kernels. Shapes as in `flashtile.attention`. Returns (out, lse)."""
     lengths, slopes, sinks = side.key_lengths, side.alibi_slopes, side.sinks
     plan = _plan(
-        q.dtype,
         q.device,
+        q.dtype,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
         (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
@@ -37,20 +38,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    dtype: torch.dtype,
-    device: torch.device,
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    misalignment: int,
-    lengths_dtype: torch.dtype | None,
-    slope_dims: int,
-    sinks: bool,
-    spec: AttentionSpec,
-    allow_tf32: bool,
-) -> SplitPlan:
-    call = split_call(dtype, shapes, strides, misalignment, lengths_dtype, slope_dims, sinks, spec, allow_tf32)
-    return split_plan(call, device)
+def _plan(device: torch.device, *facts: Any) -> SplitPlan:
+    """`facts`: the arguments of `split_call`."""
+    return split_plan(split_call(*facts), device)
 
 
 def split_call(
