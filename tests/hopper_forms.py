@@ -60,12 +60,14 @@ def _backward(
     ordered: bool,
     scores: ScoreVariant = _PLAIN,
     right: bool = True,
+    block_tile: tuple[int, int] | None = None,
 ) -> BackwardVariant:
-    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, left or right)
+    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None)
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
-        torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores
-    )
+        torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
+        block_tile,
+    )  # fmt: skip
 
 
 #: Each row of the backward's table, plain and with all features: packed, a window, dq in order.
@@ -85,10 +87,10 @@ BACKWARD_FORMS = {
         for width in (64, 128, 256)
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
     },
-    "64-blocks": _backward(64, 64, False, False, False)._replace(block_tile=(128, 128)),
-    "128-blocks-ordered": _backward(128, 128, False, False, True)._replace(block_tile=(128, 256)),
-    "192x128-blocks": _backward(192, 128, False, False, False, right=False)._replace(block_tile=(128, 128)),
-    "256-blocks": _backward(256, 256, False, False, False)._replace(block_tile=(128, 128)),
+    "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
+    "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
+    "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
+    "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
 }
-#: Those whose products ptxas serialises: dk and dv leave a warpgroup too few registers (docs/kernels.md).
-SERIALISED = {name for name in BACKWARD_FORMS if name.startswith("192x128")}
+#: Those whose products ptxas serialises: beside a producer, dk and dv leave too few registers (docs/kernels.md).
+SERIALISED = {"192x128-blocks"}

@@ -63,7 +63,8 @@ class KernelChoice:
         if isinstance(tiles, HopperConfig):
             warps, stages = f"{tiles.consumers} computing warpgroups and a loading warp", tiles.stages
         elif isinstance(tiles, BackwardConfig):
-            warps, stages = "3 computing warpgroups and a loading warp", tiles.stages
+            loading = "and a loading warp" if tiles.producer else "of which one loads"
+            warps, stages = f"3 computing warpgroups {loading}", tiles.stages
         else:
             warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
             chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
@@ -260,8 +261,9 @@ def _kernels(
         tiles = choose_tiles(kernel, facts, situation)
         return KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton")
 
+    blocks = spec.block_shape is not None
     if forward == "hopper":
-        left, right, blocks = (size is not None for size in (spec.window_left, spec.window_right, spec.block_shape))
+        left, right = spec.window_left is not None, spec.window_right is not None
         config = hopper.choose_config(*heads, side.max_seqlen_q, left, right, blocks)
         first = KernelChoice("forward", config, hopper.shared_memory(config, *heads), forward)
     else:
@@ -269,7 +271,7 @@ def _kernels(
     if q.dtype is FP8:
         return (first,)
     if backward == "hopper":
-        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, spec.banded)
+        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, blocks)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
     last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
     return first, portable("dq"), portable("dkdv"), *last

@@ -15,8 +15,8 @@ queries after another with its dout and statistics. Per query tile, everything t
 Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
 to the third, which multiplies it by the keys and lets TMA add the product to a float32 buffer. None of them waits for
 another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of up to 128 columns, or
-of 192 and 128 for v), each of the two takes 64 keys. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and
-dv, the other `dsᵀ` and dk.
+of 192 and 128 for v), each of the two takes 64 keys; the latter need the producer's registers too, and the third
+warpgroup loads. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk.
 
 The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores, so the statistics and
 the sums of dq are stored in the order in which threads hold them (`backward_pieces.load_statistics`, `store_sums`).
@@ -55,7 +55,15 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wait_sum,
     wide_zeros,
 )
-from flashtile.ops.attention.hopper.backward_walk import Form, Walk, hear_step, load_tiles, step_of
+from flashtile.ops.attention.hopper.backward_walk import (
+    Form,
+    Walk,
+    hear_step,
+    load_keys,
+    load_step,
+    load_tiles,
+    step_of,
+)
 from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, load_bits, make_news, where_shown
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
@@ -78,8 +86,8 @@ def attention_backward_kernel(
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, ORDERED: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
+    ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
@@ -139,9 +147,12 @@ def attention_backward_kernel(
         listing = (blocks, make_news(STAGES + HANDOVERS))
     else:
         listing = (blocks, block_lists_ptr)
+    loading = (
+        q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1]
+    )  # fmt: skip
     producing = (
-        walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-        dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k, group, listing,
+        walk, form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, head_kv, first, begin_k, seq_k, group,
+        blocks,
     )  # fmt: skip
     summing = (
         walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
@@ -161,7 +172,12 @@ def attention_backward_kernel(
             dscores, dscores_full, dscores_empty, scale, storing,
         )  # fmt: skip
         gl.warp_specialize(
-            [(_sum_dq, summing), (_sum_dv, scoring), (_sum_dk, grading), (load_tiles, producing)],
+            [
+                (_sum_dq, (False, summing, producing)),
+                (_sum_dv, scoring),
+                (_sum_dk, grading),
+                (load_tiles, (producing,)),
+            ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
@@ -171,11 +187,23 @@ def attention_backward_kernel(
             walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
             seeing, changing, scale, storing,
         )  # fmt: skip
-        gl.warp_specialize(
-            [(_sum_dq, summing), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working)), (load_tiles, producing)],
-            [4, 4, 1],
-            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
-        )
+        if PRODUCER:
+            gl.warp_specialize(
+                [
+                    (_sum_dq, (False, summing, producing)),
+                    (_sum_dk_dv, (0, working)),
+                    (_sum_dk_dv, (1, working)),
+                    (load_tiles, (producing,)),
+                ],
+                [4, 4, 1],
+                [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [(_sum_dq, (True, summing, producing)), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working))],
+                [4, 4],
+                [REGISTERS, REGISTERS],
+            )
 
 
 @gluon.jit
@@ -362,20 +390,32 @@ def _await_last_sum(walk, form, dscores_empty):
 
 
 @gluon.jit
-def _sum_dq(
-    walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
-    listing, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums."""
+def _sum_dq(LOADS: gl.constexpr, summing, producing):
+    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums.
+
+    `LOADS`: it also does what `load_tiles` does else. The tile after the next takes the place of the one before, which
+    the others have done with by the time that they give the next `ds`.
+    """
+    (
+        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
+        listing, STAGES,
+    ) = summing  # fmt: skip
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.REST
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
+    if LOADS:
+        load_keys(producing)
+        for it in range(gl.minimum(walk.total, STAGES)):
+            load_step(it, producing)
     for which in gl.static_range(WARPGROUPS):
         mbarrier.wait(k.full.index(which), 0)
     number_before = 0
     for it in range(walk.total):
+        if LOADS:
+            if (it > 0) & (it + STAGES - 1 < walk.total):
+                load_step(it + STAGES - 1, producing)
         head, tile = step_of(walk, it, form)
         place, phase = place_of(it, form.HANDOVERS)
         number = walk.place + head * walk.line + tile

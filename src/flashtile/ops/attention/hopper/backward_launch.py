@@ -54,9 +54,6 @@ from flashtile.ops.attention.plans import (
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
-#: Of a thread at the start: four warpgroups share 64 Ki.
-_MAX_REGISTERS = 128
-
 
 class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not strides, lengths, batch or heads."""
@@ -201,7 +198,7 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
-    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, spec.banded)
+    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
@@ -350,6 +347,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "SUM_COLUMNS": config.sum_columns,
         "HANDOVERS": config.handovers,
         "SPLIT_ROLES": config.split_roles,
+        "PRODUCER": config.producer,
         "REGISTERS": config.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HEAD_DIM": variant.head_dim,
@@ -370,7 +368,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     parameters = {name: _parameter(name, variant) for name in run_time}
     constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
     types, multiples = zip(*parameters.values())
-    limit = _MAX_REGISTERS if kernel == "main" else None
+    limit = config.max_registers if kernel == "main" else None
     return KernelSource(function, types, multiples, constants, num_warps=4, num_stages=1, max_registers=limit)
 
 

@@ -92,44 +92,55 @@ def step_of(walk, it, form):
 
 
 @gluon.jit
-def load_tiles(
-    walk, form, k, v, q, dout, statistics, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-    dout_desc, dout_rest_desc, statistics_desc, head_kv, first, begin_k, seq_k, group, listing,
-):  # fmt: skip
+def load_tiles(producing):
     """Loads keys and values once, then queries, statistics and dout as soon as there is a place for them."""
+    load_keys(producing)
+    walk, form, loading, _, _, _, _, _, _, _, first, _, _, group, blocks = producing
+    if form.TILE_K > 0:
+        it = 0
+        for head in range(group):
+            entry, last_entry = line_entries(blocks, walk.sequence, walk.first_head + head, first // form.TILE_K)
+            steps = (last_entry - entry) * (form.TILE_Q // form.M)
+            for step in range(steps):
+                turn = 0
+                if form.ORDERED:
+                    step = steps - 1 - step
+                    rank = listed_rank(blocks, entry, step, form.M, form.TILE_Q)
+                    turn = rank * (form.TILE_K // form.KEYS) + first % form.TILE_K // form.KEYS
+                tile, kind = listed_tile(blocks, entry, step, True, form.M, form.TILE_Q)
+                _load_queries(walk, form, loading, it, head, tile, kind, turn)
+                it += 1
+    else:
+        for it in range(walk.total):
+            load_step(it, producing)
+
+
+@gluon.jit
+def load_keys(producing):
+    """Loads keys and values."""
+    (
+        walk, form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, head_kv, first, begin_k, seq_k, _, _
+    ) = producing  # fmt: skip
     for which in gl.static_range(form.KEYS // ROWS):
         row = first + which * ROWS
         load_tile(k, which, k_desc, k_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
     for which in gl.static_range(form.KEYS // ROWS):
         row = first + which * ROWS
         load_tile(v, which, v_desc, v_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    loading = (
-        walk, form, q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1],
-    )  # fmt: skip
-    if form.TILE_K > 0:
-        it = 0
-        for head in range(group):
-            entry, last_entry = line_entries(listing[0], walk.sequence, walk.first_head + head, first // form.TILE_K)
-            steps = (last_entry - entry) * (form.TILE_Q // form.M)
-            for step in range(steps):
-                turn = 0
-                if form.ORDERED:
-                    step = steps - 1 - step
-                    rank = listed_rank(listing[0], entry, step, form.M, form.TILE_Q)
-                    turn = rank * (form.TILE_K // form.KEYS) + first % form.TILE_K // form.KEYS
-                tile, kind = listed_tile(listing[0], entry, step, True, form.M, form.TILE_Q)
-                _load_queries(loading, it, head, tile, kind, turn)
-                it += 1
-    else:
-        for it in range(walk.total):
-            head, tile = step_of(walk, it, form)
-            _load_queries(loading, it, head, tile, FULL, 0)
 
 
 @gluon.jit
-def _load_queries(loading, it, head, tile, kind, turn):
+def load_step(it, producing):
+    """Loads queries, statistics and dout of step `it` of a walk without a list."""
+    walk, form, loading = producing[0], producing[1], producing[2]
+    head, tile = step_of(walk, it, form)
+    _load_queries(walk, form, loading, it, head, tile, FULL, 0)
+
+
+@gluon.jit
+def _load_queries(walk, form, loading, it, head, tile, kind, turn):
     """What step `it` needs of a query tile."""
-    walk, form, q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, news = loading
+    q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, news = loading
     stage, phase = place_of(it, q.STAGES)
     row = tile * form.M
     mbarrier.wait(q.empty.index(stage), phase ^ 1)

@@ -122,7 +122,7 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
     """Why the kernels cannot walk over the tiles of a block mask."""
     if call.phase == "backward":
         # With a soft cap tiles are smaller, so those that serve without one do.
-        backward = choose_backward_config(call.head_dim, call.head_dim_v)
+        backward = choose_backward_config(call.head_dim, call.head_dim_v, blocks=True)
         block_m, block_n = backward.block_m, backward.block_n
     else:
         forward = choose_config(call.head_dim, call.head_dim_v, LONG, False, False, blocks=True)
@@ -237,6 +237,8 @@ class BackwardConfig(NamedTuple):
         sum_columns: columns of dq that are multiplied and added to the sums at a time.
         split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
             both for half of the keys.
+        producer: a warp of its own loads; else the warpgroup that sums dq does, which leaves the others more registers
+            (not with block masks, whose lists that warp reads).
         registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
     """
 
@@ -247,31 +249,37 @@ class BackwardConfig(NamedTuple):
     handovers: int
     sum_columns: int
     split_roles: bool
+    producer: bool
     registers: int
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread at the start: four warpgroups, three without a producer, share 64 Ki."""
+        return 128 if self.producer else 168
 
 
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485).
-    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 64, False, 208)),
+    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 64, False, True, 208)),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609.
-    (128, 128, BackwardConfig(128, 64, 1, 3, 2, 64, False, 208)),
-    # dk and dv leave so few registers that scores come in two parts (462; in one 411), and ptxas lets no two products
-    # be in flight. In split roles, which keep 64 keys: 397.
-    (192, 128, BackwardConfig(128, 64, 2, 2, 2, 64, False, 208)),
+    (128, 128, BackwardConfig(128, 64, 1, 3, 2, 64, False, True, 208)),
+    # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
+    # flight (403, causal 328; so 434 and 396).
+    (192, 128, BackwardConfig(128, 64, 2, 2, 2, 64, False, False, 216)),
     # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do.
-    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 64, True, 208)),
+    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 64, True, True, 208)),
 )
 
-#: Instead of the row of 192 and 128 columns, where there is a band: the scores in one part (causal: 400; in two 375).
-_BANDED_WIDE = BackwardConfig(128, 64, 1, 2, 2, 64, False, 208)
+#: Instead of the row of 192 and 128 columns, where there is a block mask.
+_LISTED_WIDE = BackwardConfig(128, 64, 2, 2, 2, 64, False, True, 208)
 
 #: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 64, False, 208)),
+    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 64, False, True, 208)),
     # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, 128, BackwardConfig(64, 64, 1, 3, 2, 64, True, 208)),
+    (128, 128, BackwardConfig(64, 64, 1, 3, 2, 64, True, True, 208)),
     _BACKWARD_ROWS[-1],
 )
 
@@ -288,11 +296,11 @@ def tile_width(head_dim: int) -> int:
 
 
 def choose_backward_config(
-    head_dim: int, head_dim_v: int, softcap: bool = False, banded: bool = False
+    head_dim: int, head_dim_v: int, softcap: bool = False, blocks: bool = False
 ) -> BackwardConfig:
-    """The row of a call: the first that holds the head."""
-    if banded and not softcap and 128 < head_dim <= 192 and head_dim_v <= 128:
-        return _BANDED_WIDE
+    """The row of a call: the first that holds the head. `blocks`: there is a block mask."""
+    if blocks and not softcap and 128 < head_dim <= 192 and head_dim_v <= 128:
+        return _LISTED_WIDE
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
     return next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
 
