@@ -47,6 +47,18 @@ BLOCK_FORMS = {
     "64-blocks": _HEADS["64-long"]._replace(block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
 }
+#: 8-bit operands: each row of their table, and all that a call may have.
+FP8_FORMS = {
+    "fp8-64-packed": _HEADS["64"]._replace(**_MASKS["packed"], dtype=torch.float8_e4m3fn, descales=True),
+    "fp8-128": _HEADS["128"]._replace(dtype=torch.float8_e4m3fn),
+    "fp8-128-causal-blocks": _HEADS["128"]._replace(
+        window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
+    ),
+    "fp8-256x128-window-scores": Call(
+        head_dim=256, head_dim_v=128, dtype=torch.float8_e4m3fn, descales=True, **_MASKS["window"],
+        softcap=30.0, alibi=2, sinks=True,
+    ),
+}  # fmt: skip
 
 
 _PLAIN = ScoreVariant()

@@ -85,7 +85,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
         call.alibi,
         call.sinks,
         _block_sizes(call),
-        descales=((0, 0) if call.descales else None,) * 3,
+        descales=_descale_strides(call),
     )
     window = (call.window_left, call.window_right)
     spec = AttentionSpec(
@@ -142,6 +142,10 @@ def _strides(shape: tuple[int, ...], row_stride: int | None = None) -> tuple[int
     return (*(rows * row_stride for _ in outer), row_stride, head_dim, 1)
 
 
+def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
+    return ((0, 0) if call.descales else None,) * 3
+
+
 def hopper_plan(call: Call) -> hopper_launch.Plan:
     """The plan of a forward of the Hopper kernels, with the `Variant` in the place of the compiled kernel."""
     shapes = _shapes(call)
@@ -149,6 +153,7 @@ def hopper_plan(call: Call) -> hopper_launch.Plan:
     with (
         mock.patch.object(hopper_launch, "multiprocessors", return_value=132),
         mock.patch.object(hopper_launch, "_launcher", lambda variant, _device: variant),
+        mock.patch.object(hopper_launch, "_transposer", lambda *of: of[:-1]),
     ):
         return hopper_launch._plan.__wrapped__(
             call.dtype,
@@ -164,6 +169,7 @@ def hopper_plan(call: Call) -> hopper_launch.Plan:
             call.alibi,
             call.sinks,
             _block_sizes(call),
+            _descale_strides(call),
         )
 
 

@@ -33,6 +33,7 @@ ELEMENT_TYPES = {
     torch.float32: "fp32",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
 
 

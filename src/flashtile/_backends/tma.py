@@ -16,7 +16,7 @@ import triton
 from flashtile._backends.launch import ELEMENT_TYPES, TRITON_3_6
 
 #: CUDA's CUtensorMapDataType.
-_DATA_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
 #: CUDA's CUtensorMapSwizzle, by the bytes of a row.
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 
@@ -37,7 +37,7 @@ def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
 
     Row `r` of the sequence that has the rows from `begin` to `begin + length` lies at the coordinates
     `(2³⁰, begin + length, 2³⁰ - length + r)`: the last is out of bounds exactly for `r >= length`. Times their strides
-    they sum to `(begin + r) · stride`, because `2³⁰ · 2³⁴` elements of two bytes or more wrap around 64 bits to 0.
+    they sum to `(begin + r) · stride`, because `2³⁰ · 2³⁴` elements of any size wrap around 64 bits to 0.
     """
     _, heads, head_dim = shape
     row_stride, head_stride, _ = strides

@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import flashtile
 from flashtile._backends import devices
+from flashtile.ops.attention import reference
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import assert_close
 
 FP8 = torch.float8_e4m3fn
@@ -19,7 +23,8 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Case:
-    """A call with 8-bit inputs, dense or packed; `sinks`, `alibi_slopes` and `bias`: with random ones."""
+    """A call with 8-bit inputs, dense or packed; `sinks`, `alibi_slopes`: with random ones; `block_mask`: with a random
+    one of such tiles, of which some are full and some empty."""
 
     seq_q: int = 33
     seq_k: int = 45
@@ -31,6 +36,7 @@ class Case:
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     sinks: bool = False
     alibi_slopes: bool = False
+    block_mask: tuple[int, int] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -64,6 +70,9 @@ class Problem:
             self.arguments["sinks"] = normal(case.heads)
         if case.alibi_slopes:
             self.arguments["alibi_slopes"] = normal(sequences, case.heads).abs() / 8
+        if case.block_mask is not None:
+            mask = _random_mask(case.seq_q, case.seq_k, *case.block_mask, generator).to(device)
+            self.arguments["block_mask"] = flashtile.BlockMask.from_dense(mask, case.block_mask)
 
     def run(self, backend: str = "auto", **changes: Any) -> tuple[Tensor, Tensor]:
         names = ("descale_q", "descale_k", "descale_v")
@@ -93,14 +102,83 @@ class Problem:
         arguments = {**self.arguments, **wide, "return_lse": True}
         return self.function(*self.numbers(dtype), **arguments, backend="reference")
 
+    def eager_lse(self) -> Tensor:
+        """By the reference on scores that the tensor cores added up from 8-bit products, as PyTorch has them do."""
+        original = reference._scores
+        factors = iter(self._score_factors())
 
-def check(case: Case, backend: str, device: str = "cpu") -> None:
-    """Asserts that a backend is right, also of rows that see nothing."""
+        def scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+            product = next(factors) * _product(q, k)
+            return original(product, torch.eye(k.shape[-2], device=k.device), side, spec)
+
+        arguments = {**self.arguments, "return_lse": True, "backend": "reference"}
+        with mock.patch.object(reference, "_scores", scores):
+            return self.function(*(x.float() for x in self.qkv), **arguments)[1]
+
+    def _score_factors(self) -> list[Tensor]:
+        """Of each call that the reference makes `[batch, heads, 1, 1]`; of a packed one: the sequences, and what is
+        behind them."""
+        of_q, of_k = (x.repeat_interleave(self.case.heads // x.shape[-1], -1) for x in self.descales[:2])
+        factors = (of_q * of_k)[..., None, None]
+        return [factors] if self.case.lengths is None else [*factors.split(1), torch.ones((), device=factors.device)]
+
+    def eager(self) -> Tensor:
+        """Eager attention with 8-bit weights: the largest of a row is 2⁸ when they are rounded."""
+        q, k, v = self.numbers(torch.float32)
+        if self.case.lengths is None:
+            return _with_rounded_weights(q, k, v, self.arguments)
+        arguments = dict(self.arguments)
+        bounds = [pairwise(arguments.pop(f"cu_seqlens_{of}").tolist()) for of in "qk"]
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16, device=q.device)
+        slopes = arguments.pop("alibi_slopes", None)
+        for sequence, (rows, columns) in enumerate(zip(*bounds)):
+            of_this = {} if slopes is None else {"alibi_slopes": slopes[sequence]}
+            one = q[None, slice(*rows)], k[None, slice(*columns)], v[None, slice(*columns)]
+            if one[0].numel() and one[1].numel():
+                out[slice(*rows)] = _with_rounded_weights(*one, arguments | of_this)[0]
+        return out
+
+
+def _random_mask(rows: int, keys: int, tile_q: int, tile_k: int, generator: torch.Generator) -> Tensor:
+    """Of each tile another part is visible: of a third of them all, of a third nothing."""
+    part = 3 * torch.rand(-(-rows // tile_q), -(-keys // tile_k), generator=generator) - 1
+    part = part.repeat_interleave(tile_q, 0)[:rows].repeat_interleave(tile_k, 1)[:, :keys]
+    return torch.rand(rows, keys, generator=generator) < part
+
+
+def _product(q: Tensor, k: Tensor) -> Tensor:
+    """`q kᵀ` of 8-bit numbers in float32, `[B, H, Sq, Sk]`, by the tensor cores."""
+    rows, keys = q.shape[-2], k.shape[-2]
+    padded = [pad(x, (0, -x.shape[-1] % 16, 0, -x.shape[-2] % 16)).to(FP8) for x in (q, k)]
+    one = torch.ones((), device=q.device)
+    product = torch.zeros(*q.shape[:2], rows, keys, device=q.device)
+    for batch in range(q.shape[0] if rows and keys else 0):
+        for head in range(q.shape[1]):
+            left, right = padded[0][batch, head].contiguous(), padded[1][batch, head].contiguous()
+            of_this = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+            product[batch, head] = of_this[:rows, :keys]
+    return product
+
+
+def _with_rounded_weights(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> Tensor:
+    weights = flashtile.attention_probs(q, k, **arguments)  # [batch, heads, rows, keys]
+    unit = (weights.amax(-1, keepdim=True) / 256).clamp(min=1e-30)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2).transpose(1, 2)
+    out = ((weights / unit).to(FP8).float() @ v) * unit
+    return out.transpose(1, 2).to(torch.bfloat16)
+
+
+def check(case: Case, backend: str, device: str = "cpu", rounds_weights: bool = False) -> None:
+    """Asserts that a backend is right, also of rows that see nothing. `rounds_weights`: to 8 bits; such numbers it
+    multiplies, which the tensor cores add up with about 14 bits."""
     problem = Problem(case, device)
     out, lse = problem.run(backend)
     assert out.dtype is torch.bfloat16 and lse.dtype is torch.float32
     exact_out, exact_lse = problem.computed(torch.float64)
-    near_out, near_lse = problem.computed(torch.float32)
+    if rounds_weights:
+        near_out, near_lse = problem.eager(), problem.eager_lse()
+    else:
+        near_out, near_lse = problem.computed(torch.float32)
     assert_close("out", out, exact_out, near_out.bfloat16())
     assert_close("lse", lse, exact_lse, near_lse)
 
@@ -115,6 +193,7 @@ CASES = {
     "sinks-and-slopes": Case(sinks=True, alibi_slopes=True, arguments={"causal": True}),
     "negative-scale": Case(arguments={"scale": -0.3}),
     "packed": Case(lengths=((5, 0, 30, 1), (5, 7, 40, 0)), arguments={"causal": True}),
+    "block-mask": Case(seq_q=150, seq_k=300, block_mask=(128, 128)),
     "packed-slopes": Case(lengths=((5, 30), (17, 3)), alibi_slopes=True),
 }
 cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in CASES.items()])
@@ -139,12 +218,74 @@ def test_portable_kernel(case: Case) -> None:
 
 
 _LARGE = {"seq_q": 517, "seq_k": 643}
+_MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "align": "top_left"}]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_portable_kernel_over_many_tiles(head_dim: int) -> None:
     check(Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim, arguments={"causal": True}), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@cases
+def test_hopper_kernel(case: Case) -> None:
+    check(case, "hopper", "cuda", rounds_weights=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(16, 16), (64, 64), (80, 48), (96, 96), (128, 128), (192, 128), (256, 128)], ids=str
+)
+def test_hopper_kernel_over_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, arguments=arguments)
+    check(case, "hopper", "cuda", rounds_weights=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_kernel_packed_over_many_tiles(head_dim: int) -> None:
+    lengths = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
+    for arguments in _MASKS:
+        case = Case(lengths=lengths, head_dim=head_dim, head_dim_v=head_dim, arguments=arguments)
+        check(case, "hopper", "cuda", rounds_weights=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)], ids=str)
+@pytest.mark.parametrize("tile", [(128, 128), (256, 128), (128, 384)], ids=str)
+def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile: tuple[int, int], head_dim: int, head_dim_v: int) -> None:
+    for arguments in _MASKS[:3]:
+        case = Case(**_LARGE, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, arguments=arguments)
+        check(case, "hopper", "cuda", rounds_weights=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits() -> None:
+    case = Case(batch=6, heads=8, heads_kv=8, seq_q=1300, seq_k=1300, head_dim=128, head_dim_v=128)
+    for arguments in ({}, {"causal": True}):
+        problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
+        check(problem.case, "hopper", "cuda", rounds_weights=True)
+        first = problem.run("hopper")[0]
+        assert all(torch.equal(problem.run("hopper")[0], first) for _ in range(5))
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_many_keys_do_not_add_up_to_an_error() -> None:
+    """Added up by the tensor cores alone, 64k keys that all say the same lose several percent."""
+    case = Case(batch=1, heads=2, heads_kv=2, seq_q=64, seq_k=65536, head_dim=128, head_dim_v=128)
+    problem = Problem(case, "cuda")
+    problem.qkv[2] = torch.ones_like(problem.qkv[2].float()).to(FP8)
+    out, _ = problem.run("hopper")
+    expected = problem.descales[2][:, None, :, None].expand(out.shape)
+    assert (out.float() / expected - 1).abs().max() < 2e-2
 
 
 def _all_numbers(backend: str) -> None:
@@ -272,11 +413,19 @@ def _explain(device: str = "sm_90", head_dim: int = 128, dtype: torch.dtype = FP
 def test_who_serves_a_call() -> None:
     if devices.triton_missing():
         pytest.skip(devices.triton_missing())
-    assert "float16 and bfloat16, not float8_e4m3fn" in _explain().rejected["hopper"]
-    for arguments in ({}, {"head_dim": 256}, {"dropout_p": 0.1}, {"device": "sm_80"}, {"device": "gfx942"}):
+    found = _explain()
+    assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
+        ("transpose", "hopper"),
+        ("forward", "hopper"),
+    ]
+    assert "up to 128 columns, and these 256" in _explain(head_dim=256).rejected["hopper"]
+    for arguments in ({"head_dim": 256}, {"dropout_p": 0.1}, {"device": "sm_80"}, {"device": "gfx942"}):
         found = _explain(**arguments)
         assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("forward", "triton")]
     assert _explain("cpu").backend == "cpu"
+    block_mask = flashtile.patterns.causal(4096).to("meta")
+    assert _explain(block_mask=block_mask).backend == "triton"
+    assert _explain(block_mask=block_mask, backend="hopper").backend == "hopper"
 
 
 # Making them

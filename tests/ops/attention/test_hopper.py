@@ -23,10 +23,21 @@ from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import backward_launch, configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
-from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, SCORE_FORMS, SERIALISED
-from machine_code import Binary, Call, compile_hopper, compile_hopper_backward, hopper_plan, sass, serialised_products
+from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
+from machine_code import (
+    Binary,
+    Call,
+    compile_hopper,
+    compile_hopper_backward,
+    hopper_plan,
+    instructions,
+    sass,
+    serialised_products,
+    spilled_bytes,
+)
 
-_LIMIT = devices.KNOWN_DEVICES["sm_90"].shared_memory
+_SM_90 = devices.KNOWN_DEVICES["sm_90"]
+_LIMIT = _SM_90.shared_memory
 _CALL = Call(head_dim=128, head_dim_v=128)
 
 
@@ -43,6 +54,9 @@ def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | Non
     [
         ({}, "hopper"),
         ({"dtype": torch.float16}, "hopper"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim": 256}, "hopper"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 136}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "triton"),
         ({"head_dim": 1}, "hopper"),
         ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
         ({"head_dim": 257}, "triton"),
@@ -155,6 +169,15 @@ def test_every_head_fits_shared_memory() -> None:
             widths, widths_v = configs.column_chunks(head_dim), configs.column_chunks(head_dim_v)
             assert not config.q_in_registers
             assert all(width_v in (0, width) for width, width_v in zip(widths, widths_v, strict=True))
+
+
+def test_every_8_bit_head_fits_shared_memory() -> None:
+    for head_dim, head_dim_v in _HEADS:
+        if head_dim_v <= configs.MAX_HEAD_DIM_V_8:
+            config = configs.choose_config(head_dim, head_dim_v, 8192, False, False, dtype=torch.float8_e4m3fn)
+            heads = head_dim, head_dim_v, torch.float8_e4m3fn
+            assert configs.shared_memory(config, *heads) <= configs.SHARED_MEMORY
+            assert not configs.out_in_q(config, *heads)  # out is wider than q
 
 
 def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
@@ -282,19 +305,22 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 #: Bytes of a thread that may lie in device memory: scalars that the inner loop does not use. Three consumers have 160
 #: registers each.
 _SPILLS = {3: 80, 2: 16}
+#: With 8-bit operands a product has registers of its own: a few scalars too, and with all that may change the scores
+#: some in the branch for masks.
+_SPILLS_8 = 160
 
 
 def _instructions(binary: Binary) -> list[str]:
     return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass(binary))
 
 
-@pytest.mark.parametrize("form", FORMS | SCORE_FORMS | BLOCK_FORMS)
+@pytest.mark.parametrize("form", FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS)
 def test_machine_code(form: str) -> None:
-    call = (FORMS | SCORE_FORMS | BLOCK_FORMS)[form]
+    call = (FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS)[form]
     binary = compile_hopper(call)
     config = binary.variant.config
-    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v) <= _LIMIT
-    assert binary.spilled <= _SPILLS[config.consumers]
+    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
+    assert binary.spilled <= (_SPILLS_8 if call.dtype is torch.float8_e4m3fn else _SPILLS[config.consumers])
     assert serialised_products(binary, "sm_90a") == []
     _assert_softmax_overlaps_products(_instructions(binary), config)
     if call.block_tile:
@@ -307,7 +333,7 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     Of its two waits for products the first leaves `p v` in flight, the second none. A thread has a quarter of two rows:
     `block_n / 2` exponentials, and two that rescale. Each consumer has its own copy of the code.
     """
-    signs = {"HGMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
+    signs = {"GMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
@@ -317,6 +343,24 @@ def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], config:
     """Each consumer reads those of its first tile and those of the others, a load for each of a thread's two rows."""
     loads = sum("LDG.E.128" in line for line in instructions)
     assert loads == 4 * config.consumers
+
+
+def test_8_bit_weights_are_rounded_in_place() -> None:
+    """Two to an instruction, and none moves to another thread, or within a register, on its way to the product."""
+    lines = _instructions(compile_hopper(FP8_FORMS["fp8-128"]))
+    rounded = [line for line in lines if "F2FP.SATFINITE.E4M3" in line]
+    consumers, before_and_in_the_loop = 2, 2
+    assert len(rounded) == consumers * before_and_in_the_loop * 128 // 2 // 2
+    assert sum("QGMMA" in line for line in lines) == consumers * (2 + 2) * 4
+    assert not any("PRMT" in line for line in lines)
+
+
+@pytest.mark.parametrize("head_dim_v", [96, 128])
+def test_the_transposition_moves_16_bytes_at_a_time(head_dim_v: int) -> None:
+    compiled = compile_kernel(launch.transpose_source((torch.int32, torch.int64), head_dim_v, 128), _SM_90)
+    assert spilled_bytes(compiled.asm, _SM_90) == 0
+    moves = re.findall(r"(?:LDG|STG)\.E\.(\w+)", instructions(compiled.asm))
+    assert moves.count("128") == 16
 
 
 #: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars,
@@ -451,10 +495,10 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     assert binary.variant.index_dtypes == index_dtypes and binary.variant.top_left
 
 
-@pytest.mark.parametrize("head", ["16", "96", "192x128"])
+@pytest.mark.parametrize("form", ["16-full", "96-full", "192x128-full", "fp8-128"])
 @pytest.mark.parametrize("sequences", [None, 3], ids=["dense", "packed"])
 def test_descriptors_are_encoded_as_the_kernel_expects(
-    head: str, sequences: int | None, monkeypatch: pytest.MonkeyPatch
+    form: str, sequences: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
@@ -467,8 +511,8 @@ def test_descriptors_are_encoded_as_the_kernel_expects(
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
-    plan = hopper_plan(FORMS[f"{head}-full"]._replace(sequences=sequences))
-    compiled = compile_kernel(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES["sm_90"])
+    plan = hopper_plan((FORMS | FP8_FORMS)[form]._replace(sequences=sequences))
+    compiled = compile_kernel(launch.kernel_source(plan.launch), _SM_90)
     wanted = compiled.metadata.tensordesc_meta
     for make, boxes in zip(plan.makers, launch._boxes(plan.launch)):
         assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (boxes[1] is None)

@@ -187,7 +187,7 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     """Those of a call itself, in the order of `HopperCall`."""
     head_dim = q.shape[-1]
     # Of a scale that is not positive, the sign goes into a copy of q, whose rows lie side by side.
-    readable = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim % 8 == 0)
+    readable = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim * q.itemsize % 16 == 0)
     if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
         readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides
+from flashtile.ops.attention.spec import FP8
 
 Phase = Literal["forward", "backward"]
 
 #: Widest head of q and k, and of v.
 MAX_HEAD_DIM = 256
+
+#: Widest head of 8-bit values: a consumer's registers hold `out` and one more product beside the scores.
+MAX_HEAD_DIM_V_8 = 128
 
 #: Rows of all sequences of a packed call: see `flashtile._backends.tma.packed_layout`.
 MAX_PACKED_ROWS = 2**30
@@ -97,8 +101,10 @@ def obstacle(call: HopperCall) -> str | None:
     """Why the Hopper kernels cannot serve a call; None when they can."""
     if call.arch != "sm_90":
         return f"its kernels are for sm_90, and the tensors are on {call.arch or 'no GPU'}"
-    if call.dtype not in (torch.float16, torch.bfloat16):
-        return f"its kernels take float16 and bfloat16, not {str(call.dtype).removeprefix('torch.')}"
+    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
+        return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    if call.dtype is FP8 and call.head_dim_v > MAX_HEAD_DIM_V_8:
+        return f"its 8-bit values have heads of up to {MAX_HEAD_DIM_V_8} columns, and these {call.head_dim_v}"
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dim, call.head_dim_v)}"
     if call.dropout:
@@ -125,7 +131,7 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
         backward = choose_backward_config(call.head_dim, call.head_dim_v, blocks=True)
         block_m, block_n = backward.block_m, backward.block_n
     else:
-        forward = choose_config(call.head_dim, call.head_dim_v, LONG, False, False, blocks=True)
+        forward = choose_config(call.head_dim, call.head_dim_v, LONG, False, False, True, call.dtype)
         block_m, block_n = forward.block_m, forward.block_n
     if tile_q % block_m or tile_k % block_n:
         return (
@@ -144,12 +150,12 @@ def reluctance(call: HopperCall) -> str | None:
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether TMA can read 16-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples of 16
-    bytes."""
+    """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
+    of 16 bytes."""
     bits = 0
     for tensor in tensors:
         strides = tensor.stride()
-        bits |= tensor.data_ptr() | 2 * (strides[0] | strides[1] | strides[-2])
+        bits |= tensor.data_ptr() | tensor.itemsize * (strides[0] | strides[1] | strides[-2])
     return bits % 16 == 0
 
 
@@ -160,16 +166,18 @@ def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return contiguous_strides((*outer, -(-head_dim // 8) * 8))
 
 
-def column_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile, in one or two powers of two (the second is 0 or at least 16): 96 = 64 + 32, 192 = 128 + 64.
+def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
+    """Columns of a tile, in one or two powers of two: 96 = 64 + 32, 192 = 128 + 64. The second is 0 or at least what
+    one instruction multiplies, 16 columns, of 8-bit operands 32.
 
     Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle.
     """
-    whole = max(16, 1 << (head_dim - 1).bit_length())
+    least = 32 // dtype.itemsize
+    whole = max(least, 1 << (head_dim - 1).bit_length())
     half = whole // 2
     if whole <= 64 or head_dim <= half:
         return whole, 0
-    rest = max(16, 1 << (head_dim - half - 1).bit_length())
+    rest = max(least, 1 << (head_dim - half - 1).bit_length())
     return (half, rest) if rest < half else (whole, 0)
 
 
@@ -195,11 +203,27 @@ _NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
 _QUERIES_EARLY = HopperConfig(2, 128, 2, 240, 168, True, True)
 
 
+#: The same with 8-bit operands: products are added up in registers of their own, so there is no room for a third
+#: consumer, and half the bytes make room for more stages.
+_ROWS_8 = (
+    (128, 128, HopperConfig(2, 128, 4, 240, 168, False, True)),
+    (256, 128, HopperConfig(2, 128, 3, 240, 168, False, True)),
+)
+
+
 def choose_config(
-    head_dim: int, head_dim_v: int, max_seqlen_q: int, left: bool, right: bool, blocks: bool = False
+    head_dim: int,
+    head_dim_v: int,
+    max_seqlen_q: int,
+    left: bool,
+    right: bool,
+    blocks: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
     block mask; its tiles are usually of 128 queries."""
+    if dtype is FP8:
+        return next(config for heads, heads_v, config in _ROWS_8 if head_dim <= heads and head_dim_v <= heads_v)
     widest = max(head_dim, head_dim_v)
     if widest <= 64 and (left or blocks or max_seqlen_q <= (LONG if right else SHORT)):
         return _NARROW
@@ -208,20 +232,23 @@ def choose_config(
     return next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
 
 
-def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int) -> bool:
+def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the output leaves through the shared memory of the queries: only where it has no room of its own."""
-    return _shared_memory(config, head_dim, head_dim_v, own_out=True) > SHARED_MEMORY
+    return _shared_memory(config, head_dim, head_dim_v, dtype, own_out=True) > SHARED_MEMORY
 
 
-def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int) -> int:
+def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Estimate of the shared memory of a program, in bytes; a test compiles every row and holds it to the limit."""
-    return _shared_memory(config, head_dim, head_dim_v, own_out=not out_in_q(config, head_dim, head_dim_v))
+    return _shared_memory(
+        config, head_dim, head_dim_v, dtype, own_out=not out_in_q(config, head_dim, head_dim_v, dtype)
+    )
 
 
-def _shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, own_out: bool) -> int:
-    width, width_v = sum(column_chunks(head_dim)), sum(column_chunks(head_dim_v))
-    rows = config.block_m * (width + width_v * own_out) + config.block_n * config.stages * (width + width_v)
-    return 2 * rows + _OVERHEAD
+def _shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, own_out: bool) -> int:
+    width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v, dtype))
+    read = config.block_m * width + config.block_n * config.stages * (width + width_v)
+    written = config.block_m * width_v * own_out
+    return dtype.itemsize * read + 2 * written + _OVERHEAD
 
 
 class BackwardConfig(NamedTuple):

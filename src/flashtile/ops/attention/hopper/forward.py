@@ -12,22 +12,20 @@ tile, with `c = scale · log2(e)` (letters as in `pieces`)::
     o     = alpha·o + p v             [M, E]
 
 and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change `s` (`scores`); a sink joins `l` at the
-end. `p v` of the tile before is in flight while the exponentials of a tile are computed. Key tiles come from the last
-to the first, so that the masked ones of the diagonal come first. It is one loop with a branch for masks: accumulators
-that pass from one loop to another make ptxas serialise their products.
+end; where operands have 8 bits, `p` is rounded otherwise and `p v` added up otherwise (`eight_bits`). `p v` of the tile
+before is in flight while the exponentials of a tile are computed. Key tiles come from the last to the first, so that
+the masked ones of the diagonal come first. It is one loop with a branch for masks: accumulators that pass from one loop
+to another make ptxas serialise their products.
 
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
 
 from flashtile._backends.gluon import (
-    aggregate,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    tma_store,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.blocks import (
@@ -40,10 +38,25 @@ from flashtile.ops.attention.hopper.blocks import (
     tell,
     where_shown,
 )
+from flashtile.ops.attention.hopper.eight_bits import (
+    WEIGHT_SCALE_LOG2,
+    add_product,
+    load_descale,
+    load_values,
+    rounded_weights,
+)
+from flashtile.ops.attention.hopper.forward_pieces import (
+    Form,
+    finite,
+    join_sink,
+    start_scores,
+    start_values,
+    store_out,
+    take_queries,
+)
 from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     M,
-    coordinates,
     finish_numbers,
     hear_tile,
     join_columns,
@@ -53,58 +66,31 @@ from flashtile.ops.attention.hopper.pieces import (
     make_mailbox,
     make_ring,
     mask_scores,
-    matrix,
     next_number,
     place_of,
+    product_layout,
     release,
     row_maximum,
     row_sums,
+    scale_rows,
     settled,
     split_columns,
     tell_tile,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
-
-
-@aggregate
-class Form:
-    """What the compiled kernel is specialised for; meanings as in `configs.HopperConfig` and `launch.Variant`."""
-
-    CONSUMERS: gl.constexpr
-    Q_IN_REGISTERS: gl.constexpr
-    HALVES: gl.constexpr
-    OUT_IN_Q: gl.constexpr
-    PACKED: gl.constexpr
-    HAS_LEFT: gl.constexpr
-    HAS_RIGHT: gl.constexpr
-    TOP_LEFT: gl.constexpr
-    TILE_Q: gl.constexpr
-    TILE_K: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K
-    ):
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
-        self.HALVES = gl.constexpr(HALVES)
-        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
-        self.PACKED = gl.constexpr(PACKED)
-        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
-        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
-        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
-        self.TILE_Q = gl.constexpr(TILE_Q)
-        self.TILE_K = gl.constexpr(TILE_K)
+from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
     lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
+    descale_q_ptr, descale_k_ptr, descale_v_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head, block_order,
+    stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
+    stride_descale_v_batch, stride_descale_v_head, descale_group,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, OUT_IN_Q: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
@@ -114,11 +100,16 @@ def attention_forward_kernel(
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
     programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
     a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
-    (`blocks`). What a call does not have is None."""
-    form = Form(CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K)
+    (`blocks`). With 8-bit operands `v_desc` is of the transposed values (`eight_bits`), and descale factors are of a
+    sequence and key/value head; `descale_group` is `group` once more. What a call does not have is None.
+    """
+    EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
+    form = Form(
+        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K
+    )
     q = make_ring(q_desc, q_rest_desc, CONSUMERS, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
-    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS)
+    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS, TRANSPOSED=EIGHT_BITS)
     if OUT_IN_Q:
         out = q.tiles
         out_rest = q.rest
@@ -138,6 +129,11 @@ def attention_forward_kernel(
         listing = (blocks, make_news(STAGES))
     else:
         listing = (blocks, block_lists_ptr)
+    descales = (
+        (descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, descale_group),
+        (descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, descale_group),
+        (descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, descale_group),
+    )
     fence_async_shared()
     producing = (
         form, q, k, v, mailbox, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
@@ -147,7 +143,7 @@ def attention_forward_kernel(
     consuming = (
         form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
-        listing,
+        listing, descales,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -217,7 +213,10 @@ def _producer(
                     tell(listing[1], stage, 1, kind)
                 load_tile(k, stage, k_desc, k_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
                 mbarrier.wait(v.empty.index(stage), phase ^ 1)
-                load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+                if form.EIGHT_BITS:
+                    load_values(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, row, form.PACKED)
+                else:
+                    load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
                 pair += 1
                 if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
                     number = next_number(number, counter_ptr, dynamic)
@@ -233,9 +232,9 @@ def _consumer(WHICH: gl.constexpr, inputs):
     (
         form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
-        listing,
+        listing, descales,
     ) = inputs  # fmt: skip
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
+    s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
     heard = 0
     pair = 0
     begin = 0
@@ -260,15 +259,24 @@ def _consumer(WHICH: gl.constexpr, inputs):
         if form.TILE_Q > 0:
             key_begin = 0
             key_end = gl.maximum(tile[3], 1)
+        unit = scale_log2
+        cap_unit = cap_scale
+        if form.EIGHT_BITS:
+            factor = load_descale(descales[0], sequence, head, sequence < batch)
+            factor *= load_descale(descales[1], sequence, head, sequence < batch)
+            if cap_scale is not None:
+                cap_unit = cap_scale * factor
+            else:
+                unit = scale_log2 * factor
         slope = alibi_slopes_ptr  # None stays None
         if alibi_slopes_ptr is not None:
-            slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, scale_log2, sequence < batch)
+            slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, sequence < batch)
         mbarrier.wait(q.full.index(WHICH), heard & 1)
-        q_tile, q_rest = _take_queries(q, WHICH, s_layout, form)
-        o, o_rest, row_sum, m_scaled, pair = _visit_key_tiles(
+        q_tile, q_rest = take_queries(q, WHICH, s_layout, form)
+        o, o_rest, earlier, row_sum, m_scaled, pair = _visit_key_tiles(
             q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
-            row, shift, seq_k, window_left, window_right, scale_log2,
-            seq_k - seq_q, cap_scale, slope, my_first, listing, form,
+            row, shift, seq_k, window_left, window_right, unit,
+            seq_k - seq_q, cap_unit, slope, my_first, listing, form,
         )  # fmt: skip
         if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
             release(q.empty.index(WHICH))
@@ -278,7 +286,9 @@ def _consumer(WHICH: gl.constexpr, inputs):
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
         own = 1.0
         if sinks_ptr is not None:
-            row_sum, m_scaled, own = _join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch)
+            row_sum, m_scaled, own = join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch)
+        if form.EIGHT_BITS:
+            own *= load_descale(descales[2], sequence, head, sequence < batch)
         inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
         lse = gl.where(row_sum == 0.0, float("-inf"), m_scaled * LN_2 + gl.log(row_sum))
         if form.PACKED:
@@ -292,7 +302,9 @@ def _consumer(WHICH: gl.constexpr, inputs):
             o = warpgroup_mma_wait(0, [o])
         last_stage, _ = place_of(pair - 1, v.STAGES)
         release(v.empty.index(last_stage))
-        _store_out(
+        if form.EIGHT_BITS:
+            o, o_rest = add_product(earlier, o, o_rest, v)
+        store_out(
             o, o_rest, inverse, out.index(WHICH), out_rest.index(WHICH), out_desc, out_rest_desc,
             sequence, head, begin, seq_q, my_first, v, form,
         )  # fmt: skip
@@ -303,44 +315,6 @@ def _consumer(WHICH: gl.constexpr, inputs):
 
 
 @gluon.jit
-def _take_queries(q, WHICH: gl.constexpr, s_layout: gl.constexpr, form):
-    """The operand of the scores, in registers or where it lies; in registers its place is free for the next tile."""
-    q_tile = matrix(q.tiles.index(WHICH), M, q.WIDTH)
-    q_rest = q_tile
-    if q.REST > 0:
-        q_rest = matrix(q.rest.index(WHICH), M, q.REST)
-    if form.Q_IN_REGISTERS:
-        layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        q_tile = q_tile.load(layout)
-        if q.REST > 0:
-            q_rest = q_rest.load(layout)
-        release(q.empty.index(WHICH))
-    return q_tile, q_rest
-
-
-@gluon.jit
-def _start_scores(q_tile, q_rest, k, stage, zeros):
-    """Starts `s = q kᵀ` with the keys in a place of the ring."""
-    keys = matrix(k.tiles.index(stage), k.ROWS, k.WIDTH)
-    s = warpgroup_mma(q_tile, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if k.REST > 0:
-        keys = matrix(k.rest.index(stage), k.ROWS, k.REST)
-        s = warpgroup_mma(q_rest, keys.permute([1, 0]), s, is_async=True)
-    return s
-
-
-@gluon.jit
-def _start_values(p, o, o_rest, v, stage):
-    """Starts `o += p v` with the values in a place of the ring."""
-    o = warpgroup_mma(p, matrix(v.tiles.index(stage), v.ROWS, v.WIDTH), o, is_async=True)
-    if v.REST > 0:
-        layout: gl.constexpr = gl.DotOperandLayout(0, o_rest.type.layout, 2)
-        p = gl.convert_layout(p, layout, assert_trivial=True)
-        o_rest = warpgroup_mma(p, matrix(v.rest.index(stage), v.ROWS, v.REST), o_rest, is_async=True)
-    return o, o_rest
-
-
-@gluon.jit
 def _visit_key_tiles(
     q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
     row, shift, keys, window_left, window_right, scale_log2,
@@ -348,26 +322,28 @@ def _visit_key_tiles(
 ):  # fmt: skip
     """The online softmax over the key tiles from the last to `key_begin`, or over so many of which `news` tells.
 
-    Returns o and its second chunk with the last product in flight, the row sums in parts, the row maxima in units of
-    log2, and the number of tiles taken from the rings so far.
+    Returns o and its second chunk with the last product in flight; with 8-bit operands, where these are that product
+    alone, what it is to be added to; the row sums in parts, the row maxima in units of log2, and the number
+    of tiles taken from the rings so far.
     """
     dtype: gl.constexpr = v.tiles.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.ROWS, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.WIDTH, 16])
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    s_layout: gl.constexpr = product_layout(k.ROWS, BITS)
+    o_layout: gl.constexpr = product_layout(v.WIDTH, BITS)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     PRODUCTS: gl.constexpr = 2 if v.REST > 0 else 1
     zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
     o = gl.zeros([M, v.WIDTH], gl.float32, o_layout)
     o_rest = gl.to_tensor(0)
     if v.REST > 0:
-        o_rest = gl.zeros([M, v.REST], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.REST, 16]))
+        o_rest = gl.zeros([M, v.REST], gl.float32, product_layout(v.REST, BITS))
 
     stage, phase = place_of(pair, k.STAGES)
     mbarrier.wait(k.full.index(stage), phase)
     n = key_end - 1
     if form.TILE_Q > 0:
         n, kind, bits = hear_listed(listing, stage, my_first, k, form)
-    s = warpgroup_mma_wait(0, [_start_scores(q_tile, q_rest, k, stage, zeros)])
+    s = warpgroup_mma_wait(0, [start_scores(q_tile, q_rest, k, stage, zeros)])
     release(k.empty.index(stage))
     s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
     if form.TILE_Q > 0:
@@ -378,10 +354,17 @@ def _visit_key_tiles(
             s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
         )  # fmt: skip
     m = row_maximum(s)
-    m_scaled = _finite(m * scale_log2)
+    m_scaled = finite(m * scale_log2)
+    earlier = gl.to_tensor(0)
+    if form.EIGHT_BITS:
+        m_scaled -= WEIGHT_SCALE_LOG2
+        earlier = (o, o_rest, gl.full([M], 1.0, gl.float32, m.type.layout))
     first_probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
     row_sum = row_sums(first_probs)
-    p = gl.convert_layout(first_probs.to(dtype), p_layout)
+    if form.EIGHT_BITS:
+        p = rounded_weights(first_probs)
+    else:
+        p = gl.convert_layout(first_probs.to(dtype), p_layout)
 
     for done in range(key_begin + 1, key_end):
         n = key_begin + key_end - 1 - done
@@ -390,9 +373,9 @@ def _visit_key_tiles(
         pair += 1
         stage, phase = place_of(pair, k.STAGES)
         mbarrier.wait(k.full.index(stage), phase)
-        scores = _start_scores(q_tile, q_rest, k, stage, zeros)
+        scores = start_scores(q_tile, q_rest, k, stage, zeros)
         mbarrier.wait(v.full.index(v_stage), v_phase)
-        o, o_rest = _start_values(p, o, o_rest, v, v_stage)
+        o, o_rest = start_values(p, o, o_rest, v, v_stage, form)
         if form.TILE_Q > 0:
             n, kind, bits = hear_listed(listing, stage, my_first, k, form)
         s = warpgroup_mma_wait(PRODUCTS, [scores])
@@ -406,9 +389,11 @@ def _visit_key_tiles(
                 s, row, n * k.ROWS, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT
             )  # fmt: skip
         m_new = gl.maximum(m, row_maximum(s))
-        m_scaled = _finite(m_new * scale_log2)
+        m_scaled = finite(m_new * scale_log2)
         alpha = gl.exp2(m * scale_log2 - m_scaled)
         m = m_new
+        if form.EIGHT_BITS:
+            m_scaled -= WEIGHT_SCALE_LOG2
         row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         x = s * scale_log2 - m_scaled[:, None]
         if form.HALVES:
@@ -424,7 +409,10 @@ def _visit_key_tiles(
             release(v.empty.index(v_stage))
             probs_later = gl.exp2(x_later)
             row_sum += row_sums(probs_later)
-            p = join_columns(probs.to(dtype), probs_later.to(dtype), p_layout)
+            if form.EIGHT_BITS:
+                p = rounded_weights(join_columns(probs, probs_later, s_layout))
+            else:
+                p = join_columns(probs.to(dtype), probs_later.to(dtype), p_layout)
         else:
             probs = gl.exp2(x)
             row_sum = settled(row_sum + row_sums(probs))
@@ -433,12 +421,19 @@ def _visit_key_tiles(
             else:
                 o, probs = warpgroup_mma_wait(0, [o, probs])
             release(v.empty.index(v_stage))
-            p = gl.convert_layout(probs.to(dtype), p_layout)
-        o, o_rest = _scale_rows(o, o_rest, alpha, v)
+            if form.EIGHT_BITS:
+                p = rounded_weights(probs)
+            else:
+                p = gl.convert_layout(probs.to(dtype), p_layout)
+        if form.EIGHT_BITS:
+            total, total_rest = add_product(earlier, o, o_rest, v)
+            earlier = (total, total_rest, alpha)
+        else:
+            o, o_rest = scale_rows(o, o_rest, alpha, v)
 
     mbarrier.wait(v.full.index(stage), phase)
-    o, o_rest = _start_values(p, o, o_rest, v, stage)
-    return o, o_rest, row_sum, m_scaled, pair + 1
+    o, o_rest = start_values(p, o, o_rest, v, stage, form)
+    return o, o_rest, earlier, row_sum, m_scaled, pair + 1
 
 
 @gluon.jit
@@ -449,45 +444,3 @@ def _modified(s, diagonal, first_key, cap_scale, slope):
     if slope is not None:
         s = lowered_by_distance(s, diagonal, first_key, slope)
     return s
-
-
-@gluon.jit
-def _join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch):
-    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
-    rows past the end of a packed call (sequence number `batch`) have no sink."""
-    sink = gl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
-    seen = gl.where(row_sum == 0.0, float("-inf"), m_scaled)
-    top = _finite(gl.maximum(seen, sink))
-    own = gl.exp2(seen - top)
-    return row_sum * own + gl.exp2(sink - top), top, own
-
-
-@gluon.jit
-def _finite(m):
-    """While a row has seen nothing its maximum is -inf; the difference is then taken against 0, or it would be NaN."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def _scale_rows(o, o_rest, factor, v):
-    o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
-    if v.REST > 0:
-        o_rest = o_rest * gl.convert_layout(factor, gl.SliceLayout(1, o_rest.type.layout))[:, None]
-    return o, o_rest
-
-
-@gluon.jit
-def _store_out(
-    o, o_rest, inverse, out, out_rest, out_desc, out_rest_desc, sequence, head, begin, seq_q, row, v, form
-):  # fmt: skip
-    """Divides by the row sums and starts the store, through shared memory. Rows past the end are not written."""
-    dtype: gl.constexpr = out.dtype
-    o, o_rest = _scale_rows(o, o_rest, inverse, v)
-    tma_store_wait(0)  # of the tile before: until it has been read from there
-    matrix(out, M, v.WIDTH).store(o.to(dtype))
-    if v.REST > 0:
-        matrix(out_rest, M, v.REST).store(o_rest.to(dtype))
-    fence_async_shared()
-    tma_store(out_desc, coordinates(sequence, head, begin, seq_q, row, 0, form.PACKED), out)
-    if v.REST > 0:
-        tma_store(out_rest_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_rest)

@@ -33,7 +33,9 @@ from flashtile.ops.attention.hopper.configs import (
     choose_config,
     column_chunks,
     out_in_q,
+    tile_width,
 )
+from flashtile.ops.attention.hopper.eight_bits import attention_transpose_kernel
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
 from flashtile.ops.attention.hopper.score_parameters import (
     ScoreVariant,
@@ -46,13 +48,18 @@ from flashtile.ops.attention.plans import (
     block_places,
     block_sizes,
     clipped_window,
+    descale_scalars,
+    descale_strides,
+    descale_types,
     packing,
     positive_scale,
     tiles_of,
 )
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 
 __all__ = ["backward", "forward", "kernel_source"]
+
+_NO_DESCALES = (None, None, None)
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
@@ -73,6 +80,16 @@ class Variant(NamedTuple):
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
     scores: ScoreVariant
     block_tile: tuple[int, int] | None = None
+    descales: tuple[bool, ...] = (False, False, False)
+
+
+class Transposition(NamedTuple):
+    """The launch that transposes 8-bit values: `launch(programs, *pointers, *scalars)`, and what it fills."""
+
+    launch: Callable[..., None]
+    programs: int
+    scalars: tuple[int, ...]
+    output: Layout
 
 
 class Plan(NamedTuple):
@@ -83,6 +100,7 @@ class Plan(NamedTuple):
         dynamic: programs take tiles as they come, and the launch needs counters.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
+        transposition: of 8-bit values, which the kernel reads transposed; else None.
     """
 
     launch: Callable[..., None]
@@ -91,6 +109,7 @@ class Plan(NamedTuple):
     makers: tuple[Callable[[int], tuple], ...]
     scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
+    transposition: Transposition | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -109,11 +128,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         alibi_dimensions(side),
         side.sinks is not None,
         block_sizes(side),
+        _NO_DESCALES if q.dtype is not FP8 else descale_strides(side),
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
     if not plan.programs:
         return out.zero_(), lse.fill_(float("-inf"))
+    if plan.transposition is not None:
+        v = _transposed(v, cu_seqlens_k, plan.transposition)
     of_q, of_k, of_v, of_out = plan.makers
     plan.launch(
         plan.programs,
@@ -123,10 +145,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *of_out(out.data_ptr()),
         lse.data_ptr(),
         _counter(q.device).data_ptr() if plan.dynamic else None,
-        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side))),
+        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)),
         *plan.scalars,
     )
     return out, lse
+
+
+def _transposed(v: Tensor, cu_seqlens_k: Tensor | None, transposition: Transposition) -> Tensor:
+    transposed = empty(*transposition.output, v.device)
+    pointers = v.data_ptr(), transposed.data_ptr(), pointer(cu_seqlens_k)
+    transposition.launch(transposition.programs, *pointers, *transposition.scalars)
+    return transposed
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -161,6 +190,7 @@ def _plan(
     alibi: int = 0,
     sinks: bool = False,
     blocks: tuple[int, int] | None = None,
+    descales: tuple[tuple[int, ...] | None, ...] = _NO_DESCALES,
 ) -> Plan:
     """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
@@ -168,7 +198,7 @@ def _plan(
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
     left, right = spec.window_left is not None, spec.window_right is not None
-    config = choose_config(head_dim, head_dim_v, max_seqlen_q, left, right, blocks is not None)
+    config = choose_config(head_dim, head_dim_v, max_seqlen_q, left, right, blocks is not None, dtype)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
@@ -178,10 +208,10 @@ def _plan(
     dynamic = (packed or spec.banded or blocks is not None) and tiles * lines > programs
     variant = Variant(
         dtype,
-        column_chunks(head_dim),
-        column_chunks(head_dim_v),
+        column_chunks(head_dim, dtype),
+        column_chunks(head_dim_v, dtype),
         config,
-        out_in_q(config, head_dim, head_dim_v),
+        out_in_q(config, head_dim, head_dim_v, dtype),
         packed,
         left,
         right,
@@ -189,11 +219,12 @@ def _plan(
         index_dtypes,
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
         block_tile,
+        tuple(strides is not None for strides in descales),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
     outputs = (
-        Layout(out_shape, contiguous_strides(out_shape), dtype),
+        Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)),
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
     if not programs:
@@ -203,36 +234,61 @@ def _plan(
         *clipped_window(spec),
         *score_scalars(spec, heads, alibi),
         *block_places(spec, rows_q, rows_k, blocks, by_column=False),
+        *descale_scalars(descales).values(),
+        None if descales == _NO_DESCALES else heads // heads_kv,
     )
-    makers = _makers(variant, (*shapes, out_shape), (*strides, outputs[0].strides))
-    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs)
+    layouts = [
+        (packed_layout if packed else TensorLayout)(tuple(shape), tuple(stride))
+        for shape, stride in zip((*shapes, out_shape), (*strides, outputs[0].strides))
+    ]
+    transposition = None
+    if dtype is FP8:
+        transposition = _transposition(variant, v_shape, strides[2], batch, device)
+        layouts[2] = TensorLayout(*transposition.output[:2])
+    makers = tuple(
+        chunks_maker(_dtype_of(name, variant), boxes, layout)
+        for name, boxes, layout in zip(_MOVED, _boxes(variant), layouts)
+    )
+    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs, transposition)
+
+
+def _transposition(
+    variant: Variant, shape: torch.Size, strides: tuple[int, ...], batch: int, device: torch.device
+) -> Transposition:
+    """How the values of a call become `[batch or 1, heads_kv, head_dim_v, keys]`, keys in whole tiles."""
+    rows_k, heads_kv, head_dim_v = shape[-3:]
+    keys = variant.config.block_n
+    tiles = tiles_of(rows_k, keys, batch, variant.packed)
+    lines = heads_kv * (1 if variant.packed else batch)
+    transposed = (1 if variant.packed else batch, heads_kv, head_dim_v, tiles * keys)
+    words = [stride // 4 for stride in (0, *strides)[-4:-1]]
+    launch = _transposer(variant.index_dtypes, head_dim_v, keys, device)
+    output = Layout(transposed, contiguous_strides(transposed), variant.dtype)
+    return Transposition(launch, tiles * lines, (*words, batch, heads_kv, rows_k, tiles), output)
 
 
 def _launch_nothing(programs: int, *arguments: object) -> None:
     raise AssertionError("a plan without programs is not launched")
 
 
-def _makers(
-    variant: Variant, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...], ...]
-) -> tuple[Callable[[int], tuple], ...]:
-    describe = packed_layout if variant.packed else TensorLayout
-    return tuple(
-        chunks_maker(variant.dtype, boxes, describe(tuple(shape), tuple(stride)))
-        for boxes, shape, stride in zip(_boxes(variant), shapes, strides)
-    )
-
-
 def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
     """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one."""
     rows = {"q": CONSUMER_ROWS, "k": variant.config.block_n, "v": variant.config.block_n, "out": CONSUMER_ROWS}
     outer = (1, 1) if variant.packed else (1,)
-    return [
-        tuple(
-            (*outer, rows[name], 1, width) if width else None
-            for width in (variant.chunks if name in ("q", "k") else variant.chunks_v)
-        )
-        for name in _MOVED
-    ]
+
+    def box(name: str, width: int) -> tuple[int, ...] | None:
+        if not width:
+            return None
+        if name == "v" and variant.dtype is FP8:
+            return (1, 1, width, rows[name])
+        return (*outer, rows[name], 1, width)
+
+    widths = {"q": variant.chunks, "k": variant.chunks, "v": variant.chunks_v, "out": variant.chunks_v}
+    return [tuple(box(name, width) for width in widths[name]) for name in _MOVED]
+
+
+def _dtype_of(name: str, variant: Variant) -> torch.dtype:
+    return out_dtype(variant.dtype) if name == "out" else variant.dtype
 
 
 @functools.cache
@@ -244,9 +300,9 @@ def kernel_source(variant: Variant) -> KernelSource:
     """The specialisation of the forward kernel for a variant, as the launcher and ahead-of-time compilation take it."""
     config = variant.config
     names = attention_forward_kernel.arg_names
-    boxes = [box for boxes in _boxes(variant) for box in boxes]
+    moved = [(_dtype_of(name, variant), box) for name, boxes in zip(_MOVED, _boxes(variant)) for box in boxes]
     types = {
-        name: "constexpr" if box is None else descriptor_type(variant.dtype, box) for name, box in zip(names, boxes)
+        name: "constexpr" if box is None else descriptor_type(dtype, box) for name, (dtype, box) in zip(names, moved)
     }
     cu_seqlens = variant.index_dtypes or (None, None)
     types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"} | parameter_types(variant.scores)
@@ -255,6 +311,8 @@ def kernel_source(variant: Variant) -> KernelSource:
         f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
         for of, dtype in zip("qk", cu_seqlens)
     }
+    types |= descale_types(variant.descales, "i32")
+    types["descale_group"] = "i32" if any(variant.descales) else "constexpr"
     constants = {
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
@@ -281,4 +339,36 @@ def kernel_source(variant: Variant) -> KernelSource:
         num_warps=4,
         num_stages=1,
         max_registers=config.max_registers,
+    )
+
+
+@functools.cache
+def _transposer(
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None, head_dim_v: int, keys: int, device: torch.device
+) -> Callable[..., None]:
+    return make_launcher(transpose_source(index_dtypes, head_dim_v, keys), device, device_facts(device))
+
+
+def transpose_source(index_dtypes: tuple[torch.dtype, torch.dtype] | None, head_dim_v: int, keys: int) -> KernelSource:
+    """The kernel that transposes values of `head_dim_v` columns in tiles of so many keys."""
+    constants: dict[str, object] = {
+        "HEAD_DIM_V": head_dim_v,
+        "E": tile_width(head_dim_v),
+        "N": keys,
+        "PACKED": index_dtypes is not None,
+    }
+    names = [name for name in attention_transpose_kernel.arg_names if name not in constants]
+    types = {"v_ptr": "*i32", "out_ptr": "*i32"}
+    types["cu_seqlens_k_ptr"] = "constexpr" if index_dtypes is None else "*" + ELEMENT_TYPES[index_dtypes[1]]
+    if index_dtypes is None:
+        constants["cu_seqlens_k_ptr"] = None
+    # Addresses and strides are multiples of 16 bytes.
+    multiples = {"v_ptr": 16, "out_ptr": 16} | {name: 4 for name in names if name.startswith("stride_")}
+    return KernelSource(
+        attention_transpose_kernel,
+        tuple(types.get(name, "i32") for name in names),
+        tuple(multiples.get(name, 1) for name in names),
+        constants,
+        num_warps=4,
+        num_stages=1,
     )

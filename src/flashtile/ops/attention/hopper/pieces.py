@@ -43,7 +43,8 @@ FIELDS = gl.constexpr(6)
 class Ring:
     """Tiles in shared memory that a producer fills and consumers empty. Each place has a barrier for either.
 
-    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again.
+    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again. Of a ring
+    of transposed tiles `ROWS`, `WIDTH` and `REST` are those of the tensor too: a place holds `[WIDTH, ROWS]`.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -99,10 +100,11 @@ def release(barrier):
 
 
 @gluon.jit
-def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr, TRANSPOSED: gl.constexpr = False):
     """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `rest_desc` may be None."""
-    ROWS: gl.constexpr = desc.block_shape[-3]
-    WIDTH: gl.constexpr = desc.block_shape[-1]
+    WIDTH_AT: gl.constexpr = -2 if TRANSPOSED else -1
+    ROWS: gl.constexpr = desc.block_shape[-1 if TRANSPOSED else -3]
+    WIDTH: gl.constexpr = desc.block_shape[WIDTH_AT]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, READERS * WARPGROUP)
@@ -110,7 +112,7 @@ def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES)
     else:
         rest = gl.allocate_shared_memory(desc.dtype, [STAGES] + rest_desc.block_shape, rest_desc.layout)
-        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[-1], STAGES)
+        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[WIDTH_AT], STAGES)
     return ring
 
 
@@ -127,14 +129,20 @@ def place_of(count, STAGES: gl.constexpr):
 
 
 @gluon.constexpr_function
-def matrix_layout(WIDTH):
-    return gl.NVMMASharedLayout(min(128, 2 * WIDTH), 16, 2)
+def matrix_layout(WIDTH, BITS=16):
+    return gl.NVMMASharedLayout(min(128, BITS // 8 * WIDTH), BITS, 2)
+
+
+@gluon.constexpr_function
+def product_layout(COLUMNS, BITS=16):
+    """Of the result of a product `[M, COLUMNS]` of operands with so many bits an element."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
 
 
 @gluon.jit
 def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     """A tile as the two-dimensional operand of a matrix product, `[ROWS, WIDTH]`."""
-    layout: gl.constexpr = matrix_layout(WIDTH)
+    layout: gl.constexpr = matrix_layout(WIDTH, tile.dtype.primitive_bitwidth)
     return reinterpret(tile, tile.dtype, [ROWS, WIDTH], layout)
 
 
@@ -158,7 +166,7 @@ def coordinates(sequence, head, begin, length, row, COLUMN: gl.constexpr, PACKED
 def load_tile(ring, stage, desc, rest_desc, sequence, head, begin, length, row, PACKED: gl.constexpr):
     """Starts the load of rows `row...` of a sequence into a place of a ring, which must be empty."""
     full = ring.full.index(stage)
-    mbarrier.expect(full, 2 * ring.ROWS * (ring.WIDTH + ring.REST))
+    mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * ring.ROWS * (ring.WIDTH + ring.REST))
     tma_load(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), full, ring.tiles.index(stage))
     if ring.REST > 0:
         place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
@@ -366,6 +374,15 @@ def row_sums(p):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     partial = gl.sum(gl.reshape(p, [M, p.shape[1] // 8, 8]), 1)
     return gl.convert_layout(partial, layout, assert_trivial=True)
+
+
+@gluon.jit
+def scale_rows(o, o_rest, factor, v):
+    """Both chunks of `[M, E]` times `[M]`."""
+    o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+    if v.REST > 0:
+        o_rest = o_rest * gl.convert_layout(factor, gl.SliceLayout(1, o_rest.type.layout))[:, None]
+    return o, o_rest
 
 
 @gluon.jit

@@ -1,0 +1,127 @@
+"""Pieces of the forward kernel for Hopper: its form, its operands and products, sinks, and the store of out.
+
+Letters as in `pieces` and `forward`.
+"""
+
+from flashtile._backends.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+)
+from flashtile.ops.attention.hopper.eight_bits import values_operand, weights_operand
+from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, release, scale_rows
+from flashtile.ops.attention.hopper.scores import LOG2_E
+
+
+@aggregate
+class Form:
+    """What the compiled kernel is specialised for; meanings as in `configs.HopperConfig` and `launch.Variant`."""
+
+    EIGHT_BITS: gl.constexpr
+    CONSUMERS: gl.constexpr
+    Q_IN_REGISTERS: gl.constexpr
+    HALVES: gl.constexpr
+    OUT_IN_Q: gl.constexpr
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    TILE_Q: gl.constexpr
+    TILE_K: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
+        TILE_Q, TILE_K,
+    ):  # fmt: skip
+        self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
+        self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
+        self.HALVES = gl.constexpr(HALVES)
+        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.PACKED = gl.constexpr(PACKED)
+        self.HAS_LEFT = gl.constexpr(HAS_LEFT)
+        self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+        self.TILE_Q = gl.constexpr(TILE_Q)
+        self.TILE_K = gl.constexpr(TILE_K)
+
+
+@gluon.jit
+def take_queries(q, WHICH: gl.constexpr, s_layout: gl.constexpr, form):
+    """The operand of the scores, in registers or where it lies; in registers its place is free for the next tile."""
+    q_tile = matrix(q.tiles.index(WHICH), M, q.WIDTH)
+    q_rest = q_tile
+    if q.REST > 0:
+        q_rest = matrix(q.rest.index(WHICH), M, q.REST)
+    if form.Q_IN_REGISTERS:
+        layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 32 // q.tiles.dtype.primitive_bitwidth)
+        q_tile = q_tile.load(layout)
+        if q.REST > 0:
+            q_rest = q_rest.load(layout)
+        release(q.empty.index(WHICH))
+    return q_tile, q_rest
+
+
+@gluon.jit
+def start_scores(q_tile, q_rest, k, stage, zeros):
+    """Starts `s = q kᵀ` with the keys in a place of the ring."""
+    keys = matrix(k.tiles.index(stage), k.ROWS, k.WIDTH)
+    s = warpgroup_mma(q_tile, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    if k.REST > 0:
+        keys = matrix(k.rest.index(stage), k.ROWS, k.REST)
+        s = warpgroup_mma(q_rest, keys.permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def start_values(p, o, o_rest, v, stage, form):
+    """Starts `o += p v` with the values in a place of the ring; `o = p v` of 8-bit operands."""
+    ADDS: gl.constexpr = not form.EIGHT_BITS
+    if form.EIGHT_BITS:
+        p = weights_operand(p, gl.DotOperandLayout(0, o.type.layout, 4))
+    o = warpgroup_mma(p, values_operand(v.tiles.index(stage), v.ROWS, v.WIDTH), o, use_acc=ADDS, is_async=True)
+    if v.REST > 0:
+        layout: gl.constexpr = gl.DotOperandLayout(0, o_rest.type.layout, p.type.layout.k_width)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+        rest = values_operand(v.rest.index(stage), v.ROWS, v.REST)
+        o_rest = warpgroup_mma(p, rest, o_rest, use_acc=ADDS, is_async=True)
+    return o, o_rest
+
+
+@gluon.jit
+def join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch):
+    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
+    rows past the end of a packed call (sequence number `batch`) have no sink."""
+    sink = gl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+    seen = gl.where(row_sum == 0.0, float("-inf"), m_scaled)
+    top = finite(gl.maximum(seen, sink))
+    own = gl.exp2(seen - top)
+    return row_sum * own + gl.exp2(sink - top), top, own
+
+
+@gluon.jit
+def finite(m):
+    """While a row has seen nothing its maximum is -inf; the difference is then taken against 0, or it would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def store_out(
+    o, o_rest, inverse, out, out_rest, out_desc, out_rest_desc, sequence, head, begin, seq_q, row, v, form
+):  # fmt: skip
+    """Divides by the row sums and starts the store, through shared memory. Rows past the end are not written."""
+    dtype: gl.constexpr = out.dtype
+    o, o_rest = scale_rows(o, o_rest, inverse, v)
+    tma_store_wait(0)  # of the tile before: until it has been read from there
+    matrix(out, M, v.WIDTH).store(o.to(dtype))
+    if v.REST > 0:
+        matrix(out_rest, M, v.REST).store(o_rest.to(dtype))
+    fence_async_shared()
+    tma_store(out_desc, coordinates(sequence, head, begin, seq_q, row, 0, form.PACKED), out)
+    if v.REST > 0:
+        tma_store(out_rest_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_rest)
