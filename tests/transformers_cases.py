@@ -86,7 +86,7 @@ OTHERS = {
         "cls_token_id": 1, "sep_token_id": 2}),
     "t5": Tiny("T5Config", "AutoModelForSeq2SeqLM", {
         "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
-        "dropout_rate": 0.0, "decoder_start_token_id": 0}, "text to text"),
+        "dropout_rate": 0.0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}, "text to text"),
     "bart": Tiny("BartConfig", "AutoModelForSeq2SeqLM", {**bart_sizes(), "max_position_embeddings": 64},
                  "text to text"),
     "whisper": Tiny("WhisperConfig", "AutoModelForSpeechSeq2Seq", {

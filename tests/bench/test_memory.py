@@ -11,15 +11,15 @@ from flashtile.bench.memory import peak_facts
 CASE = Case(1, 1024, 4, 4, 64, 64, dtype="fp16")
 
 
-def bound(impl, device):
+def facts(impl, device, phase):
     implementation = next(each for each in IMPLEMENTATIONS if each.name == impl)
     with implementation.context():
-        return Bound(implementation, CASE, make_inputs(CASE, torch.device(device)))
+        return Bound(implementation, CASE, make_inputs(CASE, torch.device(device))).facts(phase)
 
 
 def test_nothing_is_told_of_a_cpu():
     assert peak_facts(lambda: [torch.ones(3)], [torch.ones(3)]) == {}
-    assert bound("flashtile-cpu", "cpu").facts("bwd") == {}
+    assert facts("flashtile-cpu", "cpu", "bwd") == {}
 
 
 @pytest.mark.gpu
@@ -38,7 +38,7 @@ def test_what_is_neither_input_nor_result_counts():
 @pytest.mark.gpu
 def test_attention_takes_less_than_its_matrix_of_scores():
     matrix = 4 * 1024 * 1024 * 2 / 2**20
-    ours = bound("flashtile-triton", "cuda").facts("bwd")["peak_mib"]
-    plain = bound("sdpa-math", "cuda").facts("bwd")["peak_mib"]
+    ours = facts("flashtile-triton", "cuda", "bwd")["peak_mib"]
+    plain = facts("sdpa-math", "cuda", "bwd")["peak_mib"]
     assert ours < matrix < plain
-    assert bound("flashtile-triton", "cuda").facts("fwd") == {}
+    assert facts("flashtile-triton", "cuda", "fwd") == {}

@@ -153,6 +153,7 @@ def test_arguments_and_our_implementations():
 def test_gpu_results_are_right(change):
     case = DecodeCase(2, 4096, **change)
     chosen = [each for each in IMPLEMENTATIONS if each.name in ("flashtile-triton", "sdpa-flash")]
-    rows = runner.run_case(case, chosen, CUDA, 0.01, problem_of)
+    with runner.side_stream(CUDA):
+        rows = runner.run_case(case, chosen, CUDA, 0.01, problem_of)
     assert rows[0]["ms"] is not None, rows[0]
     assert rows[0]["timer"] == "cuda-graph"

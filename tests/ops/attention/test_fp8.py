@@ -155,7 +155,9 @@ def _product(q: Tensor, k: Tensor) -> Tensor:
     for batch in range(q.shape[0] if rows and keys else 0):
         for head in range(q.shape[1]):
             left, right = padded[0][batch, head].contiguous(), padded[1][batch, head].contiguous()
-            of_this = torch._scaled_mm(left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+            of_this = torch._scaled_mm(
+                left, right.T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=True
+            )
             product[batch, head] = of_this[:rows, :keys]
     return product
 
@@ -423,9 +425,7 @@ def test_who_serves_a_call() -> None:
         found = _explain(**arguments)
         assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [("forward", "triton")]
     assert _explain("cpu").backend == "cpu"
-    block_mask = flashtile.patterns.causal(4096).to("meta")
-    assert _explain(block_mask=block_mask).backend == "triton"
-    assert _explain(block_mask=block_mask, backend="hopper").backend == "hopper"
+    assert _explain(block_mask=flashtile.patterns.causal(4096).to("meta")).backend == "hopper"
 
 
 # Making them

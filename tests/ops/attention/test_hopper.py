@@ -86,10 +86,8 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
     [{}, {"block_tile": (256, 384)}, {"head_dim": 192}, {"head_dim_v": 256, "block_tile": (128, 64)}],
     ids=str,
 )
-def test_block_masks_are_served_by_name_alone(phase: configs.Phase, changes: dict) -> None:
-    changes = {"block_tile": (128, 128), **changes}
-    assert _chosen(phase, **changes) == "triton"
-    assert _chosen(phase, "hopper", **changes) == "hopper"
+def test_block_masks_of_large_tiles_are_served(phase: configs.Phase, changes: dict) -> None:
+    assert _chosen(phase, **{"block_tile": (128, 128), **changes}) == "hopper"
 
 
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:

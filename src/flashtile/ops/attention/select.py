@@ -56,8 +56,6 @@ def choose_backend(
         "cpu": backends.cpu_obstacle(device_type),
         "reference": None,
     }
-    if requested == "auto" and hopper_call and not obstacles["hopper"]:
-        obstacles["hopper"] = hopper.reluctance(hopper_call)
     if requested == "hopper" and obstacles["hopper"] and hopper_call and hopper_call.phase == "backward":
         requested = "triton"
     return backends.choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, _NO_REFERENCE)

@@ -141,14 +141,6 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
     return None
 
 
-def reluctance(call: HopperCall) -> str | None:
-    """Why "auto" leaves a call that these kernels serve to the portable ones; None where it does not.
-
-    Block masks: the walk over their lists passed its tests on a GPU, but not yet in the form that it has now.
-    """
-    return None if call.block_tile is None else "with a block_mask it runs only when asked for by name, so far"
-
-
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
     of 16 bytes."""

@@ -63,6 +63,8 @@ def backward(
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     """Runs the kernel of column sums. Returns `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, float32."""
+    if spec.scale <= 0:
+        q, spec, _ = positive_scale(q, spec)
     plan = plan_for("column_sums", q, k, k, None, side, spec)
     sums = empty(*plan.outputs[0], q.device)
     if plan.programs:
