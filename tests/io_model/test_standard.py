@@ -11,10 +11,12 @@ from flashtile.bench.standard import causal_mask, standard_attention
 
 #: What changes no memory.
 VIEWS = {"transpose", "detach", "alias", "expand", "view", "t", "new_empty", "empty"}
+#: Kernels that an operation runs on a GPU, where not one. Either of these two reads two matrices and writes one.
+KERNELS = {"_softmax_backward_data": 2}
 
 
 class CountBytes(TorchDispatchMode):
-    """Bytes of the tensors that each operation reads and writes; one that it writes in place counts twice."""
+    """Bytes of the tensors that each operation's kernels read and write; one written in place counts twice."""
 
     def __init__(self):
         super().__init__()
@@ -27,8 +29,9 @@ class CountBytes(TorchDispatchMode):
             given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             if name == "baddbmm" and (kwargs or {}).get("beta") == 0:
                 given = given[1:]
-            self.read += sum(t.nbytes for t in given)
-            self.written += sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+            times = KERNELS.get(name, 1)
+            self.read += times * sum(t.nbytes for t in given)
+            self.written += times * sum(t.nbytes for t in tree_leaves(result) if isinstance(t, torch.Tensor))
         return result
 
 
@@ -52,6 +55,18 @@ def test_the_computation_is_attention():
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     out = standard_attention(q, k, v, causal_mask(20, torch.float64, q.device))
     torch.testing.assert_close(out, expected)
+
+
+def test_the_backward_of_softmax_multiplies_in_a_kernel_of_its_own():
+    """As PyTorch's CUDA function does: the second kernel reads what the first writes, and the weights again."""
+    products, softmax = (
+        work
+        for work in io_model.standard(io_model.Shape(1, 2, 64, 16, dropout_p=0.1)).kernels
+        if work.name in ("products = dweights ∘ weights", "softmax, backward")
+    )
+    assert [t.tensor for t in products.transfers] == ["dweights", "weights", "products"]
+    assert [t.tensor for t in softmax.transfers] == ["products", "weights", "dscores"]
+    assert products.bytes == softmax.bytes == 3 * 2 * 64 * 64 * 2
 
 
 def test_grouped_heads_are_repeated_and_their_gradients_summed():

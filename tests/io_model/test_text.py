@@ -12,7 +12,7 @@ def test_comparison_has_a_line_for_each_computation_and_kernel():
     assert [line.split()[0] for line in short[2:]] == ["standard", "tiled"]
     kernels = len(io_model.standard(SHAPE).kernels) + len(io_model.tiled(SHAPE, H200).kernels)
     assert len(long) == len(short) + kernels
-    assert short[2].split()[1:3] == ["825", "36.5"]
+    assert short[2].split()[1:3] == ["825", "42.9"]
 
 
 def test_summary_ends_with_the_sum():

@@ -8,8 +8,8 @@ The steps are those of PyTorch's own functions, called as `benchmarks/io_counter
     kept    = dropout(weights)                                      with dropout
     out     = kept @ v
 
-and their gradients as autograd computes them. A matrix is larger than any cache, so that each step reads and writes
-device memory; the mask, which all of them share, stays in the cache.
+and their gradients as autograd computes them, in the kernels that run on a GPU. A matrix is larger than any cache, so
+that each kernel reads and writes device memory; the mask, which all of them share, stays in the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Steps:
         self._sizes = {
             **{name: sizes[of] for name, of in (("q", "q"), ("dq", "q"), ("out", "out"), ("dout", "out"))},
             **{name: group * sizes[of] for name, of in (("k", "k"), ("dk", "k"), ("v", "v"), ("dv", "v"))},
-            **dict.fromkeys(("scores", "weights", "kept", "dkept", "dweights", "dscores"), matrix),
+            **dict.fromkeys(("scores", "weights", "kept", "dkept", "dweights", "products", "dscores"), matrix),
             "mask": shape.seq_q * shape.keys * shape.dtype.itemsize,
             "keeps": shape.pairs,  # a byte for each weight
         }
@@ -94,10 +94,21 @@ class _Steps:
             found.append(self._work("dropout, backward", "bwd", "dkept keeps", "dweights"))
         return [
             *found,
-            self._work("softmax, backward", "bwd", "dweights weights", "dscores"),
+            *self._softmax_backward(),
             self._work("dq = dscores · k", "bwd", "dscores k", "dq", flops=product),
             self._work("dk = dscoresᵀ · q", "bwd", "dscores q", "dk", flops=product),
             self._work("scale · dq and dk", "bwd", "dq dk", "dq dk"),
+        ]
+
+    def _softmax_backward(self) -> list[Work]:
+        """`dscores = products - weights · sum(products)` with `products = dweights ∘ weights`.
+
+        One pass could compute both; PyTorch's CUDA function makes the products in a kernel of their own before the one
+        that sums them. No flops: those of matrix products alone are counted.
+        """
+        return [
+            self._work("products = dweights ∘ weights", "bwd", "dweights weights", "products"),
+            self._work("softmax, backward", "bwd", "products weights", "dscores"),
         ]
 
     def _products(self) -> tuple[float, float]:
