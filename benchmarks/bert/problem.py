@@ -206,7 +206,8 @@ class BertProblem:
         self._case, self._batch, self._device = case, batch.to(device), device
         self._autocast = case.dtype == "bf16"
         torch.manual_seed(0)
-        self._state = BertForPreTraining(case.config).state_dict()
+        with device:  # where random weights take the least time
+            self._state = BertForPreTraining(case.config).state_dict()
         self._exact = self._trained(torch.float64)
         self._eager = self._trained(torch.float32)
 
@@ -217,8 +218,11 @@ class BertProblem:
         return None
 
     def bind(self, implementation: Implementation) -> Training:
-        model = implementation.build(self._case.config, self._state).to(self._device)
-        return Training(model, self._batch, self._autocast)
+        return Training(self._built(implementation.build), self._batch, self._autocast)
+
+    def _built(self, build: Callable[[BertConfig, dict[str, Tensor]], Model]) -> Model:
+        with self._device:
+            return build(self._case.config, self._state)
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
         return judge_losses(results, self._exact, self._eager, self._autocast)
@@ -230,7 +234,7 @@ class BertProblem:
         return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
 
     def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = _transformers("eager")(self._case.config, self._state).to(self._device, dtype)
+        model = self._built(_transformers("eager")).to(dtype)
         some = self._batch.shortest_and_longest()
         return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
 
