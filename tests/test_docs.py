@@ -209,7 +209,8 @@ def test_decoding_speeds_are_those_of_the_record():
         if row["op"] != "copy" and not case["append"]:
             found[case["B"], case["S"], row["impl"], case["page"]] = f"{round(row['gbps']):,}"
     columns = [
-        *(("flashtile-triton", page) for page in (None, 16, 64)), ("sdpa-flash", None), ("sdpa-cudnn", None)
+        *(("flashtile-triton", page) for page in (None, 16, 64)),
+        *((peer, None) for peer in ("sdpa-flash", "sdpa-cudnn", "fa4")),
     ]  # fmt: skip
     table = _table((ROOT / "README.md").read_text("utf-8"), "cache")[1:]
     for name, *cells in table:
