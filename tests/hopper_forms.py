@@ -78,7 +78,7 @@ def _backward(
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
-        block_tile,
+        block_tile, hides_rows=packed or block_tile is not None,
     )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Call(NamedTuple):
         sequences: number of sequences of a packed call (`seq_q`, `seq_k` are then totals), None for a dense one.
         row_stride: distance of the rows of q, where it is not contiguous.
         misalignment: the addresses of all inputs modulo 16.
+        hides_rows: lengths or the band may hide all keys from a row; of what else may, the call itself tells.
         descales: with factors of 8-bit inputs.
     """
 
@@ -64,6 +65,7 @@ class Call(NamedTuple):
     alibi: int = 0
     sinks: bool = False
     sums_slopes: bool = False
+    hides_rows: bool = False
     block_tile: tuple[int, int] | None = None
     patterns: bool = True
     origin: Origin | None = None
@@ -113,8 +115,14 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
             spec,
             call.has_dlse,
             call.sums_slopes,
+            kernel == "dq" and _hides_rows(call),
             call.allow_tf32,
         )
+
+
+def _hides_rows(call: Call) -> bool:
+    """As `may_hide_rows` of the tensors, but for lengths and the band."""
+    return call.hides_rows or not (call.key_lengths_dtype is call.mask is call.bias is call.block_tile is None)
 
 
 def _block_shape(call: Call) -> tuple[int, int, int, int] | None:

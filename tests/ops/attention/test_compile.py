@@ -22,7 +22,7 @@ from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.plan import TableVariant
-from machine_code import Call, compile_call, sass, serialised_products
+from machine_code import Call, compile_call, plan, sass, serialised_products
 
 _KERNELS = ("forward", "dq", "dkdv")
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -219,6 +219,7 @@ _FEATURES = {
     "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
     "bias_past_its_end": _Feature(Call(bias=_BIAS, seq_q=4001), {"bias": _TABLE._replace(covered=False)}),
     "sinks": _Feature(Call(sinks=True), {}),
+    "hidden_rows": _Feature(Call(window_right=0, sequences=3, sinks=True, hides_rows=True), {}),
     "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "patterns": True, "whole": True}),
     "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"patterns": False}),
     "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"block_tile": (192, 64)}),
@@ -257,6 +258,16 @@ def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
     binary = compile_call(kernel, arch, call)
     assert {name: getattr(binary.variant, name) for name in shows} == shows
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+
+
+def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
+    """Into contiguous memory, as the kernels that read the copy are fastest; sinks are known then, and only then."""
+    device = devices.KNOWN_DEVICES["sm_90"]
+    plain, hiding = (plan("dq", device, Call(sinks=True, hides_rows=hides)) for hides in (False, True))
+    assert not plain.launch.hides_rows and not plain.launch.sinks and len(plain.outputs) == 2
+    assert hiding.launch.hides_rows and hiding.launch.sinks
+    assert hiding.outputs[2] == ((2, 4096, 4, 64), (4096 * 4 * 64, 4 * 64, 64, 1), _BF16)
+    assert plan("dkdv", device, Call(hides_rows=True)).launch == plan("dkdv", device, Call()).launch
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])

@@ -425,6 +425,8 @@ _LAUNCHED_BACKWARDS = {
     "36-packed-ordered": (36, 40, {"deterministic": True}, True),
     "192-packed-softcap": (192, 192, {"softcap": 3.0}, True),
     "192x128-blocks": (192, 128, {"block_shape": (1, 1, 128, 128)}, False),
+    "64-hidden-rows-sinks": (64, 64, {"window_right": -1, "deterministic": True}, False),
+    "36-packed-hidden-rows": (36, 40, {"window_right": -1, "deterministic": True}, True),
 }
 
 
@@ -454,7 +456,6 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
 
     monkeypatch.setattr(backward_launch, "_launcher", launcher)
     monkeypatch.setattr(backward_launch, "_plan", backward_launch._plan.__wrapped__)
-    monkeypatch.setattr(backward_launch, "may_hide_rows", lambda *_: False)  # which would copy dout
     monkeypatch.setattr(
         tma.triton.runtime.driver,
         "_active",
@@ -471,18 +472,27 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     if "block_shape" in arguments:
         mask = patterns.causal(50)
         side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
+    if "sinks" in name:
+        side = side._replace(sinks=torch.zeros(2))
     grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and configs.aligned(grad)
     main, begin = launched["main"], launched["begin"]
-    for given, at in {"q": q, "k": k, "v": v, "dout": dout, "dk": grads.k, "dv": grads.v}.items():
+    assert ("quiet_ptr" in begin) == (side.sinks is None and ("blocks" in name or "hidden" in name))
+    assert (begin["dout_ptr"] == dout.data_ptr()) == (side.sinks is None)
+    assert main["dout_desc"] == begin.get("quiet_ptr", begin["dout_ptr"])
+    assert ("dout_rest_desc" in main) == (128 < dout.shape[-1] <= 192)
+    for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
         assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
     assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
     assert ("turns_ptr" in main) == arguments.get("deterministic", False)
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
-    buffers = sorted(at for of, at in begin.items() if of in ("sums_ptr", "statistics_ptr", "turns_ptr"))
+    buffers = [begin[of] for of in ("sums_ptr", "statistics_ptr", "quiet_ptr", "turns_ptr") if of in begin]
+    assert buffers == sorted(buffers)
     assert all(at % 16 == 0 for at in buffers)
+    if "quiet_ptr" in begin and "turns_ptr" in begin:
+        assert begin["turns_ptr"] - begin["quiet_ptr"] == dout.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

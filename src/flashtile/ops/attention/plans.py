@@ -142,45 +142,34 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
     return (right is not None and shift + right < 0) or (left is not None and seq_q - 1 + shift - left >= seq_k)
 
 
-class Upstream(NamedTuple):
-    """What comes from above and may go through the kernels.
+def quiet_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """A contiguous dout with zeros in rows that see no key, for kernels that do not make their own.
 
-    Attributes:
-        dout: zero in the rows that see no key.
-        dlse: without NaN and infinity in those that see a sink alone.
-        sinks: what was taken out of dlse, `[heads]`: part of the sinks' gradient, else of none.
+    Of rows that see their sink alone only what is not finite is taken away: the rest does nothing anyway.
     """
+    loud = _alone(out, lse, sinks) & ~dout.isfinite().all(dim=-1).transpose(-1, -2)
+    hidden = (lse.isneginf() | loud).transpose(-1, -2).contiguous()  # the result takes its order in memory
+    return torch.where(hidden.unsqueeze(-1), 0.0, dout).contiguous()
 
-    dout: Tensor
-    dlse: Tensor | None
-    sinks: Tensor | None = None
 
+def quiet_lse_gradient(dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of lse without NaN and infinity in rows that see their sink alone: a weight of 0 does not stop them.
 
-def quiet_rows(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Upstream:
-    """Lets nothing pass through rows that see no key, not even NaN, which a weight of 0 would not stop in the products
-    of a kernel.
+    The kernels take everything from rows that have no sink either (`lse = -inf`).
 
-    Such a row has `lse = -inf`, or beside sinks `out = 0` and the sink as its lse, up to rounding. Of the latter only
-    what is not finite is taken away: the rest does nothing anyway.
+    Returns:
+        dlse, and what was taken out of it, `[heads]`: part of the sinks' gradient, else of none.
     """
-    blind = lse.isneginf()
-    if sinks is None:
-        return Upstream(_with_zeros(dout, blind), dlse)
-    alone = ~blind & ~out.any(dim=-1).transpose(-1, -2) & torch.isclose(lse, sinks[:, None], rtol=1e-6, atol=1e-6)
-    loud = alone & ~dout.isfinite().all(dim=-1).transpose(-1, -2)
-    dout = _with_zeros(dout, blind | loud)
-    if dlse is None:
-        return Upstream(dout, None)
-    loud = alone & ~dlse.isfinite()
+    loud = _alone(out, lse, sinks) & ~dlse.isfinite()
     of_sinks = torch.where(loud, dlse, 0.0).sum(-1)
-    return Upstream(dout, torch.where(loud, 0.0, dlse), of_sinks if of_sinks.dim() == 1 else of_sinks.sum(0))
+    return torch.where(loud, 0.0, dlse), of_sinks if of_sinks.dim() == 1 else of_sinks.sum(0)
 
 
-def _with_zeros(dout: Tensor, rows: Tensor) -> Tensor:
-    """dout with zeros in some rows, `[*, heads, rows]`. A contiguous one stays contiguous, and the kernels are fastest
-    then: the result takes the order in memory of the rows, so these are brought into that of dout first."""
-    quiet = torch.where(rows.transpose(-1, -2).contiguous().unsqueeze(-1), 0.0, dout)
-    return quiet if quiet.stride(-1) == 1 else quiet.contiguous()
+def _alone(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Rows that see their sink alone, `[*, heads, rows]`: they have `out = 0` and the sink as their lse, up to
+    rounding."""
+    near = torch.isclose(sinks[:, None], lse, rtol=1e-6, atol=1e-6)
+    return near & ~lse.isneginf() & ~out.any(dim=-1).transpose(-1, -2)
 
 
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:

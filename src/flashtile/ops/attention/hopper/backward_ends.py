@@ -1,4 +1,5 @@
-"""What comes before and after the main backward kernel: the statistics of the queries, and dq in its own dtype.
+"""What comes before and after the main backward kernel: the statistics of the queries, where rows may see no key their
+dout without these, and dq in its own dtype.
 
 Both are bound by device memory. Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one
 head of a sequence; packed: one head) is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin
@@ -38,14 +39,15 @@ def _columns_together(WIDTH):
 
 @gluon.jit
 def attention_begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, cu_seqlens_q_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, quiet_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Writes lse in units of log2 and `delta = rowsum(dout · out) - dlse` of one tile, in the order that
     `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed
-    and where key tiles count their turns to do so."""
+    and where key tiles count their turns to do so. `quiet_ptr`, where rows may see no key: dout for the main kernel, in
+    the layout of out, with zeros in these rows, whose weights of 0 would not stop NaN there."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -58,7 +60,8 @@ def attention_begin_kernel(
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < rows)[:, None] & (column < HEAD_DIM_V)[None, :]
     out_row = (sequence.to(gl.int64) * rows_q if not PACKED else begin.to(gl.int64)) + row
-    out = gl.load(out_ptr + (out_row * heads + head)[:, None] * HEAD_DIM_V + column[None, :], mask=mask, other=0.0)
+    elements = (out_row * heads + head)[:, None] * HEAD_DIM_V + column[None, :]
+    out = gl.load(out_ptr + elements, mask=mask, other=0.0)
     dout_row = (begin.to(gl.int64) if PACKED else gl.to_tensor(0).to(gl.int64)) + row
     dout_base = dout_ptr + head * stride_dout_head.to(gl.int64)
     if not PACKED:
@@ -68,6 +71,10 @@ def attention_begin_kernel(
 
     numbers = (head.to(gl.int64) if PACKED else line.to(gl.int64)) * rows_q + (begin if PACKED else 0) + row
     lse = gl.load(lse_ptr + numbers, mask=row < rows, other=float("-inf"))
+    if quiet_ptr is not None:
+        hidden = lse == float("-inf")
+        delta = gl.where(hidden, 0.0, delta)
+        gl.store(quiet_ptr + elements, gl.where(hidden[:, None], 0.0, dout), mask=mask)
     seen = lse > float("-inf")
     if HAS_DLSE:
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).

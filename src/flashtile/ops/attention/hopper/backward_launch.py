@@ -49,7 +49,8 @@ from flashtile.ops.attention.plans import (
     may_hide_rows,
     packing,
     positive_scale,
-    quiet_rows,
+    quiet_gradient,
+    quiet_lse_gradient,
     tiles_of,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
@@ -71,6 +72,7 @@ class BackwardVariant(NamedTuple):
     index_dtypes: tuple[torch.dtype, torch.dtype] | None
     scores: ScoreVariant = ScoreVariant()
     block_tile: tuple[int, int] | None = None
+    hides_rows: bool = False
 
 
 class Launch(NamedTuple):
@@ -87,8 +89,9 @@ class BackwardPlan(NamedTuple):
     Attributes:
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv.
-        scratch: one float32 buffer for the sums of dq, the statistics and, where dq is added up in order, the turns.
-        statistics_at, turns_at: where in it those begin, in bytes.
+        scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
+            and where dq is added up in order the turns.
+        statistics_at, quiet_at, turns_at: where in it those begin, in bytes.
     """
 
     begin: Launch
@@ -98,6 +101,7 @@ class BackwardPlan(NamedTuple):
     outputs: tuple[Layout, Layout, Layout]
     scratch: Layout
     statistics_at: int
+    quiet_at: int
     turns_at: int
 
 
@@ -121,8 +125,12 @@ def backward(
     sign, more = 1, None
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
-    if may_hide_rows(q, k, side, spec):
-        dout, dlse, more = quiet_rows(dout, dlse, out, lse, side.sinks)
+    hides_rows = may_hide_rows(q, k, side, spec)
+    if hides_rows and side.sinks is not None:
+        hides_rows = False  # of rows that see a sink alone the kernels know nothing
+        dout = quiet_gradient(dout, out, lse, side.sinks)
+        if dlse is not None:
+            dlse, more = quiet_lse_gradient(dlse, out, lse, side.sinks)
     out, dout = _readable(out.contiguous()), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -135,29 +143,31 @@ def backward(
         dlse is not None,
         alibi_dimensions(side),
         block_sizes(side),
+        hides_rows,
     )
     dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
     scratch = empty(*plan.scratch, q.device)
     sums = scratch.data_ptr()
     statistics = sums + plan.statistics_at
     turns = sums + plan.turns_at if spec.deterministic else None
-    dout_address = dout.data_ptr()
+    quiet = sums + plan.quiet_at if hides_rows else None
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
-        plan.begin.programs, out.data_ptr(), dout_address, lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        cu_seqlens_q, *plan.begin.scalars,
+        plan.begin.programs, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
+        quiet, cu_seqlens_q, *plan.begin.scalars,
     )  # fmt: skip
     descriptors = plan.describe(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, sums, dk.data_ptr(), dv.data_ptr()
-    )
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), quiet or dout.data_ptr(), statistics, sums, dk.data_ptr(),
+        dv.data_ptr(),
+    )  # fmt: skip
     plan.main.launch(
         plan.main.programs, *descriptors, turns, cu_seqlens_q, cu_seqlens_k, slopes, lists, *plan.main.scalars
     )
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
-        rows = scratch[plan.statistics_at // 4 : plan.turns_at // 4].view(2 * plan.end.programs, -1)
+        rows = scratch[plan.statistics_at // 4 : plan.quiet_at // 4].view(2 * plan.end.programs, -1)
         dsinks = _sink_gradient(rows, side.sinks, lse)
         if more is not None:
             dsinks += more
@@ -192,6 +202,7 @@ def _plan(
     has_dlse: bool,
     alibi: int = 0,
     blocks: tuple[int, int] | None = None,
+    hides_rows: bool = False,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
@@ -222,7 +233,8 @@ def _plan(
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
-    begin, main, end = (_launcher(kernel, variant, device) for kernel in ("begin", "main", "end"))
+    begin = _launcher("begin", variant._replace(hides_rows=hides_rows), device)
+    main, end = (_launcher(kernel, variant, device) for kernel in ("main", "end"))
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
         *(batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles),
@@ -234,7 +246,13 @@ def _plan(
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in shapes)
     tiles = query_tiles * lines
     sums, statistics = (math.prod(shape) for shape in _buffers(variant, tiles).values())
-    scratch = sums + statistics + (tiles if spec.deterministic else 0)
+    dout_shape = (*q_shape[:-1], head_dim_v)
+    quiet = 0
+    if hides_rows:
+        # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
+        quiet = math.prod(dout_shape) * dtype.itemsize // 4
+        strides = (*strides[:3], contiguous_strides(dout_shape))
+    scratch = sums + statistics + quiet + (tiles if spec.deterministic else 0)
     return BackwardPlan(
         Launch(begin, tiles, (*row_strides, *common)),
         Launch(main, key_tiles * lines_kv, scalars),
@@ -244,6 +262,7 @@ def _plan(
         Layout((scratch,), (1,), torch.float32),
         4 * sums,
         4 * (sums + statistics),
+        4 * (sums + statistics + quiet),
     )
 
 
@@ -399,6 +418,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "statistics_ptr": ("*fp32", 16),
         "sums_ptr": ("*fp32", 16),
         "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
+        "quiet_ptr": ("*" + element, 16) if variant.hides_rows else ("constexpr", 1),
         "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
         "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
         "scale": ("fp32", 1),

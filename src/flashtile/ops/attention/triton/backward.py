@@ -12,8 +12,9 @@ With `p = exp(scale·s - lse)`, keep mask `z = kept / (1 - dropout_p)` (1 withou
 `exp` takes the scores as `scores.modified_scores` makes them, and in front of a soft cap ds has its derivative too. The
 gradient of the bias is ds, summed by a kernel of its own (`bias_gradient`).
 
-The dq kernel also writes delta, and lse in units of log2, for the dk/dv kernel. Each output tile has one owner that
-sums in a fixed order: no atomics, so the gradients are the same in every run. Letters as in `tiles`.
+The dq kernel also writes, for the kernels after it, delta, lse in units of log2, and where rows may see no key the dout
+to read. Each output tile has one owner that sums in a fixed order: no atomics, so the gradients are the same in every
+run. Letters as in `tiles`.
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), section 3.
 """
@@ -50,9 +51,9 @@ from flashtile.ops.attention.triton.tiles import (
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, slope_sums_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, slope_sums_ptr, quiet_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -76,7 +77,9 @@ def attention_dq_kernel(
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
-    it, in the shape of lse."""
+    it, in the shape of lse. `quiet_ptr`, where rows may see no key: dout for the other kernels, in the layout of out,
+    with zeros in these rows, whose weights of 0 would not stop NaN there. `sinks_ptr`: those that lse counts, beside
+    it."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
@@ -103,12 +106,23 @@ def attention_dq_kernel(
     # In units of log2; +inf for rows that saw no key, so that their p is 0.
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    if quiet_ptr is not None:
+        hidden = _hidden_rows(lse, delta, out_tile, sinks_ptr, head)
+        delta = tl.where(hidden, 0.0, delta)
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + statistics, mask=row < rows_left, other=0.0)
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= tl.where(lse == float("inf"), 0.0, dlse)
     pair = tl.arange(0, 2)[None, :]
     tl.store(statistics_ptr + 4 * statistics[:, None] + pair, tl.join(lse, delta), mask=(row < rows_left)[:, None])
+    if quiet_ptr is not None:
+        # From here on +inf marks all of them. The loop reads dout as it came: here a row spreads to itself alone.
+        quiet_base = head_pointer(
+            quiet_ptr, sequence, begin_q + first, head, stride_out_batch, STRIDE_OUT_ROW, stride_out_head, PACKED
+        )
+        quiet_tile = tl.where(hidden[:, None], 0.0, dout_tile)
+        store_rows(quiet_base, STRIDE_OUT_ROW, 0, rows_left, quiet_tile, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+        lse = tl.where(hidden, float("inf"), lse)
 
     keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
     shift = 0 if TOP_LEFT else seq_k - seq_q
@@ -142,12 +156,31 @@ def attention_dq_kernel(
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
         SUMS_SLOPES=slope_sums_ptr is not None,
     )  # fmt: skip
+    if quiet_ptr is not None:
+        dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)
+        slope_sums = tl.where(lse == float("inf"), 0.0, slope_sums)
     if slope_sums_ptr is not None:
         tl.store(slope_sums_ptr + statistics, slope_sums, mask=row < rows_left)
     dq_base = head_pointer(
         dq_ptr, sequence, begin_q + first, head, stride_dq_batch, STRIDE_DQ_ROW, stride_dq_head, PACKED
     )
     store_rows(dq_base, STRIDE_DQ_ROW, 0, rows_left, dq * scale, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def _hidden_rows(lse, delta, out_tile, sinks_ptr, head):
+    """Rows through which nothing may pass, `[M]`: those that saw no key (lse is +inf here, and in units of log2), and
+    of those that see their sink alone the ones whose dout is not finite, so that delta is NaN.
+
+    A row that sees its sink alone has `out = 0` and the sink as its lse, up to rounding. A row with tiny weights may
+    look like it, and has gradients; so finite numbers, which do no harm, stay.
+    """
+    hidden = lse == float("inf")
+    if sinks_ptr is not None:
+        near = tl.abs(tl.load(sinks_ptr + head) * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
+        alone = near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
+        hidden = hidden | (alone & (delta != delta))
+    return hidden
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
-from flashtile.ops.attention.plans import may_hide_rows, positive_scale, quiet_rows
+from flashtile.ops.attention.plans import may_hide_rows, positive_scale, quiet_lse_gradient
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
@@ -45,12 +45,13 @@ def backward(
 ) -> Gradients:
     """Runs the dq kernel, then the dk/dv kernel, and that of the bias where its gradient is wanted. Deterministic."""
     sign, more = 1, None
-    if may_hide_rows(q, k, side, spec):
-        dout, dlse, more = quiet_rows(dout, dlse, out, lse, side.sinks)
+    hides_rows = may_hide_rows(q, k, side, spec)
+    if hides_rows and dlse is not None and side.sinks is not None:
+        dlse, more = quiet_lse_gradient(dlse, out, lse, side.sinks)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
-    dq, statistics, slope_sums = backward_queries(
-        dout, dlse, q, k, v, out, lse, side, spec, sums_slopes=wanted.alibi_slopes
+    dq, statistics, slope_sums, dout = backward_queries(
+        dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows
     )
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
@@ -85,17 +86,21 @@ def backward_queries(
     side: SideInputs,
     spec: AttentionSpec,
     sums_slopes: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, and with
-    `sums_slopes` what each row adds to the gradient of its slope, in the shape of lse."""
+    hides_rows: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, with `sums_slopes`
+    what each row adds to the gradient of its slope, in the shape of lse, and the dout that the other kernels read: with
+    `hides_rows` a contiguous copy with zeros in rows that see no key."""
     out, lse, dlse = out.contiguous(), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes)
-    dq, statistics = _outputs(plan, q.device)
+    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows)
+    dq, statistics, *copies = _outputs(plan, q.device)
+    quiet, sinks = (copies[0], side.sinks) if hides_rows else (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.programs:
-        tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums)
-        plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side)[:-1], *plan.scalars)
-    return dq, statistics, slope_sums
+        tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
+        pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks))
+        plan.launch(plan.programs, *pointers, *plan.scalars)
+    return dq, statistics, slope_sums, dout if quiet is None else quiet
 
 
 def backward_keys(
@@ -158,9 +163,8 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor) -> Tensor:
     return -(by_head if by_head.dim() == 1 else by_head.sum(0))
 
 
-def _outputs(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor]:
-    first, second = plan.outputs
-    return empty(*first, device), empty(*second, device)
+def _outputs(plan: Plan, device: torch.device) -> list[Tensor]:
+    return [empty(*layout, device) for layout in plan.outputs]
 
 
 def _side_pointers(side: SideInputs) -> tuple:

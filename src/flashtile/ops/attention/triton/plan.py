@@ -126,6 +126,7 @@ class Variant(NamedTuple):
     sinks: bool
     descales: tuple[bool, ...]
     sums_slopes: bool
+    hides_rows: bool
     sums_dtype: torch.dtype
     precision: str
     pointer_multiple: int
@@ -152,6 +153,7 @@ def plan_for(
     spec: AttentionSpec,
     has_dlse: bool = False,
     sums_slopes: bool = False,
+    hides_rows: bool = False,
 ) -> Plan:
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     dout_stride = None
@@ -170,6 +172,7 @@ def plan_for(
         spec,
         has_dlse,
         sums_slopes,
+        hides_rows,
         torch._C._get_cublas_allow_tf32(),
     )
 
@@ -187,6 +190,7 @@ def _plan(
     spec: AttentionSpec,
     has_dlse: bool,
     sums_slopes: bool,
+    hides_rows: bool,
     allow_tf32: bool,
 ) -> Plan:
     """Everything that can be decided before the tensors' contents are known."""
@@ -209,7 +213,7 @@ def _plan(
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
     parts = _parts(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else 1
-    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts)
+    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts, hides_rows)
     variant = Variant(
         dtype,
         head_dim,
@@ -234,9 +238,10 @@ def _plan(
         spec.origin is not None,
         spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
         power_of_two_factor(side.pattern_misalignment),
-        side.sinks and kernel == "forward",
+        side.sinks and (kernel == "forward" or hides_rows),
         tuple(strides is not None for strides in side.descales),
         sums_slopes,
+        hides_rows,
         outputs[0].dtype if kernel == "dbias" else torch.float32,
         dot_precision(dtype, facts, allow_tf32),
         power_of_two_factor(misalignment),
@@ -335,15 +340,17 @@ def _sum_scalars(bias: Table, shapes: tuple[tuple[int, ...], ...], parts: int) -
 
 
 def _output_layouts(
-    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int
-) -> tuple[Layout, ...]:
-    """What the kernel writes: (out, lse), (dq, statistics), (dk, dv), or the parts of the bias's gradient."""
+    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int,
+    hides_rows: bool,
+) -> tuple[Layout, ...]:  # fmt: skip
+    """What the kernel writes: (out, lse), (dq, statistics), with `hides_rows` (dq, statistics, dout for the others),
+    (dk, dv), or the parts of the bias's gradient."""
     q_shape, k_shape, v_shape = shapes
     *sequences, rows, heads, _ = q_shape
-    lse_shape = (*sequences, heads, rows)
+    out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
     outputs = {
-        "forward": (((*q_shape[:-1], v_shape[-1]), out_dtype(dtype)), (lse_shape, torch.float32)),
-        "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32)),
+        "forward": ((out_shape, out_dtype(dtype)), (lse_shape, torch.float32)),
+        "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32), *(((out_shape, dtype),) if hides_rows else ())),
         "dkdv": ((k_shape, dtype), (v_shape, dtype)),
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
         "dbias": (((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32),),
@@ -477,6 +484,8 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
     if name in optional:
         of, present = optional[name]
         return (of, 1) if present else absent
+    if name == "quiet_ptr":
+        return ("*" + ELEMENT_TYPES[variant.dtype], 16) if variant.hides_rows else absent
     if name == "sums_ptr":
         return "*" + ELEMENT_TYPES[variant.sums_dtype], 16
     if name in ("statistics_ptr", "lse_ptr", "dlse_ptr"):
