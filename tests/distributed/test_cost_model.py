@@ -84,9 +84,10 @@ def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
     assert done.stdout.count("131,072") == 1
 
 
-def test_the_guide_has_the_figures_of_the_record():
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_the_guide_has_the_figures_of_the_record(gpus: int) -> None:
     """Measured and predicted efficiencies, forward and forward with backward."""
-    rows = json.loads((ROOT / "benchmarks/results/h200x4-context-parallel.json").read_text("utf-8"))["rows"]
+    rows = json.loads((ROOT / f"benchmarks/results/h200x{gpus}-context-parallel.json").read_text("utf-8"))["rows"]
     text = (ROOT / "docs/scaling.md").read_text("utf-8")
     lines = 0
     for row in rows:
@@ -97,7 +98,8 @@ def test_the_guide_has_the_figures_of_the_record():
         if both["ms"] is None:
             continue
         load = Load(case["S"], case["H"], case["Hkv"], case["D"], case["causal"], case["B"])
-        found = [efficiency(cost(strategy, load, 4, H200, phase), load, 4, H200, phase) for phase in ("fwd", "fwd+bwd")]
+        phases = ("fwd", "fwd+bwd")
+        found = [efficiency(cost(strategy, load, gpus, H200, phase), load, gpus, H200, phase) for phase in phases]
         name = f"{case['S']:,}{', causal' if case['causal'] else ''}"
         measured = f"{row['efficiency']:.2f} / {both['efficiency']:.2f}"
         assert f"| {name} | `{strategy}` | {measured} | {found[0]:.2f} / {found[1]:.2f} |" in text

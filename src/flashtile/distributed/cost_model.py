@@ -39,7 +39,7 @@ class Machine:
 #: H200s in nodes of 8. Compute is what this project measured on one (benchmarks/results/h200-attention.json, 128
 #: columns, 16,384 tokens, causal); links are 80 % of NVLink 4 (450 GB/s each way) and of one 400 Gb/s port for each
 #: GPU; memory 80 % of 4.8 TB/s. Shares and latency are assumptions, to be exchanged for measurements.
-H200 = Machine(forward=684e12, backward=585e12, near=360e9, far=40e9, memory=3.8e12)
+H200 = Machine(forward=676e12, backward=580e12, near=360e9, far=40e9, memory=3.8e12)
 
 
 @dataclass(frozen=True)
