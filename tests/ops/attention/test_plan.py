@@ -11,7 +11,9 @@ from flashtile._backends.alignment import power_of_two_factor
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
-from flashtile.ops.attention.triton.plan import kernel_source
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton.plan import Plan, kernel_source
 from machine_code import Call, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -166,3 +168,19 @@ def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
     types = dict(zip(source.function.arg_names, source.types, strict=False))
     assert types["cu_seqlens_q_ptr"] == "*i32"
     assert types["cu_seqlens_k_ptr"] == "*i64"
+
+
+def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
+    launched: list[tuple] = []
+    faked = Plan(lambda *given: launched.append(given), 1, (), (((1,), (1,), torch.float32),) * 2)
+    monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
+    monkeypatch.setattr(launch, "pointer", lambda tensor: 0 if tensor is None else tensor.data_ptr())
+    x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
+    worse = torch.zeros(33, dtype=torch.bfloat16)[1:].view(1, 4, 1, 8)
+    assert x.data_ptr() % 16 == 0 != worse.data_ptr() % 16
+    for out, as_given in ((x, True), (worse, False)):
+        lse = torch.zeros(1, 1, 4)
+        launch.backward_queries(x, None, x, x, x, out, lse, SideInputs(None, None, 4, 4), AttentionSpec(1.0))
+        read = launched.pop()[4]
+        assert read % 16 == 0 and (read == out.data_ptr()) is as_given
