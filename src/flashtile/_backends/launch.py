@@ -67,7 +67,9 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     signature = dict(zip(names, source.types))
     signature.update(dict.fromkeys(names[len(source.types) :], "constexpr"))
     attributes = {
-        (index,): [["tt.divisibility", multiple]] for index, multiple in enumerate(source.multiples) if multiple > 1
+        (index,): [["tt.divisibility", multiple]]
+        for index, (of, multiple) in enumerate(zip(source.types, source.multiples))
+        if multiple > 1 and of != "constexpr"  # from 3.7 on what is not passed must state nothing
     }
     make_source = _gluon_source() if source.function.is_gluon() else ASTSource
     ast = make_source(source.function, signature, constexprs=source.constants, attrs=attributes)

@@ -18,6 +18,7 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 from flashtile import BlockMask, patterns
+from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import operator, select
@@ -377,6 +378,17 @@ def test_machine_code_of_the_backward(form: str) -> None:
     assert any("HGMMA" in line for line in _instructions(binary))
     for kernel in ("begin", "end"):
         assert compile_hopper_backward(kernel, variant).spilled == 0
+
+
+def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Triton 3.7 on a multiple of a parameter without a value is an error."""
+    stated = []
+    monkeypatch.setattr(backend_launch, "_gluon_source", lambda: lambda *_, attrs, **__: stated.extend(attrs))
+    monkeypatch.setattr(backend_launch.triton, "compile", lambda *_, **__: None)
+    source = backward_launch.backward_source("main", BACKWARD_FORMS["64"])
+    compile_kernel(source, _SM_90)
+    compile_kernel(backward_launch.backward_source("end", BACKWARD_FORMS["64"]), _SM_90)
+    assert "constexpr" in source.types and stated == [(0,), (1,)]  # the pointers of `end`
 
 
 @pytest.mark.parametrize("blocks", [False, True])
