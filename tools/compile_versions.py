@@ -14,7 +14,7 @@ import sys
 
 import triton
 
-from hopper_forms import BACKWARD_FORMS, FORMS, SERIALISED
+from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import Binary, compile_hopper, compile_hopper_backward, serialised_products
 
 
@@ -30,7 +30,8 @@ def report(name: str, binary: Binary, expected: bool = False) -> bool:
 
 
 def main() -> int:
-    problems = sum(report(f"forward {name}", compile_hopper(call)) for name, call in FORMS.items())
+    forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS
+    problems = sum(report(f"forward {name}", compile_hopper(call)) for name, call in forms.items())
     for name, variant in BACKWARD_FORMS.items():
         for kernel in ("begin", "main", "end"):
             binary = compile_hopper_backward(kernel, variant)
