@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
 from flashtile._backends.gluon import gl
+from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.hopper import configs, forward, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
 
@@ -66,16 +67,8 @@ def compile_cut(head_dim: int, name: str, causal: bool) -> None:
     flashtile.attention(*qkv, **factors, causal=causal, backend="hopper")
 
 
-def milliseconds(function: Callable[[], object], calls: int = 12) -> float:
-    for _ in range(3):
-        function()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-    for begin, end in events:
-        begin.record()
-        function()
-        end.record()
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in events)
+def milliseconds(function: Callable[[], object]) -> float:
+    return statistics.median(EventTimer(function).sample(seconds=0.01))
 
 
 def speed() -> None:

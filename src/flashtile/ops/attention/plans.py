@@ -142,6 +142,13 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
     return (right is not None and shift + right < 0) or (left is not None and seq_q - 1 + shift - left >= seq_k)
 
 
+def contiguous_on_16_bytes(out: Tensor) -> Tensor:
+    """An out that every kernel can read, wherever it lay. On Hopper they are compiled for that, elsewhere for where q,
+    k, v and dout lie."""
+    out = out.contiguous()
+    return out.clone() if out.data_ptr() % 16 else out
+
+
 def quiet_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """A contiguous dout with zeros in rows that see no key, for kernels that do not make their own.
 

@@ -46,6 +46,7 @@ from flashtile.ops.attention.plans import (
     block_places,
     block_sizes,
     clipped_window,
+    contiguous_on_16_bytes,
     may_hide_rows,
     packing,
     positive_scale,
@@ -131,7 +132,7 @@ def backward(
         dout = quiet_gradient(dout, out, lse, side.sinks)
         if dlse is not None:
             dlse, more = quiet_lse_gradient(dlse, out, lse, side.sinks)
-    out, dout = _readable(out.contiguous()), _readable(dout)
+    out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
         q.dtype,

@@ -290,9 +290,6 @@ _BACKWARD_ROWS = (
     (256, 256, BackwardConfig(64, 64, 1, 2, 1, 64, True, True, 208)),
 )
 
-#: Instead of the row of 192 and 128 columns, where there is a block mask.
-_LISTED_WIDE = BackwardConfig(128, 64, 2, 2, 2, 64, False, True, 208)
-
 #: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
@@ -317,11 +314,10 @@ def tile_width(head_dim: int) -> int:
 def choose_backward_config(
     head_dim: int, head_dim_v: int, softcap: bool = False, blocks: bool = False
 ) -> BackwardConfig:
-    """The row of a call: the first that holds the head. `blocks`: there is a block mask."""
-    if blocks and not softcap and 128 < head_dim <= 192 and head_dim_v <= 128:
-        return _LISTED_WIDE
+    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists."""
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
-    return next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
-from flashtile.ops.attention.plans import may_hide_rows, positive_scale, quiet_lse_gradient
+from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, quiet_lse_gradient
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
@@ -91,7 +91,7 @@ def backward_queries(
     """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, with `sums_slopes`
     what each row adds to the gradient of its slope, in the shape of lse, and the dout that the other kernels read: with
     `hides_rows` a contiguous copy with zeros in rows that see no key."""
-    out, lse, dlse = _on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
+    out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows)
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet, sinks = (copies[0], side.sinks) if hides_rows else (None, None)
@@ -101,12 +101,6 @@ def backward_queries(
         pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks))
         plan.launch(plan.programs, *pointers, *plan.scalars)
     return dq, statistics, slope_sums, dout if quiet is None else quiet
-
-
-def _on_16_bytes(out: Tensor) -> Tensor:
-    """Contiguous, where every kernel can read it: they are compiled for where q, k, v and dout lie."""
-    out = out.contiguous()
-    return out.clone() if out.data_ptr() % 16 else out
 
 
 def backward_keys(
