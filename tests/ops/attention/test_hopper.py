@@ -22,7 +22,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention import operator, select
-from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.hopper import backward_launch, blocks, configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -278,6 +278,24 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     if phase == "backward":
         assert 2 * given["block_kinds"] - given["block_tiles"] == mask.row_ranks.storage_offset()
         assert given["query_tiles"] * 128 >= 500 and given["tiles"] * 128 == 768
+
+
+@pytest.mark.parametrize("tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 20, 1, 8), (2, 5, 2, 8)])
+def test_programs_of_a_listed_backward(
+    tiles: int, lines: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every key tile of every line once: the first of all lines, then those of a few lines side by side."""
+    scalars = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y)
+    monkeypatch.setattr(blocks, "gl", scalars)
+    monkeypatch.setattr(blocks, "_TOGETHER", blocks._TOGETHER.value)
+    monkeypatch.setattr(blocks, "PAIRS_TOGETHER", blocks.PAIRS_TOGETHER.value)
+    order = [blocks.column_in_order.fn(number, tiles, lines, first) for number in range(tiles * lines)]
+    assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
+    ahead, others = order[: first * lines], order[first * lines :]
+    assert all(tile < first for tile, _ in ahead)
+    whole = together * (tiles - first)
+    assert all(line // together == number // whole for number, (_, line) in enumerate(others))
+    assert others[:whole] == sorted(others[:whole])
 
 
 # Coordinates of packed sequences

@@ -64,7 +64,15 @@ from flashtile.ops.attention.hopper.backward_walk import (
     load_tiles,
     step_of,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, load_bits, make_news, where_shown
+from flashtile.ops.attention.hopper.blocks import (
+    FULL,
+    column_in_order,
+    hear,
+    line_entries,
+    load_bits,
+    make_news,
+    where_shown,
+)
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
     barriers,
@@ -97,14 +105,17 @@ def attention_backward_kernel(
     UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT or TILE_Q > 0
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     lines = heads_kv if PACKED else batch * heads_kv
-    tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN or ORDERED)
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
     )  # fmt: skip
-    if ORDERED or TILE_K > 0 or (HAS_RIGHT and not PACKED):
-        # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
-        # which have started before them.
-        tile = tiles - 1 - tile
+    if TILE_K > 0 and not ORDERED:
+        tile, line = column_in_order(gl.program_id(0), tiles, lines, TILE_K // KEYS)
+    else:
+        tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN or ORDERED)
+        if ORDERED or (HAS_RIGHT and not PACKED):
+            # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
+            # which have started before them.
+            tile = tiles - 1 - tile
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
         tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, KEYS, PACKED
     )
