@@ -250,14 +250,13 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
             if form.TILE_K > 0:
                 if part == 0:
                     head, tile, kind = hear_step(listing, it, q, form)
-                bits = load_bits(
-                    listing[0], kind, first + WHICH * ROWS, tile * form.PARTS + part, QUERIES, form.TILE_K, form.TILE_Q
-                )  # fmt: skip
             s = warpgroup_mma_wait(0, [s])
             query = tile * form.M + part * QUERIES
             s, tanh = modified_scores(s, key, query, head, walk, changing)
             if form.TILE_K > 0:
                 if kind != FULL:
+                    row, column = first + WHICH * ROWS, tile * form.PARTS + part
+                    bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
                     s = where_shown(bits, s, float("-inf"))
             p = gl.exp2(s * changing[0] - lse[None, :])
             if (tile < walk.full_begin) | (tile >= walk.full_end):
@@ -316,11 +315,11 @@ def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs
         lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
         if form.TILE_K > 0:
             head, tile, kind = hear_step(listing, it, q, form)
-            bits = load_bits(listing[0], kind, first, tile, form.M, form.TILE_K, form.TILE_Q)
         s = warpgroup_mma_wait(0, [s])
         s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
         if form.TILE_K > 0:
             if kind != FULL:
+                bits = load_bits(listing[0], kind, first, tile, form.M, form.TILE_K, form.TILE_Q)
                 s = where_shown(bits, s, float("-inf"))
         p = gl.exp2(s * changing[0] - lse[None, :])
         if (tile < walk.full_begin) | (tile >= walk.full_end):

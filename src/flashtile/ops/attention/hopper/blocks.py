@@ -2,9 +2,9 @@
 
 The mask's lists name, for each line (a row of its tiles, in the backward a column), the tiles with something visible.
 The producer reads them and tells the others of each tile, through shared memory, its number and its kind: FULL, EMPTY,
-or the place of its pattern. Who computes then reads the pattern's bits while the scores are computed: for each of its
-64 rows, a bit for each column. Stored tiles are TILE_Q × TILE_K, multiples of those of the kernels; where there is no
-block mask both are 0.
+or the place of its pattern. Who computes then reads the pattern's bits, for each of its 64 rows a bit for each column:
+in the forward while the scores are computed, in the backward, which lacks the registers, after that. Stored tiles are
+TILE_Q × TILE_K, multiples of those of the kernels; where there is no block mask both are 0.
 
 `blocks` is `(lists, offsets, tiles, kinds, bits, stride_batch, stride_head)`, in the forward with `order` at the end:
 the lists, where in them the parts are that the kernel reads, and how far a batch entry and a head lead
