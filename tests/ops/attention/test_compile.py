@@ -270,6 +270,12 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
     assert plan("dkdv", device, Call(hides_rows=True)).launch == plan("dkdv", device, Call()).launch
 
 
+def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
+    call = Call(bias=Table(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
+    assert compile_call("dbias", "sm_90", call).variant.sums_many
+    assert not plan("dbias", devices.KNOWN_DEVICES["sm_90"], call._replace(seq_q=2**16)).launch.sums_many
+
+
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
 def test_8_bit_inputs_compile(arch: str) -> None:
     """Also for GPUs whose compiler does not know the type."""

@@ -153,6 +153,48 @@ def test_tensors_past_two_to_the_31_elements() -> None:
         assert torch.equal(actual, expected)
 
 
+_FAR = {
+    "batch": ((2, 200, 2, 64), (2**31 + 8, 128, 64, 1)),
+    "row": ((2, 2, 2, 64), (128, 2**31 + 8, 64, 1)),
+    "head": ((2, 200, 2, 64), (200 * 64, 64, 2**31 + 8, 1)),
+}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("far", _FAR)
+def test_gradients_with_strides_past_two_to_the_31(far: str, backend: str) -> None:
+    shape, strides = _FAR[far]
+    storage = torch.zeros(2**31 + 2**20, device="cuda", dtype=_BF16)
+    small = [torch.randn(shape, device="cuda", dtype=_BF16) for _ in range(4)]
+    large = [storage.as_strided(shape, strides, 2**17 * i).copy_(t) for i, t in enumerate(small)]
+    results = []
+    for *inputs, dout in (small, large):
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(map(torch.equal, *results))
+
+
+def test_gradients_of_a_sequence_of_two_to_the_31_elements() -> None:
+    """Far from the edges of a part of it, a window makes the part's results those of the whole."""
+    seq, part, edge = 2**19, 512, 128
+    q, k, v, dout = (torch.randn(1, seq, 32, 128, device="cuda", dtype=_BF16) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flashtile.attention(*leaves, window=(64, 0), backend="hopper")
+    actual = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *torch.autograd.grad(out, leaves, dout))))
+    for first in (0, seq // 2 - 100, seq - part):
+        inside = slice(0 if first == 0 else edge, part if first + part == seq else part - edge)
+        expected = []
+        for dtype in (torch.float64, _BF16):
+            parts = [t[:, first : first + part].detach().to(dtype).requires_grad_() for t in (q, k, v)]
+            of_part = flashtile.attention(*parts, window=(64, 0), backend="reference")
+            grads = torch.autograd.grad(of_part, parts, dout[:, first : first + part].to(dtype))
+            expected.append((of_part.detach(), *grads))
+        for (name, value), oracle, eager in zip(actual.items(), *expected):
+            mine = value[:, first : first + part]
+            assert_close(f"{name} at {first}", *(t[:, inside] for t in (mine, oracle, eager)))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
     case = replace(_LARGE, batch=4, heads=12, heads_kv=3, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500)

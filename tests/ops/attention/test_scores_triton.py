@@ -133,13 +133,28 @@ def _strided(table: Tensor, strides: tuple[int, ...]) -> Tensor:
     return table.new_zeros(length).as_strided(table.shape, strides).copy_(table)
 
 
+@pytest.mark.interpreter
+@pytest.mark.unpoisoned
+def test_interpreted_mask_whose_columns_lie_past_two_to_the_31_elements() -> None:
+    """Within a tile. Of the memory little is touched."""
+    q, k = (torch.randn(1, rows, 1, 16) for rows in (18, 20))
+    mask = torch.rand(1, 1, 18, 20) < 0.6
+    apart = torch.zeros(19 * 2**27 + 18, dtype=torch.bool).as_strided(mask.shape, (1, 1, 1, 2**27)).copy_(mask)
+    actual, expected = (flashtile.attention(q, k, k, mask=given, backend="triton") for given in (apart, mask))
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("far", ["batch", "row"])
+@pytest.mark.parametrize("far", ["batch", "row", "column"])
 def test_bias_and_mask_past_two_to_the_31_elements(far: str) -> None:
     case = replace(BASE, batch=3, seq_q=128, seq_k=136, bias="b1qk", mask="b1qk", dtype=torch.bfloat16)
     inputs = make_inputs(case, "cuda")
-    # The last batch entry, or the last rows, lie past 2³¹ elements.
-    strides = (2**30 + 4096, 128 * 136, 136, 1) if far == "batch" else (136, 3 * 136, 2**31 // 120, 1)
+    # The last batch entry, or the last rows or columns, lie past 2³¹ elements.
+    strides = {
+        "batch": (2**30 + 4096, 128 * 136, 136, 1),
+        "row": (136, 3 * 136, 2**31 // 120, 1),
+        "column": (128, 3 * 128, 1, 2**31 // 120),
+    }[far]
     for name in ("bias", "mask"):
         inputs.tensors[name] = _strided(inputs.tensors[name], strides)
     check(case, "triton", "cuda", inputs=inputs)

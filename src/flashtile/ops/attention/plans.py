@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
+from flashtile.ops.common.checks import MAX_POSITIONS
 
-#: Windows are clipped to this, far above any sequence and far below overflow.
-WIDEST_WINDOW = 2**29
+#: Windows are clipped to this: no sequence is longer.
+WIDEST_WINDOW = MAX_POSITIONS
 
 
 class Table(NamedTuple):
@@ -77,15 +78,15 @@ def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
 
 
-def descale_types(there: tuple[bool, ...], stride: str) -> dict[str, str]:
+def descale_types(there: tuple[bool, ...]) -> dict[str, str]:
     """Types of the kernels' parameters for the factors of q, k and v; "constexpr" of those that are not there."""
     return {
         name: of if present else "constexpr"
         for tensor, present in zip("qkv", there)
         for name, of in (
             (f"descale_{tensor}_ptr", "*fp32"),
-            (f"stride_descale_{tensor}_batch", stride),
-            (f"stride_descale_{tensor}_head", stride),
+            (f"stride_descale_{tensor}_batch", "i64"),
+            (f"stride_descale_{tensor}_head", "i64"),
         )
     }
 

@@ -186,8 +186,6 @@ def _hopper_facts(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Atten
     head_dim = q.shape[-1]
     # Of a scale that is not positive, the sign goes into a copy of q, whose rows lie side by side.
     readable = hopper.aligned(q, k, v) and (spec.scale > 0 or head_dim * q.itemsize % 16 == 0)
-    if side.cu_seqlens_q is not None and max(q.shape[0], k.shape[0]) > hopper.MAX_PACKED_ROWS:
-        readable = False
     dropout, key_lengths = spec.dropout_p > 0, side.key_lengths is not None
     tables, placed = side.bias is not None or side.mask is not None, spec.origin is not None
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]

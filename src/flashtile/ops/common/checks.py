@@ -12,6 +12,11 @@ from torch import Tensor
 INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+#: Rows that kernels of a GPU count in 32 bits, with room for a tile past the last.
+MAX_ROWS = 2**31 - 2**16
+#: The same where they are positions of queries and keys, whose differences are put together with a window's sides.
+MAX_POSITIONS = 2**29
+
 #: Opt-in check of the values in index tensors, which costs a synchronisation on a GPU.
 CHECK_VALUES = os.environ.get("FLASHTILE_CHECK_VALUES", "0") not in ("", "0")
 
@@ -30,6 +35,21 @@ def check_tensors(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+
+
+def check_rows(name: str, rows: int, most: int = MAX_ROWS) -> None:
+    """For the plan of a launch. Elements are counted in 64 bits, rows in 32."""
+    if rows > most:
+        raise ValueError(f"{name}: expected at most {most} rows on a GPU, got {rows}; split it, and call for each part")
+
+
+def check_programs(name: str, programs: int) -> None:
+    """For the plan of a launch whose programs may be more than its rows."""
+    if programs >= 2**31:
+        raise ValueError(
+            f"{name}: expected fewer than {2**31} tiles of rows, heads and batch entries on a GPU, got {programs}; "
+            "split the batch, and call for each part"
+        )
 
 
 def check_float_dtype(name: str, dtype: torch.dtype) -> None:

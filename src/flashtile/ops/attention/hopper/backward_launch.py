@@ -55,10 +55,12 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 
 class BackwardVariant(NamedTuple):
-    """All that decides the machine code of the backward kernels; not strides, lengths, batch or heads."""
+    """All that decides the machine code of the backward kernels; not lengths, batch or heads. Of the strides of dout
+    only whether they pass 32 bits: the first kernel takes 66 registers then, not 62."""
 
     dtype: torch.dtype
     head_dim: int
@@ -74,6 +76,7 @@ class BackwardVariant(NamedTuple):
     scores: ScoreVariant = ScoreVariant()
     block_tile: tuple[int, int] | None = None
     hides_rows: bool = False
+    wide_strides: bool = False
 
 
 class Launch(NamedTuple):
@@ -210,6 +213,8 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
+    check_rows("q", rows_q, MAX_POSITIONS)
+    check_rows("k", rows_k, MAX_POSITIONS)
     config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
@@ -234,7 +239,8 @@ def _plan(
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
-    begin = _launcher("begin", variant._replace(hides_rows=hides_rows), device)
+    wide = max(row_strides) >= 2**31
+    begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide), device)
     main, end = (_launcher(kernel, variant, device) for kernel in ("main", "end"))
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
@@ -409,7 +415,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
     if name in of_blocks:
         return of_blocks[name], BLOCK_MULTIPLES.get(name, 1)
     if name.startswith("stride_"):
-        return "i32", 8
+        return ("i64" if variant.wide_strides else "i32"), 8
     return {
         "out_ptr": ("*" + element, 16),
         "dout_ptr": ("*" + element, 16),

@@ -21,9 +21,6 @@ MAX_HEAD_DIM = 256
 #: Widest head of 8-bit values: a consumer's registers hold `out` and one more product beside the scores.
 MAX_HEAD_DIM_V_8 = 128
 
-#: Rows of all sequences of a packed call: see `flashtile._backends.tma.packed_layout`.
-MAX_PACKED_ROWS = 2**30
-
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
 

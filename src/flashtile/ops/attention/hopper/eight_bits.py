@@ -125,9 +125,9 @@ def attention_transpose_kernel(
     # Places 4t ... 4t + 3 of sixteen: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1.
     key = first + place // 4 * 16 + place % 4 * 2
     row = (begin.to(gl.int64) if PACKED else gl.to_tensor(0).to(gl.int64)) + key
-    base = v_ptr + head_kv * stride_v_head.to(gl.int64)
+    base = v_ptr + head_kv * stride_v_head
     if not PACKED:
-        base += sequence * stride_v_batch.to(gl.int64)
+        base += sequence * stride_v_batch
     inside = word < HEAD_DIM_V // 4
     v_0 = gl.load(base + row * stride_v_row + word, mask=(key < rows) & inside, other=0)
     v_1 = gl.load(base + (row + 1) * stride_v_row + word, mask=(key + 1 < rows) & inside, other=0)

@@ -56,6 +56,7 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 __all__ = ["backward", "forward", "kernel_source"]
 
@@ -197,12 +198,15 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = sequences is not None
     batch = q_shape[0] if sequences is None else sequences
+    check_rows("q", rows_q, MAX_POSITIONS)
+    check_rows("k", rows_k, MAX_POSITIONS)
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(head_dim, head_dim_v, max_seqlen_q, left, right, blocks is not None, dtype)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
     lines = heads if packed else batch * heads
+    check_programs("q", tiles * lines)
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike, each program takes its share in turn, which needs no atomics.
     dynamic = (packed or spec.banded or blocks is not None) and tiles * lines > programs
@@ -311,7 +315,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
         for of, dtype in zip("qk", cu_seqlens)
     }
-    types |= descale_types(variant.descales, "i32")
+    types |= descale_types(variant.descales)
     types["descale_group"] = "i32" if any(variant.descales) else "constexpr"
     constants = {
         "CONSUMERS": config.consumers,
@@ -358,7 +362,7 @@ def transpose_source(index_dtypes: tuple[torch.dtype, torch.dtype] | None, head_
         "PACKED": index_dtypes is not None,
     }
     names = [name for name in attention_transpose_kernel.arg_names if name not in constants]
-    types = {"v_ptr": "*i32", "out_ptr": "*i32"}
+    types = {"v_ptr": "*i32", "out_ptr": "*i32"} | {name: "i64" for name in names if name.startswith("stride_")}
     types["cu_seqlens_k_ptr"] = "constexpr" if index_dtypes is None else "*" + ELEMENT_TYPES[index_dtypes[1]]
     if index_dtypes is None:
         constants["cu_seqlens_k_ptr"] = None

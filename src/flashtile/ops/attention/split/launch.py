@@ -14,6 +14,7 @@ from torch import Tensor
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import visible_keys
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.launch import NO_INDICES, attend
 from flashtile.ops.common.split_keys.plan import SplitCall, SplitPlan, split_plan
 
@@ -56,6 +57,8 @@ def split_call(
 ) -> SplitCall:
     """A call of attention as the kernels' plan sees it: a cache of one length, whose diagonal is told."""
     (batch, seq_q, heads, head_dim), _, (_, seq_k, heads_kv, head_dim_v) = shapes
+    check_rows("q", seq_q, MAX_POSITIONS)
+    check_rows("k", seq_k, MAX_POSITIONS)
     first, last = visible_keys(seq_q, seq_k, spec)
     bottom_right = seq_k - seq_q
     return SplitCall(

@@ -43,7 +43,7 @@ def attention_dbias_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
-    sums_batch, sums_heads, sums_rows, sums_columns, longest_q, longest_k, parts,
+    sums_batch, sums_heads, sums_rows, sums_columns, longest_q, longest_k, sharing, parts,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -57,7 +57,8 @@ def attention_dbias_kernel(
 ):  # fmt: skip
     """Arguments as in the forward kernel. `sums`: `[parts, sums_batch, sums_heads, sums_rows, sums_columns]`, the sizes
     of the bias; in its dtype where there is one part, else float32. `WHOLE`, `ALL_VISIBLE`: of both sides, because both
-    move. `longest_q`, `longest_k`: how many queries and keys a sequence has at most."""
+    move. `longest_q`, `longest_k`: how many queries and keys a sequence has at most. `sharing`: how many tiles share
+    one of the bias; in 64 bits where the loop counts past 32."""
     tiles_m = tl.cdiv(longest_q, BLOCK_M)
     tiles_n = tl.cdiv(longest_k, BLOCK_N)
     # Which entries of the bias: (part, batch, head, tile of rows, tile of columns), the last one fastest.
@@ -73,9 +74,8 @@ def attention_dbias_kernel(
     shared_n = tiles_n // own_n
     shared_m = tiles_m // own_m
     shared_heads = heads // sums_heads
-    sharing = shared_n * shared_m * shared_heads * (batch // sums_batch)
-    begin = (tl.cast(sharing, tl.int64) * part // parts).to(tl.int32)
-    end = (tl.cast(sharing, tl.int64) * (part + 1) // parts).to(tl.int32)
+    begin = (tl.cast(sharing, tl.int64) * part // parts).to(sharing.dtype)
+    end = (tl.cast(sharing, tl.int64) * (part + 1) // parts).to(sharing.dtype)
     # All that shares a tile reads the same bias.
     origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
     bias = load_table(
@@ -98,11 +98,12 @@ def attention_dbias_kernel(
     # in a step half as much has to be there, so that more programs fit, or more tiles are on their way.
     for step in range(2 * begin, 2 * end):
         one = step // 2
-        second = step % 2
-        start = (tile_n + one % shared_n) * BLOCK_N
-        first = (tile_m + one // shared_n % shared_m) * BLOCK_M
-        head = head_of + one // (shared_n * shared_m) % shared_heads
-        sequence = batch_of + one // (shared_n * shared_m * shared_heads)
+        second = tl.cast(step % 2, tl.int32)
+        start = (tile_n + tl.cast(one % shared_n, tl.int32)) * BLOCK_N
+        first = (tile_m + tl.cast(one // shared_n % shared_m, tl.int32)) * BLOCK_M
+        matrix = tl.cast(one // shared_n // shared_m, tl.int32)
+        head = head_of + matrix % shared_heads
+        sequence = batch_of + matrix // shared_heads
         begin_q, begin_k = 0, 0
         seq_q, seq_k = rows_q, rows_k
         if PACKED:

@@ -7,7 +7,6 @@ compilation.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from flashtile.ops.attention.plans import (
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, out_dtype
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
+from flashtile.ops.attention.triton.bias_work import BiasWork, cut_work
 from flashtile.ops.attention.triton.blocks import BLOCK_SCALARS, block_scalars
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
@@ -47,6 +47,7 @@ from flashtile.ops.attention.triton.configs import (
     tile_width,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 _KERNELS = {
     "forward": attention_forward_kernel,
@@ -71,8 +72,6 @@ _STORED_TYPES = {**ELEMENT_TYPES, torch.bool: "u8", FP8: "u8"}
 _ENDLESS = 2**30
 #: Where the call lies in a larger one.
 _ORIGIN_SCALARS = tuple(f"origin_{name}" for name in Origin._fields)
-#: Programs of the bias's gradient that fill any GPU.
-_FILLING = 512
 
 
 class TableVariant(NamedTuple):
@@ -128,6 +127,7 @@ class Variant(NamedTuple):
     sums_slopes: bool
     hides_rows: bool
     sums_dtype: torch.dtype
+    sums_many: bool
     precision: str
     pointer_multiple: int
     stride_multiple: int
@@ -198,6 +198,8 @@ def _plan(
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = side.sequences is not None
     batch = side.sequences if packed else q_shape[0]
+    check_rows("q", rows_q, MAX_POSITIONS)
+    check_rows("k", rows_k, MAX_POSITIONS)
     facts = device_facts(device)
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables)
@@ -212,8 +214,8 @@ def _plan(
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
-    parts = _parts(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else 1
-    outputs = _output_layouts(kernel, dtype, shapes, side.bias, parts, hides_rows)
+    work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
+    outputs = _output_layouts(kernel, dtype, shapes, side.bias, work.parts, hides_rows)
     variant = Variant(
         dtype,
         head_dim,
@@ -243,6 +245,7 @@ def _plan(
         sums_slopes,
         hides_rows,
         outputs[0].dtype if kernel == "dbias" else torch.float32,
+        work.many,
         dot_precision(dtype, facts, allow_tf32),
         power_of_two_factor(misalignment),
         power_of_two_factor(*(stride for triple in triples for stride in triple)),
@@ -266,9 +269,10 @@ def _plan(
         **block_scalars(kernel, spec, rows_q, rows_k, side.blocks),
         **dict(zip(_ORIGIN_SCALARS, spec.origin or (None,) * len(_ORIGIN_SCALARS))),
         **descale_scalars(side.descales),
-        **(_sum_scalars(side.bias, shapes, parts) if kernel == "dbias" and side.bias else {}),
+        **(work.scalars(side.bias) if kernel == "dbias" and side.bias else {}),
     }
-    programs = _programs(kernel, shapes, batch, packed, tiles, side.bias, parts)
+    programs = _programs(kernel, shapes, batch, packed, tiles, work)
+    check_programs("q", programs)
     run_time = [name for name in _KERNELS[kernel].arg_names if name in scalars]
     return Plan(_launcher(kernel, variant, device), programs, tuple(scalars[name] for name in run_time), outputs)
 
@@ -308,37 +312,6 @@ def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
     }
 
 
-def _longest(bias: Table, shapes: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
-    """How many queries and keys a sequence has at most, as far as a bias tells."""
-    rows = shapes[0][-3], shapes[1][-3]
-    if len(shapes[0]) == 4:
-        return rows
-    longest_q, longest_k = (size if size > 1 else all_rows for size, all_rows in zip(bias.shape[2:], rows))
-    return longest_q, longest_k
-
-
-def _own_tiles(bias: Table, shapes: tuple[tuple[int, ...], ...], tiles: TileConfig) -> tuple[int, ...]:
-    """Tiles of the bias itself: (batch, heads, tiles of rows, tiles of columns)."""
-    longest_q, longest_k = _longest(bias, shapes)
-    own_m = 1 if bias.shape[2] == 1 else -(-longest_q // tiles.block_m)
-    own_n = 1 if bias.shape[3] == 1 else -(-longest_k // tiles.block_n)
-    return bias.shape[0], bias.shape[1], own_m, own_n
-
-
-def _parts(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles: TileConfig) -> int:
-    """How many programs share the work for one tile of the bias, so that even a small bias fills a GPU."""
-    longest_q, longest_k = _longest(bias, shapes)
-    own = math.prod(_own_tiles(bias, shapes, tiles))
-    all_tiles = batch * shapes[0][-2] * -(-longest_q // tiles.block_m) * -(-longest_k // tiles.block_n)
-    return max(1, min(all_tiles // max(own, 1), -(-_FILLING // max(own, 1))))
-
-
-def _sum_scalars(bias: Table, shapes: tuple[tuple[int, ...], ...], parts: int) -> dict[str, int]:
-    names = ("sums_batch", "sums_heads", "sums_rows", "sums_columns")
-    longest_q, longest_k = _longest(bias, shapes)
-    return {**dict(zip(names, bias.shape)), "longest_q": longest_q, "longest_k": longest_k, "parts": parts}
-
-
 def _output_layouts(
     kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int,
     hides_rows: bool,
@@ -364,15 +337,13 @@ def _programs(
     batch: int,
     packed: bool,
     tiles: TileConfig,
-    bias: Table | None,
-    parts: int,
+    work: BiasWork,
 ) -> int:
     """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
     q_shape, k_shape, _ = shapes
     if kernel == "dbias":
-        assert bias is not None
         nothing = 0 in q_shape or 0 in k_shape or not batch
-        return 0 if nothing else math.prod(_own_tiles(bias, shapes, tiles)) * parts
+        return 0 if nothing else work.own * work.parts
     own, block = (k_shape, tiles.block_n) if kernel in OWN_KEYS else (q_shape, tiles.block_m)
     heads = (k_shape if kernel == "dkdv" else q_shape)[-2] * (1 if packed else batch)
     return 0 if 0 in own else tiles_of(own[-3], block, batch, packed) * heads
@@ -466,7 +437,7 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
         if name in (f"{of}_rows", f"{of}_columns"):
             multiple = table.columns_multiple if table and name.endswith("columns") else 1
             return ("i32", multiple) if table and not table.covered else absent
-    of_descales = descale_types(variant.descales, "i64")
+    of_descales = descale_types(variant.descales)
     if name in of_descales:
         return of_descales[name], 1
     if name == "block_patterns_ptr":
@@ -488,6 +459,8 @@ def _parameter(name: str, variant: Variant) -> tuple[str, int]:
         return ("*" + ELEMENT_TYPES[variant.dtype], 16) if variant.hides_rows else absent
     if name == "sums_ptr":
         return "*" + ELEMENT_TYPES[variant.sums_dtype], 16
+    if name == "sharing":
+        return ("i64" if variant.sums_many else "i32"), 1
     if name in ("statistics_ptr", "lse_ptr", "dlse_ptr"):
         return "*fp32", 16 if name == "statistics_ptr" else 1
     if name.endswith("_ptr"):

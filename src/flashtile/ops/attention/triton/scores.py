@@ -34,7 +34,9 @@ def load_table(
     # Wide arithmetic for the first entry; of the others only once, where the loop stays in their rows.
     corner = tl.cast(sequence, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
     corner += tl.cast(first_row, tl.int64) * stride_row + tl.cast(first_column, tl.int64) * STRIDE_COLUMN
-    pointers = pointer + corner + (row.to(tl.int64) * stride_row)[:, None] + (column * STRIDE_COLUMN)[None, :]
+    pointers = (
+        pointer + corner + (row.to(tl.int64) * stride_row)[:, None] + (column.to(tl.int64) * STRIDE_COLUMN)[None, :]
+    )
     if rows is not None:
         inside = (first_row + row < rows)[:, None] & (first_column + column < columns)[None, :]
         tile = tl.load(pointers, mask=inside, other=OTHER)

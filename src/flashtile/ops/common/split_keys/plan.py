@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
@@ -28,8 +29,6 @@ from flashtile.ops.common.split_keys.configs import (
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
-#: Windows are clipped to this, far above any sequence and far below overflow.
-_WIDEST_WINDOW = 2**29
 
 _Shape = tuple[int, ...]
 
@@ -156,6 +155,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
         call.num_splits,
     )
     programs = batch * heads_kv * -(-group_rows // tiles.block_m) * splits
+    check_programs("q", programs)
     attend = Launch(_launcher(_variant(call, tiles, splits, facts), device), programs, _scalars(call, splits))
     combine = None
     if splits > 1:
@@ -212,7 +212,7 @@ def _multiples(call: SplitCall) -> tuple[int, int]:
 def _scalars(call: SplitCall, splits: int) -> tuple[int | float | None, ...]:
     batch, seq_q, heads, heads_kv, *_ = call.shape
     q_strides, k_strides, v_strides = call.strides
-    sides = (max(-_WIDEST_WINDOW, min(side or 0, _WIDEST_WINDOW)) for side in (call.window_left, call.window_right))
+    sides = (max(-MAX_POSITIONS, min(side or 0, MAX_POSITIONS)) for side in (call.window_left, call.window_right))
     return (
         *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], call.stride_table,
         (heads if call.slope_dims == 2 else 0) if call.slope_dims else None,

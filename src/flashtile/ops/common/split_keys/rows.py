@@ -51,6 +51,7 @@ def tile_pointers(
             base += (page.to(tl.int64) * stride_outer)[:, None]
     else:
         first = start
-    if STRIDE_ROW >= 2**23:
+    ROWS: tl.constexpr = BLOCK_N if PAGE_SIZE % BLOCK_N == 0 else PAGE_SIZE
+    if STRIDE_ROW * ROWS >= 2**31:
         row = row.to(tl.int64)
     return base + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW

@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile.ops.common.checks import check_rows
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, gradient_strides
 from flashtile.ops.cross_entropy.triton import kernels
 from flashtile.ops.cross_entropy.triton.configs import MULTIPLY, REDUCE, TileConfig, tile_config
@@ -165,6 +166,7 @@ def _forward_plan(
     device: torch.device,
 ) -> Plan:
     rows, width = shape
+    check_rows("logits", rows)
     itemsize = dtype.itemsize
     config = tile_config(width, itemsize, 16 // itemsize, device_facts(device))
     smoothing, positive = spec.label_smoothing > 0, spec.logit_scale > 0

@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile.ops.common.checks import check_rows
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
 from flashtile.ops.dense.triton import kernels
 from flashtile.ops.dense.triton.configs import REDUCE, TileConfig, activate_config, backward_config
@@ -120,6 +121,7 @@ def _activate_plan(
 ) -> Plan:
     if not rows * width:
         return Plan()
+    check_rows("x", rows)
     config = activate_config(width, device_facts(device))
     variant = Variant("activate", dtype, width, spec, False, False, power_of_two_factor(misalignment), config)
     return Plan(_launcher(variant, device), -(-rows // config.rows) * -(-width // config.block_n), (rows,))
@@ -140,6 +142,7 @@ def _backward_plan(
     """The plan of "activate_backward" or "column_sum"."""
     if not rows * width:
         return Plan()
+    check_rows("x", rows)
     tensors = 1 if kernel == "column_sum" else 3 if spec.gated else 2
     config = backward_config(width, spec.gated, tensors * dtype.itemsize, device_facts(device))
     variant = Variant(kernel, dtype, width, spec, sums_bias, stores_hidden, power_of_two_factor(misalignment), config)

@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import (
     ABSENT,
     Launch,
@@ -113,6 +114,7 @@ def _plan(
     _, cache_rows, heads_kv, head_dim_v = v_shape
     page_size = 0 if table_form is None else cache_rows
     capacity = cache_rows if table_form is None else cache_rows * table_form[0][1]
+    check_rows("k_cache" if table_form is None else "block_table", capacity, MAX_POSITIONS)
     seq_new = 0 if new_forms is None else new_forms[0][0][1]
     stride_table = 0 if table_form is None else table_form[1][0]
     rotates = angles is not None and angles[0][1] > 0

@@ -17,6 +17,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.philox import keep_threshold
 from flashtile.ops.layer_norm.spec import (
     Gradients,
@@ -163,6 +164,7 @@ def _forward_plan(
     device: torch.device,
 ) -> Plan:
     """`dtypes` of the operands; `strides` of the rows of x0, x1 and residual."""
+    check_rows("x0", rows)
     names = dict(zip(Operands._fields, dtypes))
     config = forward_config(width, device_facts(device))
     scaled = _scales(names, spec)

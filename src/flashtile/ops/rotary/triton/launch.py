@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile.ops.common.checks import check_rows
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.rotary.triton.configs import RotaryConfig, rotary_config
 from flashtile.ops.rotary.triton.kernel import rotary_kernel
@@ -92,6 +93,8 @@ def _plan(
     *outer, heads, head_dim = shape
     positions, half = table
     tokens = functools.reduce(int.__mul__, outer, 1)
+    check_rows("x", tokens)
+    check_rows("cos", positions)
     x_strides = _row_strides(strides)
     out_strides = x_strides if inplace else _row_strides(contiguous_strides(shape))
     # Where nothing changes, all heads are copied as those past the last rotated one.

@@ -16,6 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile.ops.common.checks import check_programs, check_rows
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton.configs import RowConfig, row_config
 from flashtile.ops.softmax.triton.kernels import softmax_backward_kernel, softmax_forward_kernel
@@ -89,6 +90,7 @@ def _plan(
 ) -> Plan:
     batch, heads, seq_q, seq_k = shape
     rows = batch * heads * seq_q
+    check_rows("x", rows)
     config = row_config(max(seq_k, 1), device_facts(device))
     strides = mask_strides or (0, 0, 0, 0)
     variant = Variant(
@@ -157,6 +159,7 @@ class MergeVariant(NamedTuple):
 def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
     """Runs the kernel that joins a part to a running merge, in place."""
     batch, rows, heads, width = acc.shape
+    check_rows("acc", rows)
     strides = (*acc.stride()[:3], *out.stride()[:3])
     variant = MergeVariant(
         out.dtype,
@@ -167,8 +170,10 @@ def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: 
     if acc.numel():
         launch = _merge_launcher(variant, acc.device)
         tile_rows, _ = merge_tile(width)
+        programs = batch * heads * -(-rows // tile_rows)
+        check_programs("acc", programs)
         launch(
-            batch * heads * -(-rows // tile_rows),
+            programs,
             *map(pointer, (acc, row_max, row_sum, out, lse)),
             *strides, *row_max.stride()[:2], *lse.stride()[:2], rows, heads,
         )  # fmt: skip
