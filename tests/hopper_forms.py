@@ -100,6 +100,8 @@ BACKWARD_FORMS = {
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
     },
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
+    "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),
+    "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),
     "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),

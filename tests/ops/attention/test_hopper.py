@@ -20,7 +20,7 @@ if devices.interpreting():
 from flashtile import BlockMask, patterns
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
-from flashtile._backends.launch import compile_kernel
+from flashtile._backends.launch import compile_kernel, pointer
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import backward_launch, blocks, configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
@@ -502,14 +502,15 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     if "block_shape" in arguments:
         mask = patterns.causal(50)
         side = side._replace(block_lists=mask.lists, block_patterns=mask.tile_masks)
-    if "sinks" in name:
-        side = side._replace(sinks=torch.zeros(2))
+    sinks = torch.zeros(2) if "sinks" in name else None
+    side = side._replace(sinks=sinks)
     grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and configs.aligned(grad)
     main, begin = launched["main"], launched["begin"]
-    assert ("quiet_ptr" in begin) == (side.sinks is None and ("blocks" in name or "hidden" in name))
-    assert (begin["dout_ptr"] == dout.data_ptr()) == (side.sinks is None)
+    assert ("quiet_ptr" in begin) == ("blocks" in name or "hidden" in name)
+    assert ("sink_sums_ptr" in begin) == ("sinks" in name)
+    assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
     assert main["dout_desc"] == begin.get("quiet_ptr", begin["dout_ptr"])
     assert ("dout_rest_desc" in main) == (128 < dout.shape[-1] <= 192)
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
@@ -518,7 +519,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
     assert ("turns_ptr" in main) == arguments.get("deterministic", False)
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
-    buffers = [begin[of] for of in ("sums_ptr", "statistics_ptr", "quiet_ptr", "turns_ptr") if of in begin]
+    order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "turns_ptr", "sink_sums_ptr")
+    buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)
     assert all(at % 16 == 0 for at in buffers)
     if "quiet_ptr" in begin and "turns_ptr" in begin:

@@ -1,5 +1,5 @@
 """What comes before and after the main backward kernel: the statistics of the queries, where rows may see no key their
-dout without these, and dq in its own dtype.
+dout without these, the gradient of sinks, and dq in its own dtype.
 
 Both are bound by device memory. Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one
 head of a sequence; packed: one head) is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin
@@ -39,15 +39,17 @@ def _columns_together(WIDTH):
 
 @gluon.jit
 def attention_begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, quiet_ptr, cu_seqlens_q_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, quiet_ptr,
+    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Writes lse in units of log2 and `delta = rowsum(dout · out) - dlse` of one tile, in the order that
-    `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed
-    and where key tiles count their turns to do so. `quiet_ptr`, where rows may see no key: dout for the main kernel, in
-    the layout of out, with zeros in these rows, whose weights of 0 would not stop NaN there."""
+    `backward_pieces.load_statistics` reads, and zeros where the tile's dq will be summed and where key tiles count
+    their turns to do so. `quiet_ptr`, where rows may see no key: dout for the main kernel, in the layout of out, with
+    zeros in these rows, whose weights of 0 would not stop NaN there. `sink_logits_ptr`, beside sinks: those that lse
+    counts, and `sink_sums_ptr`: the tile's part of minus their gradient."""
     number = gl.program_id(0)
     tile = number % query_tiles
     line = number // query_tiles
@@ -73,12 +75,24 @@ def attention_begin_kernel(
     lse = gl.load(lse_ptr + numbers, mask=row < rows, other=float("-inf"))
     if quiet_ptr is not None:
         hidden = lse == float("-inf")
+        if sink_logits_ptr is not None:
+            # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
+            # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
+            alone = _sees_sink_alone(lse, gl.load(sink_logits_ptr + head), out)
+            hidden = hidden | (alone & (delta != delta))
         delta = gl.where(hidden, 0.0, delta)
         gl.store(quiet_ptr + elements, gl.where(hidden[:, None], 0.0, dout), mask=mask)
     seen = lse > float("-inf")
     if HAS_DLSE:
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= gl.where(seen, gl.load(dlse_ptr + numbers, mask=row < rows, other=0.0), 0.0)
+    if sink_logits_ptr is not None:
+        # Rows past the last sequence have no sink, whatever their delta is.
+        weight = gl.where(lse == float("-inf"), 0.0, gl.exp2((gl.load(sink_logits_ptr + head) - lse) * LOG2_E))
+        gl.store(sink_sums_ptr + number, gl.sum(gl.where(weight == 0.0, 0.0, weight * delta), 0))
+        if HAS_DLSE and quiet_ptr is not None:
+            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
+            delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
     within = row - first
     place = within // 16 * 16 + within % 8 // 2 * 4 + within % 16 // 8 * 2 + within % 2
     base = statistics_ptr + number.to(gl.int64) * (2 * M)
@@ -93,6 +107,13 @@ def attention_begin_kernel(
     for block in gl.static_range(0, M * D, BLOCK):
         place = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
         gl.store(place, gl.zeros([BLOCK], gl.float32, flat))
+
+
+@gluon.jit
+def _sees_sink_alone(lse, sink, out):
+    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse, up to rounding."""
+    near = gl.abs(sink - lse) <= 1e-6 + 1e-6 * gl.abs(lse)
+    return near & (gl.sum(gl.abs(out.to(gl.float32)), 1) == 0.0)
 
 
 @gluon.jit

@@ -35,7 +35,6 @@ from flashtile.ops.attention.hopper.configs import (
     tile_width,
 )
 from flashtile.ops.attention.hopper.score_parameters import (
-    LOG2_E,
     ScoreVariant,
     alibi_dimensions,
     parameter_types,
@@ -50,8 +49,6 @@ from flashtile.ops.attention.plans import (
     may_hide_rows,
     packing,
     positive_scale,
-    quiet_gradient,
-    quiet_lse_gradient,
     tiles_of,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
@@ -77,6 +74,7 @@ class BackwardVariant(NamedTuple):
     block_tile: tuple[int, int] | None = None
     hides_rows: bool = False
     wide_strides: bool = False
+    sinks: bool = False
 
 
 class Launch(NamedTuple):
@@ -94,8 +92,8 @@ class BackwardPlan(NamedTuple):
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv.
         scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
-            and where dq is added up in order the turns.
-        statistics_at, quiet_at, turns_at: where in it those begin, in bytes.
+            where dq is added up in order the turns, and beside sinks the parts of their gradient.
+        statistics_at, quiet_at, turns_at, sink_sums_at: where in it those begin, in bytes.
     """
 
     begin: Launch
@@ -107,6 +105,7 @@ class BackwardPlan(NamedTuple):
     statistics_at: int
     quiet_at: int
     turns_at: int
+    sink_sums_at: int
 
 
 def backward(
@@ -126,15 +125,10 @@ def backward(
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = torch.zeros_like(side.sinks) if wanted.sinks and side.sinks is not None else None
         return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
-    sign, more = 1, None
+    sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     hides_rows = may_hide_rows(q, k, side, spec)
-    if hides_rows and side.sinks is not None:
-        hides_rows = False  # of rows that see a sink alone the kernels know nothing
-        dout = quiet_gradient(dout, out, lse, side.sinks)
-        if dlse is not None:
-            dlse, more = quiet_lse_gradient(dlse, out, lse, side.sinks)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -148,6 +142,7 @@ def backward(
         alibi_dimensions(side),
         block_sizes(side),
         hides_rows,
+        side.sinks is not None,
     )
     dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
     scratch = empty(*plan.scratch, q.device)
@@ -155,11 +150,12 @@ def backward(
     statistics = sums + plan.statistics_at
     turns = sums + plan.turns_at if spec.deterministic else None
     quiet = sums + plan.quiet_at if hides_rows else None
+    sink_sums = sums + plan.sink_sums_at if side.sinks is not None else None
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
         plan.begin.programs, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        quiet, cu_seqlens_q, *plan.begin.scalars,
+        quiet, pointer(side.sinks), sink_sums, cu_seqlens_q, *plan.begin.scalars,
     )  # fmt: skip
     descriptors = plan.describe(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), quiet or dout.data_ptr(), statistics, sums, dk.data_ptr(),
@@ -171,22 +167,9 @@ def backward(
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
-        rows = scratch[plan.statistics_at // 4 : plan.quiet_at // 4].view(2 * plan.end.programs, -1)
-        dsinks = _sink_gradient(rows, side.sinks, lse)
-        if more is not None:
-            dsinks += more
+        by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
+        dsinks = by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
-
-
-def _sink_gradient(statistics: Tensor, sinks: Tensor, lse: Tensor) -> Tensor:
-    """The gradient of the sinks `[heads]`: minus the sum over rows of what the sink weighs times delta. `statistics`
-    `[2 · tiles, rows]` holds lse and delta of each tile in the same order of rows, whichever it is."""
-    *batch, heads, _ = lse.shape
-    of_lse, delta = statistics.view(*batch, heads, -1, 2, statistics.shape[-1]).unbind(-2)
-    weights = torch.exp2((sinks * LOG2_E)[:, None, None] - of_lse)
-    # Rows past the last sequence have no sink, whatever their delta is.
-    by_head = torch.where(weights == 0, 0.0, weights * delta).sum((-2, -1))
-    return -(by_head.sum(0) if batch else by_head)
 
 
 def _readable(tensor: Tensor) -> Tensor:
@@ -207,6 +190,7 @@ def _plan(
     alibi: int = 0,
     blocks: tuple[int, int] | None = None,
     hides_rows: bool = False,
+    sinks: bool = False,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
@@ -240,7 +224,7 @@ def _plan(
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
     wide = max(row_strides) >= 2**31
-    begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide), device)
+    begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
     main, end = (_launcher(kernel, variant, device) for kernel in ("main", "end"))
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
@@ -259,7 +243,8 @@ def _plan(
         # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
         quiet = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
-    scratch = sums + statistics + quiet + (tiles if spec.deterministic else 0)
+    turns = tiles if spec.deterministic else 0
+    scratch = sums + statistics + quiet + turns + (tiles if sinks else 0)
     return BackwardPlan(
         Launch(begin, tiles, (*row_strides, *common)),
         Launch(main, key_tiles * lines_kv, scalars),
@@ -270,6 +255,7 @@ def _plan(
         4 * sums,
         4 * (sums + statistics),
         4 * (sums + statistics + quiet),
+        4 * (sums + statistics + quiet + turns),
     )
 
 
@@ -426,6 +412,8 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "sums_ptr": ("*fp32", 16),
         "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
         "quiet_ptr": ("*" + element, 16) if variant.hides_rows else ("constexpr", 1),
+        "sink_logits_ptr": ("*fp32", 1) if variant.sinks else ("constexpr", 1),
+        "sink_sums_ptr": ("*fp32", 1) if variant.sinks else ("constexpr", 1),
         "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
         "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
         "scale": ("fp32", 1),
