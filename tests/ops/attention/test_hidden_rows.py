@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import BlockMask
-from flashtile.ops.attention.plans import may_hide_rows, quiet_gradient, quiet_lse_gradient
+from flashtile.ops.attention.plans import may_hide_rows
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 NAN = float("nan")
@@ -227,36 +227,6 @@ def test_rows_past_the_last_sequence_give_sinks_no_gradient_on_a_gpu() -> None:
 @pytest.mark.hopper
 def test_rows_past_the_last_sequence_give_sinks_no_gradient_in_hopper_kernels() -> None:
     _rows_past_the_end("hopper", "cuda", torch.bfloat16)
-
-
-def test_what_comes_through_out_is_not_that_of_a_sink_alone() -> None:
-    """Rows: one that sees keys, one that sees nothing, one that sees its sink alone. Kernels are compiled for strides,
-    so the result lies in memory as out does."""
-    lse = torch.tensor([3.0, -torch.inf, 0.5])[None, None].expand(1, 2, 3)
-    out = torch.tensor([1.0, 0.0, 0.0])[None, :, None, None].expand(1, 3, 2, 8)
-    dout = torch.randn(1, 2, 3, 8).transpose(1, 2)
-    quiet = quiet_gradient(dout, out, lse, torch.full((2,), 0.5))
-    assert quiet.is_contiguous() and torch.equal(quiet, dout * torch.tensor([1.0, 0, 1])[:, None, None])
-    for value in (NAN, torch.inf):
-        loud = dout.clone()
-        loud[:, 1:, :, 3] = value
-        quiet = quiet_gradient(loud, out, lse, torch.full((2,), 0.5))
-        assert torch.equal(quiet, dout * torch.tensor([1.0, 0, 0])[:, None, None])
-    loud[:, 0] = NAN  # a row that sees keys keeps what comes from above
-    assert quiet_gradient(loud, out, lse, torch.full((2,), 0.5))[:, 0].isnan().all()
-
-
-def test_what_comes_through_lse_is_that_of_a_sink_alone() -> None:
-    """Heads: a sink, none, a sink. Rows: one that sees keys, one that sees nothing but the sink, one whose out is 0."""
-    sinks = torch.tensor([0.5, -torch.inf, 2.0])
-    lse = torch.stack([torch.full((3,), 3.0), sinks, torch.full((3,), 4.0)], 1)[None]
-    out = torch.tensor([1.0, 0.0, 0.0])[None, :, None, None].expand(1, 3, 3, 8)
-    dlse, of_sinks = quiet_lse_gradient(torch.full((1, 3, 3), torch.inf), out, lse, sinks)
-    assert dlse.isinf().tolist() == [[[True, False, True], [True, True, True], [True, False, True]]]
-    assert of_sinks.tolist() == [torch.inf, 0, torch.inf]
-    finite = torch.randn(1, 3, 3)
-    dlse, of_sinks = quiet_lse_gradient(finite, out, lse, sinks)
-    assert torch.equal(dlse, finite) and not of_sinks.any()
 
 
 # --- what the host knows --------------------------------------------------------------------------------------------

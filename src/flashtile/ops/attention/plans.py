@@ -150,36 +150,6 @@ def contiguous_on_16_bytes(out: Tensor) -> Tensor:
     return out.clone() if out.data_ptr() % 16 else out
 
 
-def quiet_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A contiguous dout with zeros in rows that see no key, for kernels that do not make their own.
-
-    Of rows that see their sink alone only what is not finite is taken away: the rest does nothing anyway.
-    """
-    loud = _alone(out, lse, sinks) & ~dout.isfinite().all(dim=-1).transpose(-1, -2)
-    hidden = (lse.isneginf() | loud).transpose(-1, -2).contiguous()  # the result takes its order in memory
-    return torch.where(hidden.unsqueeze(-1), 0.0, dout).contiguous()
-
-
-def quiet_lse_gradient(dlse: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of lse without NaN and infinity in rows that see their sink alone: a weight of 0 does not stop them.
-
-    The kernels take everything from rows that have no sink either (`lse = -inf`).
-
-    Returns:
-        dlse, and what was taken out of it, `[heads]`: part of the sinks' gradient, else of none.
-    """
-    loud = _alone(out, lse, sinks) & ~dlse.isfinite()
-    of_sinks = torch.where(loud, dlse, 0.0).sum(-1)
-    return torch.where(loud, 0.0, dlse), of_sinks if of_sinks.dim() == 1 else of_sinks.sum(0)
-
-
-def _alone(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Rows that see their sink alone, `[*, heads, rows]`: they have `out = 0` and the sink as their lse, up to
-    rounding."""
-    near = torch.isclose(sinks[:, None], lse, rtol=1e-6, atol=1e-6)
-    return near & ~lse.isneginf() & ~out.any(dim=-1).transpose(-1, -2)
-
-
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
     """Both sides of the window as kernels take them; 0 for a side that is unlimited, which they do not read."""
     left, right = (max(-WIDEST_WINDOW, min(side or 0, WIDEST_WINDOW)) for side in (spec.window_left, spec.window_right))

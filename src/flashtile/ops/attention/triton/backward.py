@@ -79,7 +79,7 @@ def attention_dq_kernel(
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse. `quiet_ptr`, where rows may see no key: dout for the other kernels, in the layout of out,
     with zeros in these rows, whose weights of 0 would not stop NaN there. `sinks_ptr`: those that lse counts, beside
-    it."""
+    it; with `HAS_DLSE` the statistics then have a third number, the delta of the sinks."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
@@ -107,12 +107,21 @@ def attention_dq_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
     delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     if quiet_ptr is not None:
-        hidden = _hidden_rows(lse, delta, out_tile, sinks_ptr, head)
+        hidden = lse == float("inf")
+        if sinks_ptr is not None:
+            # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
+            # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
+            alone = _sees_sink_alone(lse, tl.load(sinks_ptr + head), out_tile)
+            hidden = hidden | (alone & (delta != delta))
         delta = tl.where(hidden, 0.0, delta)
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + statistics, mask=row < rows_left, other=0.0)
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
         delta -= tl.where(lse == float("inf"), 0.0, dlse)
+        if sinks_ptr is not None:
+            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
+            tl.store(statistics_ptr + 4 * statistics + 2, delta, mask=row < rows_left)
+            delta = tl.where(alone, tl.where(tl.abs(delta) < float("inf"), delta, 0.0), delta)
     pair = tl.arange(0, 2)[None, :]
     tl.store(statistics_ptr + 4 * statistics[:, None] + pair, tl.join(lse, delta), mask=(row < rows_left)[:, None])
     if quiet_ptr is not None:
@@ -168,19 +177,11 @@ def attention_dq_kernel(
 
 
 @triton.jit
-def _hidden_rows(lse, delta, out_tile, sinks_ptr, head):
-    """Rows through which nothing may pass, `[M]`: those that saw no key (lse is +inf here, and in units of log2), and
-    of those that see their sink alone the ones whose dout is not finite, so that delta is NaN.
-
-    A row that sees its sink alone has `out = 0` and the sink as its lse, up to rounding. A row with tiny weights may
-    look like it, and has gradients; so finite numbers, which do no harm, stay.
-    """
-    hidden = lse == float("inf")
-    if sinks_ptr is not None:
-        near = tl.abs(tl.load(sinks_ptr + head) * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
-        alone = near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
-        hidden = hidden | (alone & (delta != delta))
-    return hidden
+def _sees_sink_alone(lse, sink, out_tile):
+    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse (in units of log2), up to
+    rounding."""
+    near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
+    return near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
 
 
 @triton.jit

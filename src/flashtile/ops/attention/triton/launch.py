@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
-from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, quiet_lse_gradient
+from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
@@ -44,10 +44,8 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Runs the dq kernel, then the dk/dv kernel, and that of the bias where its gradient is wanted. Deterministic."""
-    sign, more = 1, None
+    sign = 1
     hides_rows = may_hide_rows(q, k, side, spec)
-    if hides_rows and dlse is not None and side.sinks is not None:
-        dlse, more = quiet_lse_gradient(dlse, out, lse, side.sinks)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     dq, statistics, slope_sums, dout = backward_queries(
@@ -56,9 +54,9 @@ def backward(
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
     dalibi_slopes = None if slope_sums is None else _slope_gradient(slope_sums, side)
-    dsinks = _sink_gradient(statistics, side.sinks) if wanted.sinks and side.sinks is not None else None
-    if dsinks is not None and more is not None:
-        dsinks += more
+    dsinks = None
+    if wanted.sinks and side.sinks is not None:
+        dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks)
 
 
@@ -154,9 +152,10 @@ def _slope_gradient(slope_sums: Tensor, side: SideInputs) -> Tensor:
     return -(by_sequence if side.alibi_slopes.dim() == 2 else by_sequence.sum(0))
 
 
-def _sink_gradient(statistics: Tensor, sinks: Tensor) -> Tensor:
-    """The gradient of the sinks: minus the sum over rows of what the sink weighs times delta."""
-    lse, delta = statistics[..., 0], statistics[..., 1]  # [batch, heads, seq_q], packed [heads, total_q]
+def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor:
+    """The gradient of the sinks: minus the sum over rows of what the sink weighs times delta. `own_delta`: the
+    statistics have one that is theirs, beside that of the keys."""
+    lse, delta = statistics[..., 0], statistics[..., 1 + own_delta]  # [batch, heads, seq_q], packed [heads, total_q]
     weights = torch.exp2((sinks * _LOG2_E)[:, None] - lse)
     # Rows past the last sequence have no sink, whatever their delta is.
     by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
