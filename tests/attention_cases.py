@@ -93,6 +93,8 @@ EDGES = {
     "head_dim_80": replace(BASE, batch=1, head_dim=80, head_dim_v=80, seq_q=20, seq_k=18),
     "no_queries": replace(BASE, seq_q=0),
     "no_keys": replace(BASE, seq_k=0),
+    "no_keys_but_sinks": replace(BASE, seq_k=0, sinks=True),
+    "no_packed_keys_but_sinks": replace(BASE, lengths_q=(5, 7), lengths_k=(0, 0), sinks=True),
     "no_batch": replace(BASE, batch=0),
     "empty_sequences": replace(BASE, lengths_q=(0, 0), lengths_k=(0, 3)),
     "more_queries_than_keys": with_arguments(replace(BASE, seq_q=53, seq_k=20), causal=True),

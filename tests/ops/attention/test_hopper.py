@@ -398,6 +398,13 @@ def test_machine_code_of_the_backward(form: str) -> None:
         assert compile_hopper_backward(kernel, variant).spilled == 0
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
+    """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
+    binary = compile_hopper_backward("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
+    assert any("MUFU.EX2" in line for line in _instructions(binary)) is sinks
+
+
 def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """From Triton 3.7 on a multiple of a parameter without a value is an error."""
     stated = []
@@ -525,6 +532,22 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert all(at % 16 == 0 for at in buffers)
     if "quiet_ptr" in begin and "turns_ptr" in begin:
         assert begin["turns_ptr"] - begin["quiet_ptr"] == dout.nbytes
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
+    """Nothing is launched, so that it needs no GPU. Rows past the last sequence have no sink."""
+    q, k = (torch.randn(*((rows,) if packed else (2, rows)), 2, 64).bfloat16() for rows in (5, 0))
+    offsets = torch.tensor([0, 1, 3])
+    side = SideInputs(offsets, torch.zeros(3, dtype=torch.int32), 2, 0) if packed else SideInputs(None, None, 5, 0)
+    side = side._replace(sinks=torch.tensor([0.5, -torch.inf]))
+    out, lse = launch.forward(q, k, k, side, AttentionSpec(0.125))
+    seen = 3 if packed else 5
+    assert not out.any() and (lse[..., 0, :seen] == 0.5).all()
+    assert lse[..., 1, :].isneginf().all() and lse[..., seen:].isneginf().all()
+    for dlse, expected in ((None, 0), (torch.ones_like(lse), seen if packed else 2 * seen)):
+        grads = backward_launch.backward(out, dlse, q, k, k, out, lse, side, AttentionSpec(0.125), Wanted(sinks=True))
+        assert grads.sinks.tolist() == [expected, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -123,7 +123,7 @@ def backward(
     """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`. Of `wanted`
     they serve the sinks (`configs.obstacle`)."""
     if not q.numel() or not k.numel() or not v.numel():
-        dsinks = torch.zeros_like(side.sinks) if wanted.sinks and side.sinks is not None else None
+        dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
     sign = 1
     if spec.scale <= 0:
@@ -170,6 +170,14 @@ def backward(
         by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
         dsinks = by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
+
+
+def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """What comes through lse to rows that see a sink is all the sink's."""
+    if sinks is None or dlse is None:
+        return None if sinks is None else torch.zeros_like(sinks)
+    by_head = torch.where(lse.isneginf(), 0.0, dlse).sum(-1)
+    return by_head.sum(0) if by_head.dim() == 2 else by_head
 
 
 def _readable(tensor: Tensor) -> Tensor:

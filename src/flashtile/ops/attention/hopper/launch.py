@@ -134,7 +134,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
     if not plan.programs:
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), _lse_without_keys(lse, side)
     if plan.transposition is not None:
         v = _transposed(v, cu_seqlens_k, plan.transposition)
     of_q, of_k, of_v, of_out = plan.makers
@@ -150,6 +150,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *plan.scalars,
     )
     return out, lse
+
+
+def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
+    """That of rows which see nothing but their sink, where there is one; past the last sequence there is none."""
+    if side.sinks is None:
+        return lse.fill_(float("-inf"))
+    lse.copy_(side.sinks[:, None].expand_as(lse))
+    if side.cu_seqlens_q is not None:
+        row = torch.arange(lse.shape[-1], device=lse.device)
+        lse.masked_fill_(row >= side.cu_seqlens_q[-1], float("-inf"))
+    return lse
 
 
 def _transposed(v: Tensor, cu_seqlens_k: Tensor | None, transposition: Transposition) -> Tensor:
