@@ -145,17 +145,20 @@ def test_gpu_rows_past_the_capacity_are_not_written_and_not_read() -> None:
 @pytest.mark.interpreter
 @pytest.mark.unpoisoned
 def test_interpreted_offsets_within_a_page_pass_2_to_the_31() -> None:
-    """Tiles of keys do not divide the page, so that its rows are counted from its first. Little memory is touched."""
+    """Tiles of keys do not divide the page, so that its rows are counted from its first. Of the memory only the last
+    rows are touched, which alone are visible."""
     rows, stride = 272, 2**23 - 16
     q, page = torch.randn(1, 1, 1, 16).half(), torch.randn(1, rows, 1, 16).half()
-    apart = torch.zeros((rows - 1) * stride + 16, dtype=torch.half).as_strided(page.shape, (16, stride, 16, 1))
-    table, length = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([rows])
+    apart = torch.empty((rows - 1) * stride + 16, dtype=torch.half).as_strided(page.shape, (16, stride, 16, 1))
+    apart[:, -10:] = page[:, -10:]
+    table, length, left = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([rows]), torch.tensor([rows - 10])
     actual, expected = (
         flashtile.attention_with_kv_cache(
-            q, cache, cache, cache_lengths=length, block_table=table, backend="triton", num_splits=1
+            q, cache, cache, cache_lengths=length, block_table=table, cache_left_padding=left, backend="triton",
+            num_splits=1,
         )
-        for cache in (apart.copy_(page), page)
-    )
+        for cache in (apart, page)
+    )  # fmt: skip
     assert torch.equal(actual, expected)
 
 
