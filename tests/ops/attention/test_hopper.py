@@ -22,7 +22,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel, pointer
 from flashtile.ops.attention import operator, select
-from flashtile.ops.attention.hopper import backward_launch, blocks, configs, launch
+from flashtile.ops.attention.hopper import backward_launch, backward_walk, blocks, configs, launch, pieces
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -258,6 +258,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     device = torch.device("cuda", 0)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "_launcher", lambda *_: None)
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "_launcher", lambda *_: None)
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
@@ -280,22 +281,52 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         assert given["query_tiles"] * 128 >= 500 and given["tiles"] * 128 == 768
 
 
+#: What the kernels' arithmetic uses of Gluon, for Python's numbers.
+_NUMBERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y)
+
+
 @pytest.mark.parametrize("tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 20, 1, 8), (2, 5, 2, 8)])
-def test_programs_of_a_listed_backward(
-    tiles: int, lines: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listed", [False, True])
+def test_order_of_the_key_tiles_of_the_backward(
+    tiles: int, lines: int, first: int, together: int, listed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every key tile of every line once: the first of all lines, then those of a few lines side by side."""
-    scalars = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y)
-    monkeypatch.setattr(blocks, "gl", scalars)
-    monkeypatch.setattr(blocks, "_TOGETHER", blocks._TOGETHER.value)
-    monkeypatch.setattr(blocks, "PAIRS_TOGETHER", blocks.PAIRS_TOGETHER.value)
-    order = [blocks.column_in_order.fn(number, tiles, lines, first) for number in range(tiles * lines)]
+    """Every key tile of every line once, of a few lines side by side; with a block mask behind the first of all lines,
+    else from the last to the first."""
+    monkeypatch.setattr(blocks, "gl", _NUMBERS)
+    monkeypatch.setattr(pieces, "gl", _NUMBERS)
+    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    assert backward_walk._lines_together.fn(tiles) == together
+    numbers = range(tiles * lines)
+    if listed:
+        order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in numbers]
+    else:
+        first = 0
+        order = [pieces.tile_in_order.fn(number, tiles, lines, together, True) for number in numbers]
+        order = [(tiles - 1 - tile, line) for tile, line in order]
     assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
     ahead, others = order[: first * lines], order[first * lines :]
     assert all(tile < first for tile, _ in ahead)
     whole = together * (tiles - first)
     assert all(line // together == number // whole for number, (_, line) in enumerate(others))
     assert others[:whole] == sorted(others[:whole])
+
+
+@pytest.mark.parametrize("group, last, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
+def test_steps_of_a_key_tile_in_the_backward(
+    group: int, last: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All heads of each query tile, from the last tile on; the next step is found without the number of this one."""
+    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
+    walk = SimpleNamespace(group=group, last=last)
+    visited = [backward_walk.step_of.fn(walk, it) for it in range(group * steps)]
+    assert visited == [(head, last - tile) for tile in range(steps) for head in range(group)]
+    monkeypatch.setattr(backward_walk, "gl", torch)
+    step = torch.tensor(0), torch.tensor(last)
+    for expected in visited:
+        assert step == expected
+        step = backward_walk.step_after.fn(walk, *step)
 
 
 # Coordinates of packed sequences
@@ -526,12 +557,13 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
     assert ("turns_ptr" in main) == arguments.get("deterministic", False)
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
-    order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "turns_ptr", "sink_sums_ptr")
+    order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)
     assert all(at % 16 == 0 for at in buffers)
-    if "quiet_ptr" in begin and "turns_ptr" in begin:
-        assert begin["turns_ptr"] - begin["quiet_ptr"] == dout.nbytes
+    assert main["counter_ptr"] == begin["counter_ptr"]
+    if "quiet_ptr" in begin:
+        assert begin["counter_ptr"] - begin["quiet_ptr"] == dout.nbytes
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

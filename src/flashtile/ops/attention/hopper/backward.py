@@ -1,8 +1,9 @@
 """Backward kernels for Hopper: statistics, then dk, dv and the sums of dq in one kernel, then dq in its own dtype.
 
-A program of the main kernel owns one tile of keys. Its producer warp loads keys and values once, and one tile of
-queries after another with its dout and statistics. Per query tile, everything transposed, with `c = scale · log2(e)`
-(letters as in `pieces`; N keys, M queries)::
+Programs of the main kernel stay on their multiprocessors and take one tile of keys after another. A producer warp finds
+the tile, tells the others, and loads its keys and values, and one tile of queries after another with its dout and
+statistics: the first ones of the next tile of keys while this one is still being worked on. Per query tile, everything
+transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queries)::
 
     sᵀ  = k qᵀ                  [N, M]
     pᵀ  = exp2(c·sᵀ - lse)      [N, M]
@@ -45,7 +46,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     modified_scores,
     pack,
     products_of_sum,
-    query_tile_ranges,
     slice_of,
     start_sum,
     start_transposed,
@@ -57,31 +57,27 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 )
 from flashtile.ops.attention.hopper.backward_walk import (
     Form,
-    Walk,
+    find_keys,
+    hear_keys,
+    hear_next_keys,
     hear_step,
+    keys_of,
     load_keys,
     load_step,
     load_tiles,
+    step_after,
     step_of,
+    walk_of,
 )
-from flashtile.ops.attention.hopper.blocks import (
-    FULL,
-    column_in_order,
-    hear,
-    line_entries,
-    load_bits,
-    make_news,
-    where_shown,
-)
+from flashtile.ops.attention.hopper.blocks import FULL, hear, load_bits, make_news, where_shown
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
     barriers,
-    locate_tile,
+    make_mailbox,
     make_ring,
     matrix_layout,
     place_of,
     release,
-    tile_in_order,
 )
 
 
@@ -89,11 +85,12 @@ from flashtile.ops.attention.hopper.pieces import (
 def attention_backward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
     statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
-    turns_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
+    turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
@@ -101,51 +98,35 @@ def attention_backward_kernel(
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
     key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
-    added to its dq, zeros at the start; None if not ORDERED. `scale` > 0. Other arguments as in the forward kernel."""
-    UNEVEN: gl.constexpr = PACKED or HAS_LEFT or HAS_RIGHT or TILE_Q > 0
+    added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have been taken beside each
+    program's first, zero at the start. `scale` > 0. Other arguments as in the forward kernel."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
-    lines = heads_kv if PACKED else batch * heads_kv
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
     )  # fmt: skip
-    if TILE_K > 0 and not ORDERED:
-        tile, line = column_in_order(gl.program_id(0), tiles, lines, TILE_K // KEYS)
-    else:
-        tile, line = tile_in_order(gl.program_id(0), tiles, lines, UNEVEN or ORDERED)
-        if ORDERED or (HAS_RIGHT and not PACKED):
-            # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
-            # which have started before them.
-            tile = tiles - 1 - tile
-    sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, KEYS, PACKED
+    form = Form(
+        KEYS,
+        M,
+        PARTS,
+        SUM_COLUMNS,
+        HANDOVERS,
+        KEY_STAGES,
+        PRODUCER,
+        ORDERED,
+        PACKED,
+        HAS_LEFT,
+        HAS_RIGHT,
+        TOP_LEFT,
+        TILE_Q,
+        TILE_K,
     )
-    if first >= seq_k:
-        return
-    shift = 0 if TOP_LEFT else seq_k - seq_q
-    begin, full_begin, full_end, end = query_tile_ranges(
-        first, seq_k, shift, seq_q, window_left, window_right, KEYS, M, HAS_LEFT, HAS_RIGHT
-    )
-    head = head_kv * group
-    if PACKED:
-        place = head * query_tiles + begin_q // M + sequence
-    else:
-        place = (sequence * heads_kv * group + head) * query_tiles
-    steps = end - begin
-    total = group * steps
-    if TILE_K > 0:
-        total = gl.to_tensor(0)
-        for which in range(group):
-            entry, last_entry = line_entries(blocks, sequence, head + which, first // TILE_K)
-            total += (last_entry - entry) * (TILE_Q // M)
-    walk = Walk(
-        gl.to_tensor(sequence), gl.to_tensor(head), gl.to_tensor(begin_q), gl.to_tensor(seq_q), gl.to_tensor(begin),
-        gl.to_tensor(steps), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end),
-        gl.to_tensor(place), gl.to_tensor(query_tiles),
+    call = (
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,
+        window_left, window_right, blocks,
     )  # fmt: skip
-    form = Form(KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TILE_Q, TILE_K)
     READERS: gl.constexpr = 2
-    k = make_ring(k_desc, k_rest_desc, WARPGROUPS, 1)
-    v = make_ring(v_desc, v_rest_desc, WARPGROUPS, 1)
+    k = make_ring(k_desc, k_rest_desc, KEY_STAGES * WARPGROUPS, 1)
+    v = make_ring(v_desc, v_rest_desc, KEY_STAGES * WARPGROUPS, 1)
     q = make_ring(q_desc, q_rest_desc, STAGES, READERS)
     dout = make_ring(dout_desc, dout_rest_desc, STAGES, READERS)
     statistics = gl.allocate_shared_memory(gl.float32, [STAGES] + statistics_desc.block_shape, statistics_desc.layout)
@@ -158,35 +139,35 @@ def attention_backward_kernel(
         listing = (blocks, make_news(STAGES + HANDOVERS))
     else:
         listing = (blocks, block_lists_ptr)
+    mailbox = make_mailbox(3 if PRODUCER else 2)
     loading = (
         q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1]
     )  # fmt: skip
     producing = (
-        walk, form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, head_kv, first, begin_k, seq_k, group,
-        blocks,
+        form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, mailbox, counter_ptr, call
     )  # fmt: skip
     summing = (
-        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
-        listing, STAGES,
+        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, STAGES, mailbox, call
     )  # fmt: skip
-    storing = (sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
-    seeing = (first, shift, seq_k, window_left, window_right, listing)
-    changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, seq_k - seq_q)
+    storing = (dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
+    changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
     if SPLIT_ROLES:
         probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
         probs_full = barriers(HANDOVERS, 1)
         probs_empty = barriers(HANDOVERS, WARPGROUP)
         fence_async_shared()
-        scoring = (walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty, seeing, changing, storing)
+        scoring = (
+            form, k, v, q, dout, statistics, probs, probs_full, probs_empty, listing, changing, storing, mailbox, call,
+        )  # fmt: skip
         grading = (
-            walk, form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
-            dscores, dscores_full, dscores_empty, scale, storing,
+            form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
+            dscores, dscores_full, dscores_empty, scale, storing, mailbox, call,
         )  # fmt: skip
         gl.warp_specialize(
             [
                 (_sum_dq, (False, summing, producing)),
-                (_sum_dv, scoring),
-                (_sum_dk, grading),
+                (_sum_dv, (scoring,)),
+                (_sum_dk, (grading,)),
                 (load_tiles, (producing,)),
             ],
             [4, 4, 1],
@@ -195,8 +176,8 @@ def attention_backward_kernel(
     else:
         fence_async_shared()
         working = (
-            walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
-            seeing, changing, scale, storing,
+            form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
+            listing, changing, scale, storing, mailbox, call,
         )  # fmt: skip
         if PRODUCER:
             gl.warp_specialize(
@@ -219,183 +200,221 @@ def attention_backward_kernel(
 
 @gluon.jit
 def _sum_dk_dv(WHICH: gl.constexpr, inputs):
-    """dk and dv of the `WHICH`-th 64 keys, and their part of `dsᵀ` for `_sum_dq`."""
+    """dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `_sum_dq`."""
     (
-        walk, form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
-        seeing, changing, scale, storing,
+        form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
+        listing, changing, scale, storing, mailbox, call,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     QUERIES: gl.constexpr = form.M // form.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    first, shift, keys, window_left, window_right, listing = seeing
-    key = first + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    k_tile, k_rest = chunks_of(k, WHICH)
-    v_tile, v_rest = chunks_of(v, WHICH)
+    window_left, window_right = call[9], call[10]
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
-    dk, dk_rest = wide_zeros(q)
-    dv, dv_rest = wide_zeros(dout)
-    mbarrier.wait(k.full.index(WHICH), 0)
-    mbarrier.wait(v.full.index(WHICH), 0)
-    for it in range(walk.total):
-        head, tile = step_of(walk, it, form)
-        stage, phase = place_of(it, q.STAGES)
-        place, place_phase = place_of(it, form.HANDOVERS)
-        q_tile, q_rest = chunks_of(q, stage)
-        dout_tile, dout_rest = chunks_of(dout, stage)
-        mbarrier.wait(q.full.index(stage), phase)
-        for part in gl.static_range(form.PARTS):
-            s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
-            lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
-            if form.TILE_K > 0:
+    count = 0
+    before = 0
+    found = hear_keys(mailbox, count, form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
+        row = walk.first + WHICH * ROWS
+        key = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        mine, key_phase = keys_of(count, WHICH, form)
+        k_tile, k_rest = chunks_of(k, mine)
+        v_tile, v_rest = chunks_of(v, mine)
+        dk, dk_rest = wide_zeros(q)
+        dv, dv_rest = wide_zeros(dout)
+        mbarrier.wait(k.full.index(mine), key_phase)
+        mbarrier.wait(v.full.index(mine), key_phase)
+        head, tile = step_of(walk, 0)
+        for it in range(walk.total):
+            stage, phase = place_of(before + it, q.STAGES)
+            place, place_phase = place_of(before + it, form.HANDOVERS)
+            q_tile, q_rest = chunks_of(q, stage)
+            dout_tile, dout_rest = chunks_of(dout, stage)
+            mbarrier.wait(q.full.index(stage), phase)
+            for part in gl.static_range(form.PARTS):
+                s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
+                lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
+                if form.TILE_K > 0:
+                    if part == 0:
+                        head, tile, kind = hear_step(listing, before + it, q, form)
+                s = warpgroup_mma_wait(0, [s])
+                query = tile * form.M + part * QUERIES
+                s, tanh = modified_scores(s, key, query, head, walk, changing)
+                if form.TILE_K > 0:
+                    if kind != FULL:
+                        column = tile * form.PARTS + part
+                        bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
+                        s = where_shown(bits, s, float("-inf"))
+                p = gl.exp2(s * changing[0] - lse[None, :])
+                if (tile < walk.full_begin) | (tile >= walk.full_end):
+                    p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
+                probs = pack(p, dtype)
+                factors = probs
+                if changing[1] is not None:
+                    factors = pack(p * (1.0 - tanh * tanh), dtype)
                 if part == 0:
-                    head, tile, kind = hear_step(listing, it, q, form)
+                    mbarrier.wait(dout.full.index(stage), phase)
+                dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
+                dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
+                delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
+                dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
+                ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
+                if part == 0:
+                    mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
+                slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
+                if part == form.PARTS - 1:
+                    fence_async_shared()
+                    mbarrier.arrive(dscores_full.index(place), count=1)
+                dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
+                dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
+                if part == form.PARTS - 1:
+                    release(dout.empty.index(stage))
+                dk, dk_rest = wait_sum(0, q, dk, dk_rest)
+            release(q.empty.index(stage))
+            head, tile = step_after(walk, head, tile)
+        dk_desc, dk_rest_desc, dv_desc, dv_rest_desc = storing
+        store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, row, form.PACKED)
+        before += walk.total
+        count += 1
+        _await_last_sum(walk, before, form, dscores_empty)
+        dk = dk * scale
+        dk_rest = dk_rest * scale
+        store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, row, form.PACKED)
+        found = hear_next_keys(found, mailbox, count, form)
+        tma_store_wait(2 if k.REST > 0 else 1)  # those of dk
+        release(v.empty.index(mine))
+        tma_store_wait(0)
+        release(k.empty.index(mine))
+
+
+@gluon.jit
+def _sum_dv(inputs):
+    """dv of all keys, and for `_sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
+    (
+        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, listing, changing, storing, mailbox, call,
+    ) = inputs  # fmt: skip
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
+    window_left, window_right = call[9], call[10]
+    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
+    count = 0
+    before = 0
+    found = hear_keys(mailbox, count, form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
+        key = walk.first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        mine, key_phase = keys_of(count, 0, form)
+        k_tile, k_rest = chunks_of(k, mine)
+        dv, dv_rest = wide_zeros(dout)
+        mbarrier.wait(k.full.index(mine), key_phase)
+        head, tile = step_of(walk, 0)
+        for it in range(walk.total):
+            stage, phase = place_of(before + it, q.STAGES)
+            place, place_phase = place_of(before + it, form.HANDOVERS)
+            q_tile, q_rest = chunks_of(q, stage)
+            mbarrier.wait(q.full.index(stage), phase)
+            s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
+            lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
+            if form.TILE_K > 0:
+                head, tile, kind = hear_step(listing, before + it, q, form)
             s = warpgroup_mma_wait(0, [s])
-            query = tile * form.M + part * QUERIES
-            s, tanh = modified_scores(s, key, query, head, walk, changing)
+            s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
             if form.TILE_K > 0:
                 if kind != FULL:
-                    row, column = first + WHICH * ROWS, tile * form.PARTS + part
-                    bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
+                    bits = load_bits(listing[0], kind, walk.first, tile, form.M, form.TILE_K, form.TILE_Q)
                     s = where_shown(bits, s, float("-inf"))
             p = gl.exp2(s * changing[0] - lse[None, :])
             if (tile < walk.full_begin) | (tile >= walk.full_end):
-                p = mask_probs(p, key, query, shift, keys, window_left, window_right, form)
+                p = mask_probs(p, key, tile * form.M, walk.shift, walk.seq_k, window_left, window_right, form)
+            release(q.empty.index(stage))
             probs = pack(p, dtype)
-            factors = probs
+            mbarrier.wait(probs_empty.index(place), place_phase ^ 1)
             if changing[1] is not None:
-                factors = pack(p * (1.0 - tanh * tanh), dtype)
-            if part == 0:
-                mbarrier.wait(dout.full.index(stage), phase)
-            dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
-            dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
-            delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
-            dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-            ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
-            if part == 0:
-                mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-            slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
-            if part == form.PARTS - 1:
-                fence_async_shared()
-                mbarrier.arrive(dscores_full.index(place), count=1)
-            dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
-            dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
-            if part == form.PARTS - 1:
-                release(dout.empty.index(stage))
-            dk, dk_rest = wait_sum(0, q, dk, dk_rest)
-        release(q.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc = storing
-    row = first + WHICH * ROWS
-    store_rows(dv_desc, dv_rest_desc, v, WHICH, dv, dv_rest, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    _await_last_sum(walk, form, dscores_empty)
-    dk = dk * scale
-    dk_rest = dk_rest * scale
-    store_rows(dk_desc, dk_rest_desc, k, WHICH, dk, dk_rest, sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    tma_store_wait(0)
-
-
-@gluon.jit
-def _sum_dv(walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, seeing, changing, storing):
-    """dv of all keys, and for `_sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
-    dtype: gl.constexpr = q.tiles.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    first, shift, keys, window_left, window_right, listing = seeing
-    key = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    k_tile, k_rest = chunks_of(k, 0)
-    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    dv, dv_rest = wide_zeros(dout)
-    mbarrier.wait(k.full.index(0), 0)
-    for it in range(walk.total):
-        head, tile = step_of(walk, it, form)
-        stage, phase = place_of(it, q.STAGES)
-        place, place_phase = place_of(it, form.HANDOVERS)
-        q_tile, q_rest = chunks_of(q, stage)
-        mbarrier.wait(q.full.index(stage), phase)
-        s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
-        lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
-        if form.TILE_K > 0:
-            head, tile, kind = hear_step(listing, it, q, form)
-        s = warpgroup_mma_wait(0, [s])
-        s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
-        if form.TILE_K > 0:
-            if kind != FULL:
-                bits = load_bits(listing[0], kind, first, tile, form.M, form.TILE_K, form.TILE_Q)
-                s = where_shown(bits, s, float("-inf"))
-        p = gl.exp2(s * changing[0] - lse[None, :])
-        if (tile < walk.full_begin) | (tile >= walk.full_end):
-            p = mask_probs(p, key, tile * form.M, shift, keys, window_left, window_right, form)
-        release(q.empty.index(stage))
-        probs = pack(p, dtype)
-        mbarrier.wait(probs_empty.index(place), place_phase ^ 1)
-        if changing[1] is not None:
-            probs_smem.index(place).store(pack(p * (1.0 - tanh * tanh), dtype))
+                probs_smem.index(place).store(pack(p * (1.0 - tanh * tanh), dtype))
+            else:
+                probs_smem.index(place).store(probs)
+            mbarrier.arrive(probs_full.index(place), count=1)
+            mbarrier.wait(dout.full.index(stage), phase)
+            dout_tile, dout_rest = chunks_of(dout, stage)
+            dv, dv_rest = start_sum(probs, dout_tile, dout_rest, 0, dv, dv_rest, dout.REST)
+            dv, dv_rest = wait_sum(0, dout, dv, dv_rest)
+            release(dout.empty.index(stage))
+            head, tile = step_after(walk, head, tile)
+        before += walk.total
+        if walk.total > 0:  # `_sum_dk` has read the values for the last time before it took the last weights
+            place, place_phase = place_of(before - 1, form.HANDOVERS)
+            mbarrier.wait(probs_empty.index(place), place_phase)
         else:
-            probs_smem.index(place).store(probs)
-        mbarrier.arrive(probs_full.index(place), count=1)
-        mbarrier.wait(dout.full.index(stage), phase)
-        dout_tile, dout_rest = chunks_of(dout, stage)
-        dv, dv_rest = start_sum(probs, dout_tile, dout_rest, 0, dv, dv_rest, dout.REST)
-        dv, dv_rest = wait_sum(0, dout, dv, dv_rest)
-        release(dout.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, _, _, dv_desc, dv_rest_desc = storing
-    if walk.total > 0:  # `_sum_dk` has read the values for the last time before it took the last weights
-        place, place_phase = place_of(walk.total - 1, form.HANDOVERS)
-        mbarrier.wait(probs_empty.index(place), place_phase)
-    else:
-        mbarrier.wait(v.full.index(0), 0)
-    store_rows(dv_desc, dv_rest_desc, v, 0, dv, dv_rest, sequence, head_kv, begin_k, seq_k, first, form.PACKED)
-    tma_store_wait(0)
+            mbarrier.wait(v.full.index(mine), key_phase)
+        count += 1
+        _, _, dv_desc, dv_rest_desc = storing
+        store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, walk.first, form.PACKED)
+        found = hear_next_keys(found, mailbox, count, form)
+        tma_store_wait(0)
+        release(v.empty.index(mine))
 
 
 @gluon.jit
-def _sum_dk(
-    walk, form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty,
-    dscores, dscores_full, dscores_empty, scale, storing,
-):  # fmt: skip
+def _sum_dk(inputs):
     """dk of all keys, and `dsᵀ` for `_sum_dq`, from the `pᵀ` of `_sum_dv`."""
+    (
+        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty,
+        dscores, dscores_full, dscores_empty, scale, storing, mailbox, call,
+    ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    v_tile, v_rest = chunks_of(v, 0)
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    dk, dk_rest = wide_zeros(q)
-    mbarrier.wait(v.full.index(0), 0)
-    for it in range(walk.total):
-        stage, phase = place_of(it, q.STAGES)
-        place, place_phase = place_of(it, form.HANDOVERS)
-        dout_tile, dout_rest = chunks_of(dout, stage)
-        mbarrier.wait(dout.full.index(stage), phase)
-        dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
-        mbarrier.wait(q.full.index(stage), phase)
-        delta = load_statistics(statistics.index(stage), 1, 0, form.M, s_layout)
-        dp = warpgroup_mma_wait(0, [dp])
-        release(dout.empty.index(stage))
-        mbarrier.wait(probs_full.index(place), place_phase)
-        p = probs_smem.index(place).load(s_layout).to(gl.float32)
-        release(probs_empty.index(place))
-        ds = pack(p * (dp - delta[None, :]), dtype)
-        mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-        dscores.index(place).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(dscores_full.index(place), count=1)
-        q_tile, q_rest = chunks_of(q, stage)
-        dk, dk_rest = start_sum(ds, q_tile, q_rest, 0, dk, dk_rest, q.REST)
-        dk, dk_rest = wait_sum(0, q, dk, dk_rest)
-        release(q.empty.index(stage))
-    sequence, head_kv, begin_k, seq_k, first, dk_desc, dk_rest_desc, _, _ = storing
-    mbarrier.wait(k.full.index(0), 0)
-    _await_last_sum(walk, form, dscores_empty)
-    # `_sum_dv` has read the keys before it gave the last weights.
-    dk = dk * scale
-    dk_rest = dk_rest * scale
-    store_rows(dk_desc, dk_rest_desc, k, 0, dk, dk_rest, sequence, head_kv, begin_k, seq_k, first, form.PACKED)
-    tma_store_wait(0)
+    count = 0
+    before = 0
+    found = hear_keys(mailbox, count, form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
+        mine, key_phase = keys_of(count, 0, form)
+        v_tile, v_rest = chunks_of(v, mine)
+        dk, dk_rest = wide_zeros(q)
+        mbarrier.wait(v.full.index(mine), key_phase)
+        for it in range(walk.total):
+            stage, phase = place_of(before + it, q.STAGES)
+            place, place_phase = place_of(before + it, form.HANDOVERS)
+            dout_tile, dout_rest = chunks_of(dout, stage)
+            mbarrier.wait(dout.full.index(stage), phase)
+            dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
+            mbarrier.wait(q.full.index(stage), phase)
+            delta = load_statistics(statistics.index(stage), 1, 0, form.M, s_layout)
+            dp = warpgroup_mma_wait(0, [dp])
+            release(dout.empty.index(stage))
+            mbarrier.wait(probs_full.index(place), place_phase)
+            p = probs_smem.index(place).load(s_layout).to(gl.float32)
+            release(probs_empty.index(place))
+            ds = pack(p * (dp - delta[None, :]), dtype)
+            mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
+            dscores.index(place).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(dscores_full.index(place), count=1)
+            q_tile, q_rest = chunks_of(q, stage)
+            dk, dk_rest = start_sum(ds, q_tile, q_rest, 0, dk, dk_rest, q.REST)
+            dk, dk_rest = wait_sum(0, q, dk, dk_rest)
+            release(q.empty.index(stage))
+        mbarrier.wait(k.full.index(mine), key_phase)
+        before += walk.total
+        count += 1
+        _await_last_sum(walk, before, form, dscores_empty)
+        # `_sum_dv` has read the keys before it gave the last weights.
+        dk = dk * scale
+        dk_rest = dk_rest * scale
+        dk_desc, dk_rest_desc, _, _ = storing
+        store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, walk.first, form.PACKED)
+        found = hear_next_keys(found, mailbox, count, form)
+        tma_store_wait(0)
+        release(k.empty.index(mine))
 
 
 @gluon.jit
-def _await_last_sum(walk, form, dscores_empty):
-    """Until `_sum_dq` has read the keys for the last time."""
+def _await_last_sum(walk, steps, form, dscores_empty):
+    """Until `_sum_dq` has read the keys for the last time; `steps`: of all tiles so far."""
     if walk.total > 0:
-        place, phase = place_of(walk.total - 1, form.HANDOVERS)
+        place, phase = place_of(steps - 1, form.HANDOVERS)
         mbarrier.wait(dscores_empty.index(place), phase)
 
 
@@ -407,71 +426,73 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     the others have done with by the time that they give the next `ds`.
     """
     (
-        walk, form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, first, shift, window_left,
-        listing, STAGES,
+        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, STAGES, mailbox, call
     ) = summing  # fmt: skip
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.REST
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
+    window_left = call[9]
+    count = 0
+    before = 0
     if LOADS:
-        load_keys(producing)
-        for it in range(gl.minimum(walk.total, STAGES)):
-            load_step(it, producing)
-    for which in gl.static_range(WARPGROUPS):
-        mbarrier.wait(k.full.index(which), 0)
-    number_before = 0
-    for it in range(walk.total):
+        _, found = find_keys(gl.program_id(0), (mailbox, count, producing[9], call), form)
+    else:
+        found = hear_keys(mailbox, count, form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
         if LOADS:
-            if (it > 0) & (it + STAGES - 1 < walk.total):
-                load_step(it + STAGES - 1, producing)
-        head, tile = step_of(walk, it, form)
-        place, phase = place_of(it, form.HANDOVERS)
-        number = walk.place + head * walk.line + tile
-        if form.ORDERED and form.TILE_K == 0:
-            turn_seen = gl.load(turns_ptr + number, volatile=True)
-        mbarrier.wait(dscores_full.index(place), phase)
-        if form.TILE_K > 0:
-            at = it % (STAGES + form.HANDOVERS)
-            number = walk.place + hear(listing[1], at, 2) * walk.line + hear(listing[1], at, 0)
-            if form.ORDERED:
-                turn = hear(listing[1], at, 3)
+            for it in range(gl.minimum(walk.total, STAGES)):
+                load_step(walk, it, before, producing)
+            load_keys(walk, count, producing)
+        for which in gl.static_range(WARPGROUPS):
+            mine, key_phase = keys_of(count, which, form)
+            mbarrier.wait(k.full.index(mine), key_phase)
+        first_keys, _ = keys_of(count, 0, form)
+        number_before = 0
+        head, tile = step_of(walk, 0)
+        for it in range(walk.total):
+            if LOADS:
+                if (it > 0) & (it + STAGES - 1 < walk.total):
+                    load_step(walk, it + STAGES - 1, before, producing)
+            place, phase = place_of(before + it, form.HANDOVERS)
+            number = walk.place + head * walk.line + tile
+            if form.ORDERED and form.TILE_K == 0:
                 turn_seen = gl.load(turns_ptr + number, volatile=True)
-        for part in gl.static_range(PARTS):
-            for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
-                dq = zeros
-                for which in gl.static_range(WARPGROUPS):
-                    ds = dscores.index(place * WARPGROUPS + which).permute([1, 0])
-                    if PARTS > 1:
-                        ds = ds.slice(part * ROWS, ROWS)
-                    k_tile = columns_of(k, which, column, form.SUM_COLUMNS)
-                    dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
-                if form.ORDERED and part == 0 and column == 0:
-                    if it > 0:  # while this product is computed
+            mbarrier.wait(dscores_full.index(place), phase)
+            if form.TILE_K > 0:
+                at = (before + it) % (STAGES + form.HANDOVERS)
+                number = walk.place + hear(listing[1], at, 2) * walk.line + hear(listing[1], at, 0)
+                if form.ORDERED:
+                    turn = hear(listing[1], at, 3)
+                    turn_seen = gl.load(turns_ptr + number, volatile=True)
+            for part in gl.static_range(PARTS):
+                for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
+                    dq = zeros
+                    for which in gl.static_range(WARPGROUPS):
+                        ds = dscores.index(place * WARPGROUPS + which).permute([1, 0])
+                        if PARTS > 1:
+                            ds = ds.slice(part * ROWS, ROWS)
+                        k_tile = columns_of(k, first_keys + which, column, form.SUM_COLUMNS)
+                        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+                    if form.ORDERED and part == 0 and column == 0:
+                        if it > 0:  # while this product is computed
+                            end_turn(turns_ptr + number_before)
+                    dq = warpgroup_mma_wait(0, [dq])
+                    if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
+                        release(dscores_empty.index(place))
+                    if form.ORDERED and part == 0 and column == 0:
                         if form.TILE_K == 0:
-                            number_before = _number_before(walk, it, form)
-                        end_turn(turns_ptr + number_before)
-                dq = warpgroup_mma_wait(0, [dq])
-                if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
-                    release(dscores_empty.index(place))
-                if form.ORDERED and part == 0 and column == 0:
-                    if form.TILE_K == 0:
-                        turn = first // form.KEYS - first_adder(tile, shift, window_left, form)
-                    begin_turn(turns_ptr + number, turn_seen, turn)
-                store_sums(sums_desc, sums, dq, (number * PARTS + part) * WIDTH + column)
-        if form.TILE_K > 0:
+                            turn = walk.first // form.KEYS - first_adder(tile, walk.shift, window_left, form)
+                        begin_turn(turns_ptr + number, turn_seen, turn)
+                    store_sums(sums_desc, sums, dq, (number * PARTS + part) * WIDTH + column)
+            head, tile = step_after(walk, head, tile)
             number_before = number
-    if form.ORDERED:
-        if walk.total > 0:
-            if form.TILE_K == 0:
-                number_before = _number_before(walk, walk.total, form)
-            end_turn(turns_ptr + number_before)
+        if form.ORDERED:
+            if walk.total > 0:
+                end_turn(turns_ptr + number_before)
+        before += walk.total
+        count += 1
+        found = hear_next_keys(found, mailbox, count, form)
     tma_store_wait(0)
-
-
-@gluon.jit
-def _number_before(walk, it, form):
-    """Number, among all tiles of statistics and sums, of the tile of the step before `it`."""
-    head, tile = step_of(walk, it - 1, form)
-    return walk.place + head * walk.line + tile

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
-from flashtile._backends.devices import device_facts
+from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
@@ -92,8 +92,9 @@ class BackwardPlan(NamedTuple):
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv.
         scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
-            where dq is added up in order the turns, and beside sinks the parts of their gradient.
-        statistics_at, quiet_at, turns_at, sink_sums_at: where in it those begin, in bytes.
+            the counter of tiles that were taken, where dq is added up in order the turns, and beside sinks the parts of
+            their gradient.
+        statistics_at, quiet_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
     """
 
     begin: Launch
@@ -104,6 +105,7 @@ class BackwardPlan(NamedTuple):
     scratch: Layout
     statistics_at: int
     quiet_at: int
+    counter_at: int
     turns_at: int
     sink_sums_at: int
 
@@ -149,20 +151,21 @@ def backward(
     sums = scratch.data_ptr()
     statistics = sums + plan.statistics_at
     turns = sums + plan.turns_at if spec.deterministic else None
+    counter = sums + plan.counter_at
     quiet = sums + plan.quiet_at if hides_rows else None
     sink_sums = sums + plan.sink_sums_at if side.sinks is not None else None
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
         plan.begin.programs, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        quiet, pointer(side.sinks), sink_sums, cu_seqlens_q, *plan.begin.scalars,
+        counter, quiet, pointer(side.sinks), sink_sums, cu_seqlens_q, *plan.begin.scalars,
     )  # fmt: skip
     descriptors = plan.describe(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), quiet or dout.data_ptr(), statistics, sums, dk.data_ptr(),
         dv.data_ptr(),
     )  # fmt: skip
     plan.main.launch(
-        plan.main.programs, *descriptors, turns, cu_seqlens_q, cu_seqlens_k, slopes, lists, *plan.main.scalars
+        plan.main.programs, *descriptors, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists, *plan.main.scalars
     )
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = None
@@ -251,11 +254,13 @@ def _plan(
         # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
         quiet = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
+    all_tiles = key_tiles * lines_kv
+    counter = 4  # one, and what keeps 16 bytes aligned
     turns = tiles if spec.deterministic else 0
-    scratch = sums + statistics + quiet + turns + (tiles if sinks else 0)
+    scratch = sums + statistics + quiet + counter + turns + (tiles if sinks else 0)
     return BackwardPlan(
         Launch(begin, tiles, (*row_strides, *common)),
-        Launch(main, key_tiles * lines_kv, scalars),
+        Launch(main, min(all_tiles, multiprocessors(device)) if config.producer else all_tiles, scalars),
         Launch(end, tiles, (*common, spec.scale)),
         _describer(variant, shapes, strides, dk, dv, tiles),
         (dq, dk, dv),
@@ -263,7 +268,8 @@ def _plan(
         4 * sums,
         4 * (sums + statistics),
         4 * (sums + statistics + quiet),
-        4 * (sums + statistics + quiet + turns),
+        4 * (sums + statistics + quiet + counter),
+        4 * (sums + statistics + quiet + counter + turns),
     )
 
 
@@ -364,6 +370,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "M": config.block_m,
         "PARTS": config.parts,
         "STAGES": config.stages,
+        "KEY_STAGES": config.key_stages,
         "SUM_COLUMNS": config.sum_columns,
         "HANDOVERS": config.handovers,
         "SPLIT_ROLES": config.split_roles,
@@ -418,6 +425,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "dlse_ptr": ("*fp32", 1) if variant.has_dlse else ("constexpr", 1),
         "statistics_ptr": ("*fp32", 16),
         "sums_ptr": ("*fp32", 16),
+        "counter_ptr": ("*i32", 1),
         "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
         "quiet_ptr": ("*" + element, 16) if variant.hides_rows else ("constexpr", 1),
         "sink_logits_ptr": ("*fp32", 1) if variant.sinks else ("constexpr", 1),

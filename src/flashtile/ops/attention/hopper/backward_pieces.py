@@ -181,7 +181,7 @@ def load_statistics(smem, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.c
 @gluon.jit
 def modified_scores(s, key, first_query, head, walk, changing):
     """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
-    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch, diagonal = changing
+    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch = changing
     if cap_scale is not None:
         s = capped(s, cap_scale)
     tanh = s
@@ -189,7 +189,7 @@ def modified_scores(s, key, first_query, head, walk, changing):
         slope = load_slope(
             alibi_slopes_ptr, stride_alibi_batch, walk.sequence, walk.first_head + head, scale_log2, True
         )  # fmt: skip
-        s = lowered_by_distance(s, key, first_query + diagonal, slope)
+        s = lowered_by_distance(s, key, first_query + (walk.seq_k - walk.seq_q), slope)
     return s, tanh
 
 
@@ -238,19 +238,19 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(
-    desc, rest_desc, ring, which, block, rest, sequence, head, begin, length, row, PACKED: gl.constexpr
-):  # fmt: skip
-    """Starts the store of a sum of 64 rows through a ring's place. Rows past the end are not written."""
+def store_rows(desc, rest_desc, ring, which, block, rest, walk, row, PACKED: gl.constexpr):
+    """Starts the store of a sum of 64 keys, from `row` on, through a ring's place. Keys past the end are not
+    written."""
     COLUMNS: gl.constexpr = block.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype
     columns_of(ring, which, 0, COLUMNS).store(block.to(dtype))
     if products_of_sum(ring) > 1:
         columns_of(ring, which, COLUMNS, rest.shape[1]).store(rest.to(dtype))
     fence_async_shared()
-    tma_store(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), ring.tiles.index(which))
+    place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, 0, PACKED)
+    tma_store(desc, place, ring.tiles.index(which))
     if ring.REST > 0:
-        place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
+        place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, ring.WIDTH, PACKED)
         tma_store(rest_desc, place, ring.rest.index(which))
 
 

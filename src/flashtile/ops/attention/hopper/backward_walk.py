@@ -1,12 +1,36 @@
-"""Which tiles of queries a program of the Hopper backward visits, and the producer that loads them.
+"""Which tiles of keys a program of the Hopper backward takes, which tiles of queries each visits, and the producer.
 
 Letters as in `pieces` and `backward`.
 """
 
 from flashtile._backends.gluon import aggregate, gl, gluon, mbarrier, tma_load
-from flashtile.ops.attention.hopper.backward_pieces import ROWS
-from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, listed_rank, listed_tile, tell
-from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, place_of
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, query_tile_ranges
+from flashtile.ops.attention.hopper.blocks import (
+    FULL,
+    column_in_order,
+    hear,
+    line_entries,
+    listed_rank,
+    listed_tile,
+    tell,
+)
+from flashtile.ops.attention.hopper.pieces import (
+    PAIRS_TOGETHER,
+    coordinates,
+    get_number,
+    load_tile,
+    locate_tile,
+    next_number,
+    place_of,
+    put_number,
+    release,
+    tile_in_order,
+)
+
+#: What stands for the first key: there are no more tiles; a tile has no keys.
+_END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
+
+_TILES_TOGETHER = gl.constexpr(256)
 
 
 @aggregate
@@ -15,7 +39,8 @@ class Form:
 
     KEYS: keys of a program, M: queries of a tile, PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time,
     SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
-    to another, ORDERED: the key tiles add to dq in their order.
+    to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
+    the key tiles add to dq in their order.
     """
 
     KEYS: gl.constexpr
@@ -23,42 +48,71 @@ class Form:
     PARTS: gl.constexpr
     SUM_COLUMNS: gl.constexpr
     HANDOVERS: gl.constexpr
+    KEY_STAGES: gl.constexpr
+    STAYS: gl.constexpr
     ORDERED: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
+    TOP_LEFT: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TILE_Q, TILE_K):
+    def __init__(
+        self,
+        KEYS,
+        M,
+        PARTS,
+        SUM_COLUMNS,
+        HANDOVERS,
+        KEY_STAGES,
+        STAYS,
+        ORDERED,
+        PACKED,
+        HAS_LEFT,
+        HAS_RIGHT,
+        TOP_LEFT,
+        TILE_Q,
+        TILE_K,
+    ):
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
         self.PARTS = gl.constexpr(PARTS)
         self.SUM_COLUMNS = gl.constexpr(SUM_COLUMNS)
         self.HANDOVERS = gl.constexpr(HANDOVERS)
+        self.KEY_STAGES = gl.constexpr(KEY_STAGES)
+        self.STAYS = gl.constexpr(STAYS)
         self.ORDERED = gl.constexpr(ORDERED)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
+        self.TOP_LEFT = gl.constexpr(TOP_LEFT)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
 
 
 @aggregate
 class Walk:
-    """The query tiles that a key tile visits: `steps` of each of the `group` heads from `first_head` on.
+    """What a program does for one key tile: `total` steps, of `group` heads from `first_head` on for each query tile.
 
-    `begin_q`, `seq_q`: the sequence's queries. `begin`: the first tile. Tiles in `[full_begin, full_end)` need no
-    mask. `place`: tile 0 of the first head among all tiles of statistics and sums, `line` tiles for each head.
+    `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
+    many they are. `shift`: the key of query 0's diagonal. `last`: the query tile that comes first. Those in
+    `[full_begin, full_end)` need no mask. `place`: tile 0 of the first head among all tiles of statistics and sums,
+    `line` tiles for each head.
     """
 
+    first: gl.tensor
     sequence: gl.tensor
     first_head: gl.tensor
+    head_kv: gl.tensor
     begin_q: gl.tensor
     seq_q: gl.tensor
-    begin: gl.tensor
-    steps: gl.tensor
+    begin_k: gl.tensor
+    seq_k: gl.tensor
+    shift: gl.tensor
+    last: gl.tensor
+    group: gl.tensor
     total: gl.tensor
     full_begin: gl.tensor
     full_end: gl.tensor
@@ -66,13 +120,21 @@ class Walk:
     line: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, sequence, first_head, begin_q, seq_q, begin, steps, total, full_begin, full_end, place, line):
+    def __init__(
+        self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, last, group, total,
+        full_begin, full_end, place, line,
+    ):  # fmt: skip
+        self.first = first
         self.sequence = sequence
         self.first_head = first_head
+        self.head_kv = head_kv
         self.begin_q = begin_q
         self.seq_q = seq_q
-        self.begin = begin
-        self.steps = steps
+        self.begin_k = begin_k
+        self.seq_k = seq_k
+        self.shift = shift
+        self.last = last
+        self.group = group
         self.total = total
         self.full_begin = full_begin
         self.full_end = full_end
@@ -81,65 +143,262 @@ class Walk:
 
 
 @gluon.jit
-def step_of(walk, it, form):
-    """Head (from the first one) and query tile of step `it`; with a block mask the producer tells. In order, all
-    programs go from the last tile to the first: then each follows the one before it by a single step, with or without a
-    causal mask."""
-    within = it % walk.steps
-    if form.ORDERED:
-        within = walk.steps - 1 - within
-    return it // walk.steps, walk.begin + within
+def find_keys(number, taking, form):
+    """The first tile with keys from the `number`-th on, told to the others as their `count`-th: its number, and what
+    `walk_of` needs. Of a program that does not stay, its own tile if that has keys."""
+    mailbox, count, counter_ptr, call = taking
+    found = _locate_keys(number, call, form)
+    if form.STAYS and (form.PACKED or form.TILE_K > 0):
+        while found[0] == _EMPTY_SLOT:
+            number = next_number(number, counter_ptr, 1)
+            found = _locate_keys(number, call, form)
+    _tell_keys(mailbox, count, found, form)
+    return number, found
+
+
+@gluon.jit
+def _locate_keys(number, call, form):
+    """First key (or `_END`, `_EMPTY_SLOT`), sequence and key/value head of the `number`-th tile; packed, where the
+    sequence's queries and keys begin and how many they are; with a block mask, how many query tiles are listed."""
+    (
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, _, _, _, blocks,
+    ) = call  # fmt: skip
+    UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT
+    lines = heads_kv if form.PACKED else batch * heads_kv
+    valid = number < tiles * lines
+    number = gl.minimum(number, tiles * lines - 1)
+    # In order the key tiles of a line wait for one another, so many lines are under way.
+    together = PAIRS_TOGETHER if form.ORDERED else _lines_together(tiles)
+    if form.TILE_K > 0 and not form.ORDERED:
+        tile, line = column_in_order(number, tiles, lines, together, form.TILE_K // form.KEYS)
+    else:
+        tile, line = tile_in_order(number, tiles, lines, together, UNEVEN or form.ORDERED)
+        if form.ORDERED or (form.HAS_RIGHT and not form.PACKED):
+            # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
+            # which have smaller numbers.
+            tile = tiles - 1 - tile
+    sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
+        tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, form.KEYS, form.PACKED
+    )
+    if form.PACKED or form.TILE_K > 0:
+        first = gl.where(first < seq_k, first, _EMPTY_SLOT)
+    first = gl.where(valid, first, _END)
+    if form.PACKED:
+        found = (first, sequence, head_kv, begin_q, seq_q, begin_k, seq_k)
+    elif form.TILE_K > 0:
+        listed = gl.to_tensor(0)
+        if first >= 0:
+            for which in range(group):
+                entry, last_entry = line_entries(blocks, sequence, head_kv * group + which, first // form.TILE_K)
+                listed += (last_entry - entry) * (form.TILE_Q // form.M)
+        found = (first, sequence, head_kv, listed)
+    else:
+        found = (first, sequence, head_kv)
+    return found
+
+
+@gluon.jit
+def _lines_together(tiles):
+    """How many lines' key tiles take turns: so many that these are about twice as many as run at once.
+
+    What they read and add to together is queries, dout and sums of dq, of whole lines where a mask has gaps: 1 KiB for
+    each row and head at D 128, which should stay in the L2 cache. Not one line, whose last tiles would leave more of
+    the GPU idle.
+    """
+    return gl.minimum(gl.maximum(_TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+
+
+@gluon.jit
+def _tell_keys(mailbox, count, found, form):
+    slot, phase = place_of(count, 2)
+    mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
+    for field in gl.static_range(_fields(form)):
+        put_number(mailbox, slot, field, found[field])
+    mbarrier.arrive(mailbox.full.index(slot), count=1)
+
+
+@gluon.jit
+def hear_keys(mailbox, count, form):
+    """The `count`-th tile of this program, as `find_keys` found it; past the last a negative first key."""
+    slot, phase = place_of(count, 2)
+    mbarrier.wait(mailbox.full.index(slot), phase)
+    first = get_number(mailbox, slot, 0)
+    sequence = get_number(mailbox, slot, 1)
+    head_kv = get_number(mailbox, slot, 2)
+    if form.PACKED:
+        found = (
+            first, sequence, head_kv, get_number(mailbox, slot, 3), get_number(mailbox, slot, 4),
+            get_number(mailbox, slot, 5), get_number(mailbox, slot, 6),
+        )  # fmt: skip
+    elif form.TILE_K > 0:
+        found = (first, sequence, head_kv, get_number(mailbox, slot, 3))
+    else:
+        found = (first, sequence, head_kv)
+    release(mailbox.empty.index(slot))
+    return found
+
+
+@gluon.jit
+def hear_next_keys(found, mailbox, count, form):
+    """What follows the tile before. Of a program that does not stay, the end, which the compiler knows."""
+    if form.STAYS:
+        found = hear_keys(mailbox, count, form)
+    else:
+        found = _ended(found, form)
+    return found
+
+
+@gluon.jit
+def _ended(found, form):
+    first = gl.to_tensor(_END)
+    if form.PACKED:
+        found = (first, found[1], found[2], found[3], found[4], found[5], found[6])
+    else:
+        found = (first, found[1], found[2])
+    return found
+
+
+@gluon.constexpr_function
+def _fields(form):
+    return 7 if form.PACKED else 4 if form.TILE_K > 0 else 3
+
+
+@gluon.jit
+def walk_of(found, call, form):
+    """The walk of a tile that `find_keys` or `hear_keys` gave."""
+    _, _, _, heads_kv, group, rows_q, rows_k, _, query_tiles, window_left, window_right, _ = call
+    first, sequence, head_kv = found[0], found[1], found[2]
+    head = head_kv * group
+    if form.PACKED:
+        begin_q, seq_q, begin_k, seq_k = found[3], found[4], found[5], found[6]
+        place = head * query_tiles + begin_q // form.M + sequence
+    else:
+        begin_q, seq_q, begin_k, seq_k = gl.to_tensor(0), gl.to_tensor(rows_q), gl.to_tensor(0), gl.to_tensor(rows_k)
+        place = (sequence * heads_kv * group + head) * query_tiles
+    shift = gl.to_tensor(0) if form.TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = query_tile_ranges(
+        first, seq_k, shift, seq_q, window_left, window_right, form.KEYS, form.M, form.HAS_LEFT, form.HAS_RIGHT
+    )
+    total = group * (end - begin)
+    if form.TILE_K > 0:
+        total = found[3]
+    return Walk(
+        first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, gl.to_tensor(end - 1),
+        gl.to_tensor(group), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end), place,
+        gl.to_tensor(query_tiles),
+    )  # fmt: skip
+
+
+@gluon.jit
+def keys_of(count, WHICH: gl.constexpr, form):
+    """The place of the `WHICH`-th 64 keys of the `count`-th tile, and the phase of its `full` barrier then."""
+    stage, phase = place_of(count, form.KEY_STAGES)
+    return stage * (form.KEYS // ROWS) + WHICH, phase
+
+
+@gluon.jit
+def step_of(walk, it):
+    """Head (from the first one) and query tile of step `it`; with a block mask the producer tells.
+
+    From the last tile to the first, and all heads of a tile before the next: so programs of a line that began together
+    read the same queries at the same time, with or without a causal mask, and in order each follows the one before it
+    by a single step.
+    """
+    return it % walk.group, walk.last - it // walk.group
+
+
+@gluon.jit
+def step_after(walk, head, tile):
+    """The step that follows one, without a division."""
+    done = head + 1 == walk.group
+    return gl.where(done, 0, head + 1), tile - done.to(gl.int32)
 
 
 @gluon.jit
 def load_tiles(producing):
-    """Loads keys and values once, then queries, statistics and dout as soon as there is a place for them."""
-    load_keys(producing)
-    walk, form, loading, _, _, _, _, _, _, _, first, _, _, group, blocks = producing
-    if form.TILE_K > 0:
-        it = 0
-        for head in range(group):
-            entry, last_entry = line_entries(blocks, walk.sequence, walk.first_head + head, first // form.TILE_K)
-            steps = (last_entry - entry) * (form.TILE_Q // form.M)
-            for step in range(steps):
-                turn = 0
-                if form.ORDERED:
-                    step = steps - 1 - step
-                    rank = listed_rank(blocks, entry, step, form.M, form.TILE_Q)
-                    turn = rank * (form.TILE_K // form.KEYS) + first % form.TILE_K // form.KEYS
-                tile, kind = listed_tile(blocks, entry, step, True, form.M, form.TILE_Q)
-                _load_queries(walk, form, loading, it, head, tile, kind, turn)
-                it += 1
-    else:
-        for it in range(walk.total):
-            load_step(it, producing)
+    """Finds the key tiles of this program, and loads what they need as soon as there is a place for it. Where there is
+    one place for keys and values the first queries come before them, for the gradients of the tile before leave it
+    last."""
+    form, loading, _, _, _, _, _, _, mailbox, counter_ptr, call = producing
+    q = loading[0]
+    count = 0
+    before = 0
+    number, found = find_keys(gl.program_id(0), (mailbox, count, counter_ptr, call), form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
+        if form.TILE_K > 0:
+            _load_listed(walk, count, before, producing)
+        else:
+            ahead = 0
+            if form.KEY_STAGES == 1:
+                ahead = gl.minimum(walk.total, q.STAGES)
+            for it in range(ahead):
+                load_step(walk, it, before, producing)
+            load_keys(walk, count, producing)
+            for it in range(ahead, walk.total):
+                load_step(walk, it, before, producing)
+        count += 1
+        before += walk.total
+        number = next_number(number, counter_ptr, 1)
+        number, found = find_keys(number, (mailbox, count, counter_ptr, call), form)
 
 
 @gluon.jit
-def load_keys(producing):
-    """Loads keys and values."""
-    (
-        walk, form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, head_kv, first, begin_k, seq_k, _, _
-    ) = producing  # fmt: skip
-    for which in gl.static_range(form.KEYS // ROWS):
-        row = first + which * ROWS
-        load_tile(k, which, k_desc, k_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
-    for which in gl.static_range(form.KEYS // ROWS):
-        row = first + which * ROWS
-        load_tile(v, which, v_desc, v_rest_desc, walk.sequence, head_kv, begin_k, seq_k, row, form.PACKED)
+def _load_listed(walk, count, before, producing):
+    """The loads of a key tile with a block mask."""
+    form, loading, call = producing[0], producing[1], producing[10]
+    group, blocks = call[4], call[11]
+    AHEAD: gl.constexpr = loading[0].STAGES if form.KEY_STAGES == 1 else 0
+    it = 0
+    for head in range(group):
+        entry, last_entry = line_entries(blocks, walk.sequence, walk.first_head + head, walk.first // form.TILE_K)
+        steps = (last_entry - entry) * (form.TILE_Q // form.M)
+        for step in range(steps):
+            if it == AHEAD:
+                load_keys(walk, count, producing)
+            turn = 0
+            if form.ORDERED:
+                step = steps - 1 - step
+                rank = listed_rank(blocks, entry, step, form.M, form.TILE_Q)
+                turn = rank * (form.TILE_K // form.KEYS) + walk.first % form.TILE_K // form.KEYS
+            tile, kind = listed_tile(blocks, entry, step, True, form.M, form.TILE_Q)
+            _load_queries(walk, form, loading, before + it, head, tile, kind, turn)
+            it += 1
+    if it <= AHEAD:
+        load_keys(walk, count, producing)
 
 
 @gluon.jit
-def load_step(it, producing):
-    """Loads queries, statistics and dout of step `it` of a walk without a list."""
-    walk, form, loading = producing[0], producing[1], producing[2]
-    head, tile = step_of(walk, it, form)
-    _load_queries(walk, form, loading, it, head, tile, FULL, 0)
+def load_keys(walk, count, producing):
+    """Loads keys and values of the `count`-th tile."""
+    form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, _ = producing
+    for which in gl.static_range(form.KEYS // ROWS):
+        row = walk.first + which * ROWS
+        place, phase = keys_of(count, which, form)
+        mbarrier.wait(k.empty.index(place), phase ^ 1)
+        load_tile(
+            k, place, k_desc, k_rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
+        )  # fmt: skip
+    for which in gl.static_range(form.KEYS // ROWS):
+        row = walk.first + which * ROWS
+        place, phase = keys_of(count, which, form)
+        mbarrier.wait(v.empty.index(place), phase ^ 1)
+        load_tile(
+            v, place, v_desc, v_rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_step(walk, it, before, producing):
+    """Loads queries, statistics and dout of step `it` of a walk without a list, before which there were `before`."""
+    form, loading = producing[0], producing[1]
+    head, tile = step_of(walk, it)
+    _load_queries(walk, form, loading, before + it, head, tile, FULL, 0)
 
 
 @gluon.jit
 def _load_queries(walk, form, loading, it, head, tile, kind, turn):
-    """What step `it` needs of a query tile."""
+    """What step `it`, counted from the first tile of the program, needs of a query tile."""
     q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, news = loading
     stage, phase = place_of(it, q.STAGES)
     row = tile * form.M
@@ -171,7 +430,7 @@ def _load_queries(walk, form, loading, it, head, tile, kind, turn):
 
 @gluon.jit
 def hear_step(listing, it, q, form):
-    """Head (from the first one), query tile and kind of step `it`."""
+    """Head (from the first one), query tile and kind of step `it`, counted from the first tile of the program."""
     news = listing[1]
     place = it % (q.STAGES + form.HANDOVERS)
     tile = hear(news, place, 0)

@@ -12,7 +12,7 @@ the lists, where in them the parts are that the kernel reads, and how far a batc
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.pieces import PAIRS_TOGETHER, M
+from flashtile.ops.attention.hopper.pieces import M
 
 #: As in `flashtile.ops.attention.tile_lists`.
 FULL = gl.constexpr(-1)
@@ -36,25 +36,19 @@ def longest_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.co
     return line * (TILE // OWN) + number % (TILE // OWN)
 
 
-#: Key tiles of the backward that take turns over as many lines as they come from: about as many as run at once, for
-#: what they read and add to together is queries, dout and sums of dq of whole lines, 1 KiB a row and head at D 128.
-_TOGETHER = gl.constexpr(256)
-
-
 @gluon.jit
-def column_in_order(number, tiles, lines, FIRST: gl.constexpr):
-    """Which key tile of which line the `number`-th program of the backward has.
+def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
+    """The `number`-th key tile of the backward, and its line.
 
     First the `FIRST` tiles of all lines: tokens that all others see usually stand first, and such a column, walked at
-    the end, would be waited for. Then 2 to `PAIRS_TOGETHER` lines at a time, so few that their queries stay in the L2
-    cache: columns with gaps do not walk side by side. Not one, whose last columns would leave more of the GPU idle.
+    the end, would be waited for. Then those of `together` lines at a time: columns with gaps do not walk side by side,
+    and their queries should stay in the L2 cache.
     """
     others = gl.maximum(tiles - FIRST, 1)
     number_of_others = gl.maximum(number - FIRST * lines, 0)
-    pairs = gl.minimum(gl.maximum(_TOGETHER // tiles, 2), PAIRS_TOGETHER)
-    first_line = number_of_others // (pairs * others) * pairs
-    lines_here = gl.minimum(pairs, lines - first_line)
-    within = number_of_others % (pairs * others)
+    first_line = number_of_others // (together * others) * together
+    lines_here = gl.minimum(together, lines - first_line)
+    within = number_of_others % (together * others)
     is_first = number < FIRST * lines
     tile = gl.where(is_first, number // lines, FIRST + within // lines_here)
     line = gl.where(is_first, number % lines, first_line + within % lines_here)

@@ -249,6 +249,7 @@ class BackwardConfig(NamedTuple):
         parts: weights and gradients of the scores are computed for so large a part of a tile's queries at a time, half
             (2) or all of it (1); all of it in split roles.
         stages: tiles of queries and of dout in flight.
+        key_stages: tiles of keys and of values on chip: with two, the next one is loaded while one is worked on.
         handovers: places for what one warpgroup passes on to another.
         sum_columns: columns of dq that are multiplied and added to the sums at a time.
         split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
@@ -262,6 +263,7 @@ class BackwardConfig(NamedTuple):
     block_m: int
     parts: int
     stages: int
+    key_stages: int
     handovers: int
     sum_columns: int
     split_roles: bool
@@ -277,22 +279,22 @@ class BackwardConfig(NamedTuple):
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485).
-    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 64, False, True, 208)),
+    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 2, 64, False, True, 208)),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609.
-    (128, 128, BackwardConfig(128, 64, 1, 3, 2, 64, False, True, 208)),
+    (128, 128, BackwardConfig(128, 64, 1, 3, 1, 2, 64, False, True, 208)),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
     # flight (403, causal 328; so 434 and 396).
-    (192, 128, BackwardConfig(128, 64, 2, 2, 2, 64, False, False, 216)),
+    (192, 128, BackwardConfig(128, 64, 2, 2, 1, 2, 64, False, False, 216)),
     # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do.
-    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 64, True, True, 208)),
+    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 1, 64, True, True, 208)),
 )
 
 #: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 64, False, True, 208)),
+    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 2, 64, False, True, 208)),
     # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, 128, BackwardConfig(64, 64, 1, 3, 2, 64, True, True, 208)),
+    (128, 128, BackwardConfig(64, 64, 1, 3, 1, 2, 64, True, True, 208)),
     _BACKWARD_ROWS[-1],
 )
 
@@ -320,7 +322,7 @@ def choose_backward_config(
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:
     """Estimate of the shared memory of a program of the main backward kernel, in bytes."""
     width = tile_width(head_dim) + tile_width(head_dim_v)
-    rows = (config.block_n + config.block_m * config.stages) * width
+    rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
     kinds = 2 if config.split_roles else 1
     handed_over = config.handovers * config.block_n * config.block_m * kinds
     floats = 2 * config.stages * config.block_m + config.sum_columns * CONSUMER_ROWS

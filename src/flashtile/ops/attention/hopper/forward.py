@@ -56,6 +56,7 @@ from flashtile.ops.attention.hopper.forward_pieces import (
 )
 from flashtile.ops.attention.hopper.pieces import (
     LN_2,
+    PAIRS_TOGETHER,
     M,
     finish_numbers,
     hear_tile,
@@ -177,7 +178,7 @@ def _producer(
     pair = 0
     number = gl.program_id(0)
     while number < tiles * lines:
-        tile, line = tile_in_order(number, tiles, lines, UNEVEN)
+        tile, line = tile_in_order(number, tiles, lines, PAIRS_TOGETHER, UNEVEN)
         if form.TILE_Q > 0:
             tile = longest_first(listing[0], tile, line // heads, line % heads, ROWS, form.TILE_Q)
         sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(

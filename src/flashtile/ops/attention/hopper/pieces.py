@@ -35,8 +35,9 @@ PACKED_ROWS = gl.constexpr(2**30)
 PAIRS_TOGETHER = gl.constexpr(8)
 
 #: What a producer tells of a tile: first row (-1: no more tiles), sequence, head, and of a packed call where the
-#: sequence's queries begin, how many they are, and how many keys there are; with a block mask how many tiles of keys.
-FIELDS = gl.constexpr(6)
+#: sequence's queries begin, how many they are, and how many keys there are (in the backward also where they begin);
+#: with a block mask how many tiles are listed.
+FIELDS = gl.constexpr(7)
 
 
 @aggregate
@@ -174,17 +175,16 @@ def load_tile(ring, stage, desc, rest_desc, sequence, head, begin, length, row, 
 
 
 @gluon.jit
-def tile_in_order(number, tiles, lines, UNEVEN: gl.constexpr):
+def tile_in_order(number, tiles, lines, together, UNEVEN: gl.constexpr):
     """Which tile of which line the `number`-th is.
 
     Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
-    fill up the end; `PAIRS_TOGETHER` lines at a time, their heads fastest, so that they share keys in the L2 cache.
+    fill up the end; `together` lines at a time, their heads fastest, so that they share keys in the L2 cache.
     """
     if UNEVEN:
-        together = PAIRS_TOGETHER * tiles
-        first_line = number // together * PAIRS_TOGETHER
-        lines_here = gl.minimum(PAIRS_TOGETHER, lines - first_line)
-        within = number % together
+        first_line = number // (together * tiles) * together
+        lines_here = gl.minimum(together, lines - first_line)
+        within = number % (together * tiles)
         tile = tiles - 1 - within // lines_here
         line = first_line + within % lines_here
     else:
@@ -274,15 +274,15 @@ def tell_tile(
     mask, which lists so many key tiles."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
-    _put(mailbox, slot, 0, first)
-    _put(mailbox, slot, 1, sequence)
-    _put(mailbox, slot, 2, head)
+    put_number(mailbox, slot, 0, first)
+    put_number(mailbox, slot, 1, sequence)
+    put_number(mailbox, slot, 2, head)
     if PACKED:
-        _put(mailbox, slot, 3, begin)
-        _put(mailbox, slot, 4, length)
-        _put(mailbox, slot, 5, other_length)
+        put_number(mailbox, slot, 3, begin)
+        put_number(mailbox, slot, 4, length)
+        put_number(mailbox, slot, 5, other_length)
     if LISTED:
-        _put(mailbox, slot, 3, listed)
+        put_number(mailbox, slot, 3, listed)
     mbarrier.arrive(mailbox.full.index(slot), count=1)
 
 
@@ -292,16 +292,16 @@ def hear_tile(mailbox, count, PACKED: gl.constexpr, LISTED: gl.constexpr):
     and other_length too; with a block mask, how many key tiles it lists."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.full.index(slot), phase)
-    first = _get(mailbox, slot, 0)
-    sequence = _get(mailbox, slot, 1)
-    head = _get(mailbox, slot, 2)
+    first = get_number(mailbox, slot, 0)
+    sequence = get_number(mailbox, slot, 1)
+    head = get_number(mailbox, slot, 2)
     if PACKED:
-        begin = _get(mailbox, slot, 3)
-        length = _get(mailbox, slot, 4)
-        other_length = _get(mailbox, slot, 5)
+        begin = get_number(mailbox, slot, 3)
+        length = get_number(mailbox, slot, 4)
+        other_length = get_number(mailbox, slot, 5)
         tile = (first, sequence, head, begin, length, other_length)
     elif LISTED:
-        tile = (first, sequence, head, _get(mailbox, slot, 3))
+        tile = (first, sequence, head, get_number(mailbox, slot, 3))
     else:
         tile = (first, sequence, head)
     release(mailbox.empty.index(slot))
@@ -309,13 +309,14 @@ def hear_tile(mailbox, count, PACKED: gl.constexpr, LISTED: gl.constexpr):
 
 
 @gluon.jit
-def _put(mailbox, slot, FIELD: gl.constexpr, number):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def put_number(mailbox, slot, FIELD: gl.constexpr, number):
+    """One of the numbers that a mailbox's place holds."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     mailbox.numbers.index(slot * FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
 
 
 @gluon.jit
-def _get(mailbox, slot, FIELD: gl.constexpr):
+def get_number(mailbox, slot, FIELD: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(mailbox.numbers.index(slot * FIELDS + FIELD).load(layout), 0)
 
