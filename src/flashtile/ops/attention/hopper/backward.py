@@ -280,12 +280,18 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
         _await_last_sum(walk, before, form, dscores_empty)
         dk = dk * scale
         dk_rest = dk_rest * scale
-        store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, row, form.PACKED)
-        found = hear_next_keys(found, mailbox, count, form)
-        tma_store_wait(2 if k.REST > 0 else 1)  # those of dk
+        # Keys are what the next tile needs first: where both gradients fit there, they leave through the values' place.
+        if k.WIDTH == v.WIDTH and k.REST == v.REST:
+            release(k.empty.index(mine))
+            store_rows(dk_desc, dk_rest_desc, v, mine, dk, dk_rest, walk, row, form.PACKED)
+            found = hear_next_keys(found, mailbox, count, form)
+            tma_store_wait(0)
+        else:
+            store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, row, form.PACKED)
+            found = hear_next_keys(found, mailbox, count, form)
+            tma_store_wait(0)
+            release(k.empty.index(mine))
         release(v.empty.index(mine))
-        tma_store_wait(0)
-        release(k.empty.index(mine))
 
 
 @gluon.jit

@@ -243,6 +243,7 @@ def store_rows(desc, rest_desc, ring, which, block, rest, walk, row, PACKED: gl.
     written."""
     COLUMNS: gl.constexpr = block.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype
+    tma_store_wait(0)  # of what left through this place before
     columns_of(ring, which, 0, COLUMNS).store(block.to(dtype))
     if products_of_sum(ring) > 1:
         columns_of(ring, which, COLUMNS, rest.shape[1]).store(rest.to(dtype))
