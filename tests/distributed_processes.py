@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flashtile.distributed import context_parallel_attention, shard_sequence
+from flashtile.distributed import context_parallel_attention, heads, shard_sequence
 from flashtile.testing import AttentionCase, Inputs, make_inputs
 from flashtile.testing.cases import LEARNED
 
@@ -35,6 +36,7 @@ class Parallel:
         strategy, layout: as of `context_parallel_attention`.
         row_sharded: bias and mask are given with the rows of the shard.
         rest: the last sequence of a packed case belongs to no document.
+        in_runs: heads that are exchanged come in runs, however few bytes they have.
     """
 
     case: AttentionCase
@@ -42,6 +44,7 @@ class Parallel:
     layout: str = "zigzag"
     row_sharded: bool = False
     rest: bool = False
+    in_runs: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -114,10 +117,11 @@ def run(job: Parallel, mesh: DeviceMesh) -> dict[str, Tensor]:
         if name in tensors:
             leaves[name] = tensors[name] = tensors[name].requires_grad_()
     packed = {"cu_seqlens": inputs.tensors["cu_seqlens_q"]} if case.packed else {}
-    out, lse = context_parallel_attention(
-        leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy, layout=job.layout, return_lse=True,
-        **packed, **tensors, **case.arguments, **job.options,
-    )  # fmt: skip
+    with mock.patch.object(heads, "_WORTH_RUNS", 0 if job.in_runs else heads._WORTH_RUNS):
+        out, lse = context_parallel_attention(
+            leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy, layout=job.layout,
+            return_lse=True, **packed, **tensors, **case.arguments, **job.options,
+        )  # fmt: skip
     upstream = shard(inputs.dout), shard(inputs.dlse, -1)
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
     results = {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": g for name, g in zip(leaves, grads)}}

@@ -53,6 +53,14 @@ _ROW_SHARDED = {
     "bias-rows": Parallel(replace(_BASE, bias="bhqk", arguments=_CAUSAL), row_sharded=True),
     "mask-rows": Parallel(replace(_BASE, mask="11qk", alibi_slopes="h"), row_sharded=True),
 }
+#: Two runs of heads on each of four ranks: key/value heads of their own, and all that has heads or is of all of them.
+_HEADS = replace(_BASE, heads=16, heads_kv=8, head_dim=8, head_dim_v=12)
+_IN_RUNS = {
+    "causal": Parallel(replace(_HEADS, sinks=True, arguments=_CAUSAL)),
+    "bf16": Parallel(replace(_HEADS, dtype=torch.bfloat16, bias="11qk", alibi_slopes="bh")),
+    "dropout": Parallel(replace(_HEADS, bias="bhqk", arguments={"dropout_p": 0.3, "window": (20, 5)})),
+    "packed": Parallel(replace(_HEADS, lengths_q=_PACKED.lengths_q, batch=1, mask="1hqk", arguments=_CAUSAL)),
+}
 _STRATEGIES = {
     "ring": ("ring", "zigzag"),
     "ring-contiguous": ("ring", "contiguous"),
@@ -69,6 +77,8 @@ def _jobs(ranks: int) -> dict[str, Parallel]:
     for name, (strategy, layout) in strategies.items():
         features = _FEATURES if "all_to" in strategy else _FEATURES | _ROW_SHARDED
         jobs |= {f"{name}-{key}": replace(job, strategy=strategy, layout=layout) for key, job in features.items()}
+    if ranks == 4:
+        jobs |= {f"runs-{key}": replace(job, strategy="all_to_all", in_runs=True) for key, job in _IN_RUNS.items()}
     return jobs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -22,27 +22,50 @@ from flashtile.testing.cases import _cancelled
 from flashtile.testing.tolerance import Size, size
 
 
-class Thread:
-    """The exchange of a rank that is a thread: a letter box for each pair."""
+class Boxes:
+    """Letter boxes: one for each message between two ranks, by its number."""
 
-    def __init__(self, rank: int, ranks: int, boxes: dict) -> None:
+    def __init__(self) -> None:
+        self._lock, self._boxes = threading.Lock(), defaultdict(queue.Queue)
+
+    def __getitem__(self, key: tuple[int, int, int]) -> queue.Queue:
+        with self._lock:
+            return self._boxes[key]
+
+
+class Thread:
+    """The exchange of a rank that is a thread. Messages between two ranks are matched in the order in which sending and
+    receiving them was started, whenever they are waited for."""
+
+    def __init__(self, rank: int, ranks: int, boxes: Boxes) -> None:
         self.rank, self.size, self._boxes = rank, ranks, boxes
+        self._started: Counter[tuple[int, int]] = Counter()
+
+    def _box(self, source: int, target: int) -> queue.Queue:
+        self._started[source, target] += 1
+        return self._boxes[source, target, self._started[source, target]]
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], where: str) -> Pending:
         for message in sends:
-            self._boxes[self.rank, message.rank].put(message.tensor.clone())
+            self._box(self.rank, message.rank).put(message.tensor.clone())
+        boxes = [self._box(message.rank, self.rank) for message in receives]
 
         def finish() -> None:
-            for message in receives:
-                message.tensor.copy_(self._boxes[message.rank, self.rank].get(timeout=60))
+            for message, box in zip(receives, boxes):
+                message.tensor.copy_(box.get(timeout=60))
 
         return Pending(finish, [message.tensor for message in receives])
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
-        for rank in range(self.size):
-            self._boxes[self.rank, rank].put(tensor)
-        parts = [self._boxes[rank, self.rank].get(timeout=60) for rank in range(self.size)]
-        return Pending(lambda: None, parts)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        parts[self.rank].copy_(tensor)
+        pending = self.start([Message(r, tensor) for r in others], [Message(r, parts[r]) for r in others], where)
+
+        def finish() -> None:
+            pending.wait()
+
+        return Pending(finish, parts)
 
 
 def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor]:
@@ -52,9 +75,7 @@ def simulate(case: AttentionCase, ranks: int, strategy: str) -> dict[str, Tensor
     window = (None, 0) if case.arguments.get("causal") else (None, None)
     problem = Problem(layout, layout, window)
     schedule = ring_schedule(problem) if strategy == "ring" else gathered_schedule(problem)
-    boxes: dict = defaultdict(queue.Queue)
-    for pair in ((a, b) for a in range(ranks) for b in range(ranks)):
-        boxes[pair] = queue.Queue()
+    boxes = Boxes()
     results: dict[int, dict[str, Tensor]] = {}
 
     def shard(tensor: Tensor, rank: int, dim: int = 1) -> Tensor:

@@ -35,6 +35,7 @@ _FEATURES = {
     "key-lengths": Parallel(replace(_PLAIN, key_lengths=(1000, 300), arguments={"causal": True})),
     "packed": Parallel(replace(_PACKED, arguments={"causal": True})),
     "packed-much": Parallel(replace(_PACKED, alibi_slopes="bh", arguments={"dropout_p": 0.2, "window": (100, 30)})),
+    "runs": Parallel(replace(_PLAIN, heads=16, heads_kv=8, arguments={"causal": True}), in_runs=True),
     "float32": Parallel(replace(_PLAIN, dtype=torch.float32, arguments={"causal": True})),
 }
 

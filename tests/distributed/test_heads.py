@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from flashtile.distributed.exchange import Message, Pending
-from flashtile.distributed.heads import HeadExchange, _in_widest, _move
+from flashtile.distributed.heads import HeadExchange, _in_widest, _move, runs_of
 from flashtile.distributed.layout import Layout
+from flashtile.distributed.schedule import HeadRun, Problem, ring_schedule
 
 
 class Recorder:
@@ -54,30 +55,50 @@ def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
     def shard(tensor, rank):
         return torch.cat([tensor[:, c.start : c.stop] for c in layout.ring_chunks(rank)], dim=1)
 
+    run = HeadRun((0, heads // ranks), (0, heads_kv // ranks))
     waits = [
-        end.scatter([shard(t, rank) for t in whole], (layout,) * 3, "there") for rank, end in enumerate(ends)
-    ]  # fmt: skip
+        end.scatter(end.of_run(run, shards[:1], shards[1:]), (layout,) * 3, "there")
+        for end, shards in ((end, [shard(t, rank) for t in whole]) for rank, end in enumerate(ends))
+    ]
     deliver([end.group for end in ends])
-    found = [wait() for wait in waits]
+    found = [pending.wait() for pending in waits]
     for rank, tensors in enumerate(found):
         for tensor, of in zip(tensors, whole):
             count = of.shape[2] // ranks
             assert torch.equal(tensor, of[:, :, rank * count : (rank + 1) * count])
     lse = torch.randn(batch, length, heads, 1, dtype=torch.float64)
     of_rank = [lse[:, :, rank * (heads // ranks) : (rank + 1) * (heads // ranks)] for rank in range(ranks)]
-    waits = [end.gather([*found[rank], of_rank[rank]], (layout,) * 4, "back") for rank, end in enumerate(ends)]
+    back = [[torch.empty_like(shard(of, rank)) for of in [*whole, lse]] for rank in range(ranks)]
+    waits = []
+    for rank, end in enumerate(ends):
+        q, k, v, of_lse = back[rank]
+        places = [*end.of_run(run, (q,), (k, v)), *end.of_run(run, (of_lse,))]
+        waits.append(end.gather([*found[rank], of_rank[rank]], (layout,) * 4, places, "back"))
     deliver([end.group for end in ends])
-    for rank, wait in enumerate(waits):
-        for tensor, of in zip(wait(), [*whole, lse]):
+    for rank, pending in enumerate(waits):
+        pending.wait()
+        for tensor, of in zip(back[rank], [*whole, lse]):
             assert torch.equal(tensor, shard(of, rank))
-            assert tensor.is_contiguous()
     assert all(len(end.group.transfers) == 2 for end in ends)
+
+
+def test_heads_of_a_rank_follow_one_another():
+    """In runs of whole groups of heads, beside no other transfers, and where there is enough to do meanwhile."""
+    layout = Layout(64, 1)
+    alone = ring_schedule(Problem(layout, layout))
+    ring = ring_schedule(Problem(*(Layout(64, 2),) * 2))
+    long = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
+    assert runs_of(alone, long, 8, 4) == (HeadRun((0, 4), (0, 1)), HeadRun((4, 8), (1, 2)))
+    assert runs_of(alone, long, 12, 4) == (HeadRun((0, 8), (0, 3)),)
+    for schedule, q, heads_kv, ranks in ((alone, long, 4, 4), (alone, long[:, :64], 8, 4), (ring, long, 8, 4),
+                                         (alone, long, 8, 1)):  # fmt: skip
+        assert len(runs_of(schedule, q, heads_kv, ranks)) == 1
 
 
 def test_one_result_leaves_from_where_it_was_written():
     (end, _) = exchanges(2, 8)
     out = torch.randn(1, 16, 2, 4)
-    end.gather([out], (end.queries,), "back")
+    end.gather([out], (end.queries,), [torch.empty(1, 8, 2, 2, 4)], "back")
     (sends, _), *_ = end.group.transfers
     assert all(m.tensor.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for m in sends)
 

@@ -43,12 +43,15 @@ def _computed(schedule: Schedule) -> torch.Tensor:
         for rank, works in enumerate(step.work):
             queries = _globals(problem.queries, rank)
             incoming = schedule.incoming(number, rank)
-            if schedule.gathered:
+            if schedule.gathers(number):
                 keys = torch.arange(problem.keys.length)
-            elif incoming is None:
-                keys = _globals(problem.keys, rank)
+                there = {key for t in incoming for key in _globals(problem.keys, t.source)[slice(*t.keys)].tolist()}
+                assert there.issuperset(key for work in works for key in keys[slice(*work.keys)].tolist())
+            elif incoming:
+                (block,) = incoming
+                keys = _globals(problem.keys, block.source)[slice(*block.keys)]
             else:
-                keys = _globals(problem.keys, incoming.source)[slice(*incoming.keys)]
+                keys = _globals(problem.keys, rank)
             for work in works:
                 rows, columns = queries[slice(*work.rows)], keys[slice(*work.keys)]
                 seen = _seen(problem, work)
@@ -143,6 +146,20 @@ def test_a_causal_ring_sends_half_of_a_shard_to_later_ranks():
     assert sent[0, 1] == (0, 64)  # of an earlier rank only the early chunk
     assert sent[1, 0] == (0, 128)  # of a later one both, for the late chunk of queries
     assert len(sent) == 12
+
+
+def test_causal_gathering_computes_its_own_keys_first():
+    """While the others are on their way; then calls in which all is visible, and as many pairs on every rank."""
+    layout = Layout(4 * 2 * 64, 4, "zigzag")
+    schedule = gathered_schedule(Problem(layout, layout, (None, 0)))
+    own, others = schedule.steps
+    assert [[work.mode for work in works] for works in own.work] == [["causal"]] * 4
+    assert [{work.mode for work in works} for works in others.work] == [{"all"}] * 4
+    assert [len(works) for works in others.work] == [1, 2, 2, 1]
+    assert schedule.efficiency == 1.0
+    # What comes back is what a ring sends, and nothing of a rank's own keys.
+    ring = ring_schedule(Problem(layout, layout, (None, 0)))
+    assert set(others.transfers) == {t for step in ring.steps for t in step.transfers}
 
 
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])

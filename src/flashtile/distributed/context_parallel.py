@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import flashtile
 from flashtile.distributed.engine import Call, ContextAttention
 from flashtile.distributed.exchange import Alone, Exchange
-from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, shared_out
+from flashtile.distributed.heads import AttentionByHeads, HeadExchange, check_heads, runs_of, shared_out
 from flashtile.distributed.layout import Layout, LayoutKind
 from flashtile.distributed.places import STRATEGIES, Places, agree, places_of, replicated
 from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule, ring_schedule
@@ -205,8 +205,8 @@ def _run_by_heads(
         kind = "contiguous"  # within a place of the ring, in whose order its tokens stay
     cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) for t in (q, k))
     k, v = (shared_out(t, group.size) for t in (k, v))
-    exchange = HeadExchange(group, cut_q, cut_k)
-    return AttentionByHeads.apply(exchange, call, wants_lse, q, k, v, bias, slopes, sinks)
+    exchange, runs = HeadExchange(group, cut_q, cut_k), runs_of(call.schedule, q, k.shape[2], group.size)
+    return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, bias, slopes, sinks)
 
 
 def problem_of(

@@ -7,18 +7,18 @@ tensors as a batch of one::
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 import flashtile
-from flashtile.distributed.exchange import Exchange, Message, Pending
+from flashtile.distributed.exchange import Exchange, Message, Pending, arriving, settle
 from flashtile.distributed.merge import RunningMerge, Sum
 from flashtile.distributed.schedule import Schedule, Transfer, Work
 
@@ -123,14 +123,26 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys."""
     merge = RunningMerge(q, v.shape[-1])
-    with _blocks(call, k, v, "forward") as blocks:
-        for step, block in blocks:
-            for work in call.works(step):
+    blocks = _Blocks(call, k, v, "forward")
+    with arriving(blocks.coming):
+        if blocks.overtaken:
+            settle(q.device)
+        for step in range(len(call.schedule.steps)):
+            block = blocks.take()
+            works = call.works(step)
+            for number, work in enumerate(works, 1):
                 tensors = _taken(work, q, *block)
                 out, lse = flashtile.attention_part(*tensors, **call.arguments(work, bias, slopes, q.device))
+                if number == len(works):
+                    # Before the merge: while that runs, the transfer finds its multiprocessors.
+                    del tensors, block
+                    blocks.used()
                 if work.mode == "packed":
                     out, lse = out[None], lse[None]
                 merge.add(work.rows, out, lse)
+            if not works:
+                del block
+                blocks.used()
     return merge.finish(sinks)
 
 
@@ -140,46 +152,66 @@ def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
     return (tensors[0][0], tensors[1][0], tensors[2][0]) if work.mode == "packed" else tensors
 
 
-@contextmanager
-def _blocks(call: Call, k: Tensor, v: Tensor, phase: str) -> Iterator[Iterator[tuple[int, tuple[Tensor, Tensor]]]]:
-    """The keys and values of each step; those of the next are on their way while a step is computed. What is on its way
-    arrives also where a step fails, so that the ranks are still of one mind for their next exchange."""
-    if call.schedule.gathered:
-        yield iter([(0, _gathered(call, k, v, phase))])
-        return
-    arriving = _arriving(call, k, v, phase)
-    try:
-        yield arriving
-    finally:
-        arriving.close()
+class _Blocks:
+    """The keys and values of the steps, in their order. Of other ranks two blocks are here or on their way at a time:
+    so the next one begins to travel when one has been computed, behind those whose transfer is under way.
 
+    Attributes:
+        coming: transfers on their way, of one step each, or two of gathered keys.
+    """
 
-def _arriving(call: Call, k: Tensor, v: Tensor, phase: str) -> Generator[tuple[int, tuple[Tensor, Tensor]], None, None]:
-    steps = len(call.schedule.steps)
-    coming = _start(call, 0, k, v, phase) if steps else None
-    for step in range(steps):
-        assert coming is not None
-        received = coming.wait()
-        coming = _start(call, step + 1, k, v, phase) if step + 1 < steps else None
-        try:
-            yield step, ((received[0], received[1]) if received else (k, v))
-        except GeneratorExit:
-            if coming is not None:
-                coming.wait()
-            raise
+    def __init__(self, call: Call, k: Tensor, v: Tensor, phase: str) -> None:
+        self._call, self._own, self._phase = call, (k, v), phase
+        self._room, self._taken, self._started = 2, 0, 0
+        self.coming: deque[Pending] = deque()
+        self._go_on()
 
+    @property
+    def overtaken(self) -> bool:
+        """Whether something travels while the first step is computed."""
+        return bool(self.coming) and not self._travels(0)
 
-def _start(call: Call, step: int, k: Tensor, v: Tensor, phase: str) -> Pending:
-    """Starts the transfers of keys and values of a step."""
-    rank = call.exchange.rank
-    outgoing, incoming = call.schedule.outgoing(step, rank), call.schedule.incoming(step, rank)
-    sends = [] if outgoing is None else [Message(outgoing.target, _run(t, outgoing).contiguous()) for t in (k, v)]
-    receives = [] if incoming is None else [Message(incoming.source, _empty(t, incoming)) for t in (k, v)]
-    return call.exchange.start(sends, receives, _where(call, step, phase, "keys and values"))
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The keys and values of the next step."""
+        step, self._taken = self._taken, self._taken + 1
+        if not self._travels(step):
+            return self._own
+        if self._call.schedule.gathers(step):
+            k, v = (_in_order(self._call, self.coming.popleft().wait()) for _ in range(2))
+            return k, v
+        received = self.coming.popleft().wait()
+        return (received[0], received[1]) if received else self._own
 
+    def used(self) -> None:
+        """Those that were taken last have been computed."""
+        self._room += self._travels(self._taken - 1)
+        self._go_on()
 
-def _run(tensor: Tensor, transfer: Transfer) -> Tensor:
-    return tensor[:, slice(*transfer.keys)]
+    def _go_on(self) -> None:
+        steps = len(self._call.schedule.steps)
+        while self._started < steps and (self._room or not self._travels(self._started)):
+            self._room -= self._travels(self._started)
+            self._start(self._started)
+            self._started += 1
+
+    def _travels(self, step: int) -> bool:
+        """Whether there are transfers in a step, on any rank: all ranks go on at the same steps."""
+        steps = self._call.schedule.steps
+        return step < len(steps) and bool(steps[step].transfers or self._call.schedule.gathers(step))
+
+    def _start(self, step: int) -> None:
+        call = self._call
+        if not self._travels(step):
+            return
+        if call.schedule.gathers(step):
+            where = _where(call, step, self._phase, "keys and values of all ranks")
+            self.coming.extend(call.exchange.gather(t.contiguous(), where) for t in self._own)
+            return
+        rank = call.exchange.rank
+        sends = [Message(t.target, of[:, slice(*t.keys)].contiguous())
+                 for t in call.schedule.outgoing(step, rank) for of in self._own]  # fmt: skip
+        receives = [Message(t.source, _empty(of, t)) for t in call.schedule.incoming(step, rank) for of in self._own]
+        self.coming.append(call.exchange.start(sends, receives, _where(call, step, self._phase, "keys and values")))
 
 
 def _empty(like: Tensor, transfer: Transfer) -> Tensor:
@@ -188,14 +220,6 @@ def _empty(like: Tensor, transfer: Transfer) -> Tensor:
 
 def _where(call: Call, step: int, phase: str, what: str) -> str:
     return f"{phase}, step {step} of {len(call.schedule.steps)}, {what}"
-
-
-def _gathered(call: Call, k: Tensor, v: Tensor, phase: str) -> tuple[Tensor, Tensor]:
-    """All keys and values, in the order of the sequence."""
-    where = _where(call, 0, phase, "keys and values of all ranks")
-    pending = [call.exchange.gather(t.contiguous(), where) for t in (k, v)]
-    k_parts, v_parts = (each.wait() for each in pending)
-    return _in_order(call, k_parts), _in_order(call, v_parts)
 
 
 def _in_order(call: Call, parts: Sequence[Tensor]) -> Tensor:
@@ -236,22 +260,26 @@ def backward(
         *(None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=wide, device=t.device)
           for t in (bias, slopes)),
     )  # fmt: skip
-    returning: tuple[Transfer | None, Pending] | None = None
-    with _blocks(call, k, v, "backward") as blocks:
-        for step, block in blocks:
+    returning: deque[_Returning] = deque()
+    blocks = _Blocks(call, k, v, "backward")
+    with arriving(blocks.coming):
+        for step in range(len(call.schedule.steps)):
+            block = blocks.take()
             dk, dv = Sum(block[0]), Sum(block[1])
             for work in call.works(step):
                 _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
-            if call.schedule.gathered:
-                _return_gathered(call, results, dk.finish(), dv.finish())
-                return results
-            sent = _return(call, step, dk, dv, k, v)
-            if call.schedule.incoming(step, call.exchange.rank) is None and call.works(step):
-                results.k.add((0, k.shape[1]), dk.finish())
-                results.v.add((0, v.shape[1]), dv.finish())
-            _take_returned(results, returning)
-            returning = sent
-    _take_returned(results, returning)
+            del block
+            blocks.used()
+            if not call.schedule.steps[step].transfers:
+                if call.works(step):
+                    results.k.add((0, k.shape[1]), dk.finish())
+                    results.v.add((0, v.shape[1]), dv.finish())
+                continue
+            returning.append(_return(call, step, results, dk, dv, k, v))
+            while len(returning) > 1:
+                _take_returned(results, returning.popleft())
+    while returning:
+        _take_returned(results, returning.popleft())
     return results
 
 
@@ -295,41 +323,50 @@ def _add_work(
         target.add_(grads.alibi_slopes)
 
 
-def _return(call: Call, step: int, dk: Sum, dv: Sum, k: Tensor, v: Tensor) -> tuple[Transfer | None, Pending]:
+class _Returning(NamedTuple):
+    """Gradients on their way to the owner of their keys: of k and v in turn, of each of some transfers."""
+
+    transfers: tuple[Transfer, ...]
+    pending: Pending
+
+
+def _return(call: Call, step: int, results: Results, dk: Sum, dv: Sum, k: Tensor, v: Tensor) -> _Returning:
     """Starts the way back of the gradients of a step's keys and values."""
-    rank = call.exchange.rank
-    outgoing, incoming = call.schedule.outgoing(step, rank), call.schedule.incoming(step, rank)
-    sends = [] if incoming is None else [Message(incoming.source, total.finish()) for total in (dk, dv)]
-    receives = [] if outgoing is None else [Message(outgoing.target, _empty(t, outgoing)) for t in (k, v)]
+    rank, schedule = call.exchange.rank, call.schedule
+    outgoing = tuple(t for t in schedule.outgoing(step, rank) if t.target != rank)
+    sends = []
+    incoming = schedule.incoming(step, rank)
+    grads = (dk.finish(), dv.finish()) if incoming else ()
+    for transfer in incoming:
+        for total, grad in zip((results.k, results.v), grads):
+            part = _of_shard(call, transfer, grad) if schedule.gathers(step) else grad
+            if transfer.source == rank:
+                total.add(transfer.keys, part)
+            else:
+                sends.append(Message(transfer.source, part))
+    receives = [Message(t.target, _empty(of, t)) for t in outgoing for of in (k, v)]
     where = _where(call, step, "backward", "gradients of keys and values")
-    return outgoing, call.exchange.start(sends, receives, where)
+    return _Returning(outgoing, call.exchange.start(sends, receives, where))
 
 
-def _take_returned(results: Results, returning: tuple[Transfer | None, Pending] | None) -> None:
-    if returning is None:
-        return
-    outgoing, pending = returning
-    received = pending.wait()
-    if outgoing is not None:
-        results.k.add(outgoing.keys, received[0])
-        results.v.add(outgoing.keys, received[1])
+def _of_shard(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
+    """Of the gradient of all keys, in the order of the sequence, those of some keys of a shard."""
+    low, high = transfer.keys
+    return torch.cat(
+        [
+            grad[:, max(low, c.local) - c.local + c.start : min(high, c.local + c.length) - c.local + c.start]
+            for c in call.schedule.problem.keys.ring_chunks(transfer.source)
+            if max(low, c.local) < min(high, c.local + c.length)
+        ],
+        dim=1,
+    )
 
 
-def _return_gathered(call: Call, results: Results, dk: Tensor, dv: Tensor) -> None:
-    """Gradients of all keys to their owners, who add them up in the order of the ranks."""
-    layout, exchange = call.schedule.problem.keys, call.exchange
-    for total, grad in ((results.k, dk), (results.v, dv)):
-        shards = [
-            torch.cat([grad[:, chunk.start : chunk.stop] for chunk in layout.ring_chunks(rank)], dim=1).contiguous()
-            for rank in range(exchange.size)
-        ]
-        others = [rank for rank in range(exchange.size) if rank != exchange.rank]
-        sends = [Message(rank, shards[rank]) for rank in others]
-        receives = [Message(rank, torch.empty_like(shards[rank])) for rank in others]
-        received = exchange.start(sends, receives, _where(call, 0, "backward", "gradients of all keys")).wait()
-        parts = [*received[: exchange.rank], shards[exchange.rank], *received[exchange.rank :]]
-        for part in parts:
-            total.add((0, layout.share), part)
+def _take_returned(results: Results, returning: _Returning) -> None:
+    received = returning.pending.wait()
+    for number, transfer in enumerate(returning.transfers):
+        results.k.add(transfer.keys, received[2 * number])
+        results.v.add(transfer.keys, received[2 * number + 1])
 
 
 class ContextAttention(torch.autograd.Function):

@@ -6,7 +6,8 @@ stream of its own for them, and waiting makes the current stream wait, not the h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,23 +27,56 @@ class Message(NamedTuple):
     tensor: Tensor
 
 
+class TransferError(RuntimeError):
+    """A transfer failed or timed out: ranks no longer know of one another."""
+
+
 class Pending:
     """Transfers on their way.
 
     Args:
-        finish: waits for them.
+        finish: waits for them; it is called once.
         received: what they fill.
         held: what must not be freed before.
     """
 
     def __init__(self, finish: Callable[[], None], received: Sequence[Tensor], held: Sequence[Tensor] = ()) -> None:
-        self._finish, self._received, self._held = finish, received, held
+        self._finish: Callable[[], None] | None = finish
+        self._received, self._held = received, held
 
     def wait(self) -> Sequence[Tensor]:
         """What was received, ready for the current stream."""
-        self._finish()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         self._held = ()
         return self._received
+
+
+@contextmanager
+def arriving(pending: Iterable[Pending]) -> Iterator[None]:
+    """What is on its way arrives also where the body fails, so that the ranks are still of one mind for their next
+    exchange; but not where a transfer failed."""
+    try:
+        yield
+    except TransferError:
+        raise
+    except BaseException:
+        for each in pending:
+            each.wait()
+        raise
+
+
+#: Clock cycles of a GPU, about 15 µs: as long as an event needs to reach another stream, and a kernel to begin there.
+_SETTLING = 30_000
+
+
+def settle(device: torch.device) -> None:
+    """Lets transfers that were started find their multiprocessors before the next kernel takes all. Otherwise either
+    may come first: on a rank where it was the kernel, the transfer would begin when that is done, and all the time
+    would hold multiprocessors of the ranks where it was the transfer."""
+    if device.type == "cuda":
+        torch.cuda._sleep(_SETTLING)
 
 
 class Exchange(Protocol):
@@ -59,7 +93,7 @@ class Exchange(Protocol):
         ...
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
-        """The tensors of all ranks, in their order."""
+        """The contiguous tensors of all ranks, in their order."""
         ...
 
 
@@ -94,9 +128,11 @@ class GroupExchange:
         return Pending(lambda: self._guarded(lambda: _wait(works), where), [m.tensor for m in receives], held)
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
-        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        work = self._guarded(lambda: dist.all_gather(tensors, tensor, self._group, async_op=True), where)
-        return Pending(lambda: self._guarded(work.wait, where), tensors, (tensor,))
+        whole = tensor.new_empty(self.size, *tensor.shape)
+        work = self._guarded(
+            lambda: dist.all_gather_into_tensor(whole.flatten(0, 1), tensor, self._group, async_op=True), where
+        )
+        return Pending(lambda: self._guarded(work.wait, where), whole.unbind(), (tensor,))
 
     def add_up(self, tensor: Tensor, where: str) -> None:
         """The sum over all ranks, in place."""
@@ -117,7 +153,7 @@ class GroupExchange:
         try:
             return action()
         except (RuntimeError, ValueError) as error:
-            raise RuntimeError(
+            raise TransferError(
                 f"flashtile.distributed: rank {self._global[self.rank]} (place {self.rank} of {self.size}) failed at "
                 f"{where}: {error}. Another rank has ended or waits elsewhere; its own output says why"
             ) from error

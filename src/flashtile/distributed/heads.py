@@ -14,7 +14,7 @@ Reference: Jacobs et al., "DeepSpeed Ulysses" (2023).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
@@ -24,11 +24,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashtile.distributed.engine import Call, forward, gradients
-from flashtile.distributed.exchange import GroupExchange, Message
+from flashtile.distributed.exchange import GroupExchange, Message, Pending, arriving
 from flashtile.distributed.layout import Layout
+from flashtile.distributed.schedule import HeadRun, Schedule, head_runs
 
 #: Bytes that a thread of PyTorch's copies moves at most.
 _WIDEST = 16
+
+#: A rank's heads travel and are computed in so many runs, where its queries have as many bytes: of fewer the host has
+#: not yet started all transfers when they are done. Two already hide half of what travels, and calls stay large.
+_RUNS, _WORTH_RUNS = 2, 2**25
 
 
 @dataclass(frozen=True)
@@ -80,36 +85,50 @@ class HeadExchange:
     queries: Layout
     keys: Layout
 
-    def scatter(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
-        """Starts the way of `[batch, rows, heads, head_dim]` to all tokens of `heads / ranks` heads. What is returned
-        waits for it, and gives views `[batch, sequence, heads / ranks, head_dim]`."""
+    def of_run(self, run: HeadRun, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Views `[batch, rows, ranks, heads, head_dim]` of `[batch, rows, heads, head_dim]`: each rank's heads of the
+        run."""
         ranks = self.group.size
-        sends, receives, arriving = [], [], []
-        for bundle, members in self._bundles(tensors, layouts, ranks):
+        pairs = [(t, run.heads) for t in of_queries] + [(t, run.heads_kv) for t in of_keys]
+        return [tensor.unflatten(2, (ranks, -1))[:, :, :, low:high] for tensor, (low, high) in pairs]
+
+    def scatter(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Pending:
+        """Starts the way of `[batch, rows, ranks, heads, head_dim]`, heads by the rank that gets them, to all tokens of
+        this rank's. What is received are views `[batch, sequence, heads, head_dim]`."""
+        ranks = self.group.size
+        sends, receives, received = [], [], []
+        own: list[tuple[Tensor, Tensor]] = []
+        shapes = [(t.shape[3], t.shape[4]) for t in tensors]
+        for bundle, members in _bundles(tensors, layouts, shapes):
             batch, rows = members[0].shape[:2]
             outgoing = members[0].new_empty(ranks, rows, batch, bundle.width)
             for target, tensor in zip(bundle.columns(outgoing), members):
-                _move(target, tensor.unflatten(2, (ranks, -1)).permute(2, 1, 0, 3, 4))
+                _move(target, tensor.permute(2, 1, 0, 3, 4))
             whole = outgoing.new_empty(bundle.layout.length, batch, bundle.width)
             paths = self._paths(bundle.layout, whole, outgoing)
             receives += paths.whole
             sends += paths.shards
-            for target, source in paths.own:
-                _move(target, source)
-            arriving += [tensor.transpose(0, 1) for tensor in bundle.columns(whole)]
+            own += paths.own
+            received += [tensor.transpose(0, 1) for tensor in bundle.columns(whole)]
         pending = self.group.start(sends, receives, where)
 
-        def finish() -> list[Tensor]:
+        def finish() -> None:
             pending.wait()
-            return arriving
+            # Now, not before: while that runs, a transfer behind this one finds its multiprocessors.
+            for target, source in own:
+                _move(target, source)
 
-        return finish
+        return Pending(finish, received)
 
-    def gather(self, tensors: Sequence[Tensor], layouts: Sequence[Layout], where: str) -> Callable[[], list[Tensor]]:
-        """Starts the way back from `scatter`. What is returned waits, and gives contiguous tensors."""
+    def gather(
+        self, tensors: Sequence[Tensor], layouts: Sequence[Layout], places: Sequence[Tensor], where: str
+    ) -> Pending:
+        """Starts the way back from `scatter`, to `places`, `[batch, rows, ranks, heads, head_dim]`."""
         ranks = self.group.size
-        sends, receives, arriving = [], [], []
-        for bundle, members in self._bundles(tensors, layouts, 1):
+        sends, receives, arrived = [], [], []
+        own: list[tuple[Tensor, Tensor]] = []
+        shapes = [(t.shape[2], t.shape[3]) for t in tensors]
+        for bundle, members in _bundles(tensors, layouts, shapes):
             batch, sequence = members[0].shape[:2]
             if len(members) == 1:
                 whole = members[0].transpose(0, 1).contiguous().flatten(2)
@@ -121,16 +140,18 @@ class HeadExchange:
             paths = self._paths(bundle.layout, whole, incoming)
             sends += paths.whole
             receives += paths.shards
-            for source, target in paths.own:
-                _move(target, source)
-            arriving += bundle.columns(incoming)
+            own += paths.own
+            arrived += [tensor.permute(2, 1, 0, 3, 4) for tensor in bundle.columns(incoming)]
         pending = self.group.start(sends, receives, where)
+        for source, target in own:
+            _move(target, source)
 
-        def finish() -> list[Tensor]:
+        def finish() -> None:
             pending.wait()
-            return [_rows_of(tensor) for tensor in arriving]
+            for target, source in zip(places, arrived):
+                _move(target, source)
 
-        return finish
+        return Pending(finish, places)
 
     def _paths(self, layout: Layout, whole: Tensor, shards: Tensor) -> Paths:
         """Of `whole`, `[sequence, batch, columns]`, and `shards`, `[ranks, rows, batch, columns]`."""
@@ -145,28 +166,21 @@ class HeadExchange:
                 paths.shards.extend(Message(rank, rows) for rows in ours)
         return paths
 
-    @staticmethod
-    def _bundles(
-        tensors: Sequence[Tensor], layouts: Sequence[Layout], ranks: int
-    ) -> Iterable[tuple[Bundle, list[Tensor]]]:
-        """Neighbours that may travel side by side: of the same tokens and dtype, and so wide that all stay aligned."""
 
-        def alike(entry: tuple[int, tuple[Tensor, Layout]]) -> tuple:
-            number, (tensor, layout) = entry
-            aligned = math.prod(tensor.shape[2:]) // ranks * tensor.element_size() % _WIDEST == 0
-            return layout, tensor.dtype, -1 if aligned else number
+def _bundles(
+    tensors: Sequence[Tensor], layouts: Sequence[Layout], shapes: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Bundle, list[Tensor]]]:
+    """Neighbours that may travel side by side: of the same tokens and dtype, and so wide that all stay aligned.
+    `shapes`: (heads, head_dim) that a rank gets of each."""
 
-        for (layout, *_), members in groupby(enumerate(zip(tensors, layouts)), alike):
-            found = [tensor for _, (tensor, _) in members]
-            yield Bundle(layout, tuple((t.shape[2] // ranks, t.shape[3]) for t in found)), found
+    def alike(number: int) -> tuple:
+        tensor = tensors[number]
+        aligned = math.prod(shapes[number]) * tensor.element_size() % _WIDEST == 0
+        return layouts[number], tensor.dtype, -1 if aligned else number
 
-
-def _rows_of(parts: Tensor) -> Tensor:
-    """`[ranks, rows, batch, heads, head_dim]` to `[batch, rows, ranks · heads, head_dim]`."""
-    ranks, rows, batch, heads, width = parts.shape
-    rows_of_all = parts.new_empty(batch, rows, ranks, heads, width)
-    _move(rows_of_all, parts.permute(2, 1, 0, 3, 4))
-    return rows_of_all.flatten(2, 3)
+    for (layout, *_), members in groupby(range(len(tensors)), alike):
+        numbers = list(members)
+        yield Bundle(layout, tuple(shapes[n] for n in numbers)), [tensors[n] for n in numbers]
 
 
 def _move(target: Tensor, source: Tensor) -> None:
@@ -187,65 +201,113 @@ def _in_widest(tensor: Tensor) -> bool:
 
 
 class AttentionByHeads(torch.autograd.Function):
-    """Attention between the two exchanges of each direction; bias, slopes and sinks are of all heads."""
+    """Attention between the two exchanges of each direction; bias, slopes and sinks are of all heads.
+
+    A rank's heads come in `runs`: those of the next run arrive, and results of the one before leave, while one is
+    computed.
+    """
 
     @staticmethod
-    def forward(ctx, exchange: HeadExchange, call: Call, wants_lse: bool, q, k, v, bias, slopes, sinks):
-        call = replace(call, head=exchange.group.rank * q.shape[2] // exchange.group.size)
+    def forward(
+        ctx, exchange: HeadExchange, call: Call, runs: Sequence[HeadRun], wants_lse: bool, q, k, v, bias, slopes, sinks
+    ):
+        first = exchange.group.rank * q.shape[2] // exchange.group.size
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if wants_lse else None
+        results = [t for t in (out, lse) if t is not None]
         layouts = (exchange.queries, exchange.keys, exchange.keys)
-        q, k, v = exchange.scatter((q, k, v), layouts, "forward, all tokens of some heads")()
-        own = _OwnHeads(call.head, q.shape[2])
-        call = replace(call, mask=own.of(call.mask, 1))
-        out, lse = forward(call, q, k, v, own.of(bias, 1), own.of(slopes, -1), own.of(sinks, 0))
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
-        ctx.exchange, ctx.call, ctx.own = exchange, call, own
+        moving = [
+            exchange.scatter(exchange.of_run(run, (q,), (k, v)), layouts, f"forward, all tokens of heads {run.heads}")
+            for run in runs
+        ]
+        ctx.calls, kept = [], []
+        with arriving(moving):
+            for run, here in zip(runs, tuple(moving)):
+                heads = first + run.heads[0], first + run.heads[1]
+                of_run = replace(call, head=heads[0], mask=_of_heads(call.mask, 1, heads))
+                tables = [_of_heads(t, dim, heads) for t, dim in zip((bias, slopes, sinks), _DIMS)]
+                tensors = here.wait()
+                found = forward(of_run, *tensors, *tables)
+                ctx.calls.append((run, of_run, heads))
+                kept += [*tensors, *found]
+                leaving = (found[0], _as_columns(found[1]))[: len(results)]
+                where = f"forward, all heads of some tokens, from heads {run.heads}"
+                of_rows = (exchange.queries,) * len(leaving)
+                moving.append(exchange.gather(leaving, of_rows, exchange.of_run(run, results), where))
+            for each in moving:
+                each.wait()
+        ctx.save_for_backward(bias, slopes, sinks, *kept)
+        ctx.exchange, ctx.shapes = exchange, (q.shape, k.shape, v.shape)
         ctx.set_materialize_grads(False)
-        results = (out, _as_columns(lse)) if wants_lse else (out,)
-        returned = exchange.gather(results, (exchange.queries,) * len(results), "forward, all heads of some tokens")()
-        return returned[0], _as_lse(returned[1]) if wants_lse else None
+        return out, None if lse is None else _as_lse(lse)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, *learned = ctx.saved_tensors
-        exchange, own = ctx.exchange, ctx.own
+        exchange, kept = ctx.exchange, ctx.saved_tensors[3:]
+        tables = [_Table(t, dim) for t, dim in zip(ctx.saved_tensors[:3], _DIMS)]
+        dq, dk, dv = (kept[0].new_empty(shape) for shape in ctx.shapes)
         if dout is None:
-            dout = out.new_zeros(*_shard_of(out, exchange.group.size))
+            dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
         given = [dout] if dlse is None else [dout, _as_columns(dlse)]
-        layouts = (exchange.queries,) * len(given)
-        dout, *of_lse = exchange.scatter(given, layouts, "backward, gradients of all tokens")()
-        dlse = _as_lse(of_lse[0]) if of_lse else None
-        wanted = ctx.needs_input_grad[6:]
-        tables = [own.of(t, dim) for t, dim in zip(learned, (1, -1, 0))]
-        dq, dk, dv, *of_tables = gradients(ctx.call, dout, dlse, q, k, v, out, lse, *tables, wanted)
+        of_rows = (exchange.queries,) * len(given)
+        moving = [
+            exchange.scatter(exchange.of_run(run, given), of_rows, f"backward, gradients of heads {run.heads}")
+            for run, *_ in ctx.calls
+        ]
         layouts = (exchange.queries, exchange.keys, exchange.keys)
-        of_qkv = exchange.gather((dq, dk, dv), layouts, "backward, gradients of all heads")()
-        whole = (own.back(grad, of, dim) for grad, of, dim in zip(of_tables, learned, (1, -1, 0)))
-        return None, None, None, *of_qkv, *whole
+        with arriving(moving):
+            for number, ((run, call, heads), here) in enumerate(zip(ctx.calls, tuple(moving))):
+                of_out, *of_lse = here.wait()
+                grads = gradients(
+                    call, of_out, _as_lse(of_lse[0]) if of_lse else None, *kept[5 * number : 5 * number + 5],
+                    *(table.of(heads) for table in tables), ctx.needs_input_grad[7:],
+                )  # fmt: skip
+                where = f"backward, gradients of some tokens, from heads {run.heads}"
+                places = exchange.of_run(run, (dq,), (dk, dv))
+                moving.append(exchange.gather(grads[:3], layouts, places, where))
+                for table, grad in zip(tables, grads[3:]):
+                    table.add(heads, grad)
+            for each in moving:
+                each.wait()
+        return None, None, None, None, dq, dk, dv, *(table.grad for table in tables)
 
 
-@dataclass(frozen=True)
-class _OwnHeads:
-    """This rank's heads in tensors that have all heads, or one for all.
+#: Where bias, slopes and sinks have their heads.
+_DIMS = (1, -1, 0)
 
-    Attributes:
-        first: number of the first.
-        count: how many.
-    """
 
-    first: int
-    count: int
+def _of_heads(tensor: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
+    """Those of some heads, (first, past the last), in a tensor that has all heads, or one for all."""
+    one_for_all = tensor is None or tensor.shape[dim] == 1
+    return tensor if tensor is None or one_for_all else tensor.narrow(dim, heads[0], heads[1] - heads[0])
 
-    def of(self, tensor: Tensor | None, dim: int) -> Tensor | None:
-        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, self.first, self.count)
 
-    def back(self, grad: Tensor | None, of: Tensor | None, dim: int) -> Tensor | None:
-        """The gradient of the tensor from that of this rank's part: 0 for the other heads."""
-        if grad is None or of is None or grad.shape == of.shape:
-            return grad
-        whole = torch.zeros_like(of)
-        whole.narrow(dim, self.first, self.count).copy_(grad)
-        return whole
+class _Table:
+    """A tensor of all heads, or one for all, and its gradient, which comes for some heads at a time."""
+
+    def __init__(self, whole: Tensor | None, dim: int) -> None:
+        self._whole, self._dim = whole, dim
+        self._sum: Tensor | None = None
+
+    def of(self, heads: tuple[int, int]) -> Tensor | None:
+        return _of_heads(self._whole, self._dim, heads)
+
+    def add(self, heads: tuple[int, int], grad: Tensor | None) -> None:
+        """Takes in the gradient of `of(heads)`."""
+        if grad is None or self._whole is None:
+            return
+        if self._sum is None:
+            wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+            self._sum = torch.zeros_like(self._whole, dtype=wide)
+        target = _of_heads(self._sum, self._dim, heads)
+        assert target is not None
+        target.add_(grad)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self._sum is None or self._whole is None else self._sum.to(self._whole.dtype)
 
 
 def _as_columns(lse: Tensor) -> Tensor:
@@ -257,10 +319,17 @@ def _as_lse(columns: Tensor) -> Tensor:
     return columns.squeeze(-1).transpose(1, 2)
 
 
-def _shard_of(out: Tensor, ranks: int) -> tuple[int, int, int, int]:
-    """The shape of a rank's rows of all heads."""
-    batch, sequence, heads, width = out.shape
-    return batch, sequence // ranks, heads * ranks, width
+def runs_of(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[HeadRun, ...]:
+    """How a rank's heads follow one another. Beside a ring there is one run: its transfers, of another group, would be
+    between those of the heads.
+
+    Args:
+        q: a shard `[batch, rows, heads, head_dim]`.
+        heads_kv: of all ranks, at least one for each.
+    """
+    alone = not any(step.transfers for step in schedule.steps)
+    pieces = _RUNS if alone and ranks > 1 and q.numel() * q.element_size() >= _WORTH_RUNS else 1
+    return head_runs(q.shape[2] // ranks, heads_kv // ranks, pieces)
 
 
 def shared_out(tensor: Tensor, ranks: int) -> Tensor:

@@ -86,28 +86,36 @@ def _by_row(statistics: Tensor) -> Tensor:
 class Sum:
     """A gradient that comes in parts of some rows, added up in float32, in the order in which they come.
 
+    Parts of different rows stay as they are.
+
     Args:
         like: tensor `[batch, rows, heads, head_dim]` of which it is the gradient.
     """
 
     def __init__(self, like: Tensor) -> None:
-        self._like = like
-        self._wide = torch.float64 if like.dtype is torch.float64 else torch.float32
-        self._total: Tensor | None = None
+        self._shape, self._dtype, self._device = like.shape, like.dtype, like.device
+        self._parts: list[tuple[int, int, Tensor]] = []
 
     def add(self, rows: tuple[int, int], part: Tensor) -> None:
-        """Takes in a part; the first one that is of all rows is kept as it is."""
-        if self._total is None:
-            if rows == (0, self._like.shape[1]):
-                self._total = part
-                return
-            self._total = torch.zeros(self._like.shape, dtype=self._wide, device=self._like.device)
-        elif self._total.dtype is not self._wide:
-            self._total = self._total.to(self._wide)
-        self._total[:, rows[0] : rows[1]].add_(part)
+        """Takes in a part."""
+        begin, end = rows
+        if all(end <= other_begin or other_end <= begin for other_begin, other_end, _ in self._parts):
+            self._parts.append((begin, end, part))
+            return
+        total = self._joined(torch.float64 if self._dtype is torch.float64 else torch.float32)
+        total[:, begin:end].add_(part)
+        self._parts = [(0, self._shape[1], total)]
 
     def finish(self) -> Tensor:
         """In the dtype of the tensor, contiguous."""
-        if self._total is None:
-            return torch.zeros(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        return self._total.to(self._like.dtype).contiguous()
+        return self._joined(self._dtype)
+
+    def _joined(self, dtype: torch.dtype) -> Tensor:
+        """All parts in one tensor."""
+        if len(self._parts) == 1 and self._parts[0][:2] == (0, self._shape[1]):
+            return self._parts[0][2].to(dtype).contiguous()
+        make = torch.empty if sum(end - begin for begin, end, _ in self._parts) == self._shape[1] else torch.zeros
+        whole = make(self._shape, dtype=dtype, device=self._device)
+        for begin, end, part in self._parts:
+            whole[:, begin:end].copy_(part)
+        return whole

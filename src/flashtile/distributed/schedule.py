@@ -91,12 +91,25 @@ class Step(NamedTuple):
     """What happens at the same time.
 
     Attributes:
-        transfers: of keys and values, before the work; of their gradients the other way, after it.
+        transfers: of keys and values, before the work; of their gradients the other way, after it. Of gathered keys
+            those that the work reads, and a rank's own are among them.
         work: of each rank, with the keys that it got in this step, or its own where it got none.
     """
 
     transfers: tuple[Transfer, ...]
     work: tuple[tuple[Work, ...], ...]
+
+
+class HeadRun(NamedTuple):
+    """Heads that a rank computes at a time, numbers within its own: (first, past the last).
+
+    Attributes:
+        heads: query heads.
+        heads_kv: the key/value heads that they read.
+    """
+
+    heads: tuple[int, int]
+    heads_kv: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class Schedule:
         strategy: its name.
         problem: what is computed.
         steps: in order.
-        gathered: keys are gathered in the order of the sequence before the only step.
+        gathered: keys of the last step are those of all ranks, gathered in the order of the sequence.
     """
 
     strategy: str
@@ -146,12 +159,16 @@ class Schedule:
     def ranks(self) -> int:
         return self.problem.queries.ring
 
-    def incoming(self, step: int, rank: int) -> Transfer | None:
-        """What a rank receives in a step: at most one block."""
-        return next((t for t in self.steps[step].transfers if t.target == rank), None)
+    def incoming(self, step: int, rank: int) -> tuple[Transfer, ...]:
+        """What a rank receives in a step: of a ring at most one block."""
+        return tuple(t for t in self.steps[step].transfers if t.target == rank)
 
-    def outgoing(self, step: int, rank: int) -> Transfer | None:
-        return next((t for t in self.steps[step].transfers if t.source == rank), None)
+    def outgoing(self, step: int, rank: int) -> tuple[Transfer, ...]:
+        return tuple(t for t in self.steps[step].transfers if t.source == rank)
+
+    def gathers(self, step: int) -> bool:
+        """Whether the keys of a step are those of all ranks."""
+        return self.gathered and step == len(self.steps) - 1
 
     def pairs(self) -> list[list[int]]:
         """Visible pairs of each rank in each step: `[step][rank]`."""
@@ -177,7 +194,7 @@ class Schedule:
             f"keys, {problem.queries.kind}; balance {self.efficiency:.2f}, {self.keys_sent():,} keys sent"
         ]
         if self.gathered:
-            lines.append("  all ranks gather all keys, in the order of the sequence")
+            lines.append("  all ranks gather all keys, in the order of the sequence, for the last step")
         for number, step in enumerate(self.steps):
             lines.append(f"  step {number}")
             for rank, works in enumerate(step.work):
@@ -185,15 +202,12 @@ class Schedule:
         return "\n".join(lines)
 
     def _described(self, step: int, rank: int, works: Sequence[Work]) -> str:
-        incoming = self.incoming(step, rank)
-        source = (
-            f"keys {incoming.keys[0]}:{incoming.keys[1]} of rank {incoming.source}"
-            if incoming
-            else ("gathered keys" if self.gathered else "its own keys")
-        )
         if not works:
             return "nothing to do"
-        shift = incoming.keys[0] if incoming else 0
+        source, shift = "gathered keys" if self.gathers(step) else "its own keys", 0
+        if not self.gathers(step):
+            for block in self.incoming(step, rank):
+                source, shift = f"keys {block.keys[0]}:{block.keys[1]} of rank {block.source}", block.keys[0]
         calls = ", ".join(
             f"queries {w.rows[0]}:{w.rows[1]} × keys {w.keys[0] + shift}:{w.keys[1] + shift} {_named(w)}" for w in works
         )
@@ -228,20 +242,58 @@ def ring_schedule(problem: Problem, strategy: str = "ring") -> Schedule:
 
 
 def gathered_schedule(problem: Problem) -> Schedule:
-    """Every rank has all keys, in the order of the sequence."""
-    everything = (Chunk(0, problem.keys.length, 0),)
+    """Every rank has all keys, in the order of the sequence. Under a plain causal mask it first computes its own, which
+    is a causal call, while the others are on their way: of those all is visible."""
     ranks = range(problem.queries.ring)
-    work = tuple(_calls(problem, problem.queries.ring_chunks(rank), everything, own=False) for rank in ranks)
-    return Schedule("all_gather", problem, (Step((), work),), gathered=True)
+    shards_q = [problem.queries.ring_chunks(rank) for rank in ranks]
+    shards_k = [problem.keys.ring_chunks(rank) for rank in ranks]
+    steps = []
+    own_first = len(ranks) > 1 and _plainly_causal(problem, problem.queries == problem.keys)
+    if own_first:
+        steps.append(Step((), tuple(_calls(problem, q, k, own=True) for q, k in zip(shards_q, shards_k))))
+    left = [_without(shard if own_first else (), problem.keys.length) for shard in shards_k]
+    work = tuple(_calls(problem, shard, runs, own=False) for shard, runs in zip(shards_q, left))
+    read = ((source, rank, _read(shards_k[source], work[rank])) for rank in ranks for source in ranks)
+    steps.append(Step(tuple(Transfer(source, rank, keys) for source, rank, keys in read if keys is not None), work))
+    return Schedule("all_gather", problem, tuple(steps), gathered=True)
+
+
+def _without(shard: Sequence[Chunk], length: int) -> list[Chunk]:
+    """The runs of a whole sequence that are not in a shard."""
+    edges = [0, *(edge for chunk in shard for edge in (chunk.start, chunk.stop)), length]
+    return [Chunk(low, high, low) for low, high in zip(edges[::2], edges[1::2]) if low < high]
+
+
+def _read(shard: Sequence[Chunk], works: Sequence[Work]) -> tuple[int, int] | None:
+    """The run of a shard's keys that calls read which count keys in the sequence; None for nothing."""
+    found = [
+        (max(low, chunk.start) - chunk.start + chunk.local, min(high, chunk.stop) - chunk.start + chunk.local)
+        for chunk in shard
+        for low, high in (work.keys for work in works)
+        if max(low, chunk.start) < min(high, chunk.stop)
+    ]
+    return (min(low for low, _ in found), max(high for _, high in found)) if found else None
+
+
+def head_runs(heads: int, heads_kv: int, pieces: int) -> tuple[HeadRun, ...]:
+    """A rank's heads in as many equal runs, at most `pieces`, as its key/value heads can be cut into."""
+    count = max(n for n in range(1, pieces + 1) if heads_kv % n == 0)
+    q, kv = heads // count, heads_kv // count
+    return tuple(HeadRun((n * q, (n + 1) * q), (n * kv, (n + 1) * kv)) for n in range(count))
 
 
 def _calls(problem: Problem, shard_q: Sequence[Chunk], shard_k: Sequence[Chunk], own: bool) -> tuple[Work, ...]:
     """The calls of some chunks of queries with some chunks of keys."""
     band = problem.band
-    if own and not problem.positional and not problem.documents and band == Band(None, 0) and shard_q == shard_k:
+    if own and _plainly_causal(problem, shard_q == shard_k):
         return (_whole_shard_causal(problem, shard_q, band),)
     calls = [work for rows in shard_q for keys in shard_k for work in _rectangles(problem, band, rows, keys)]
     return tuple(calls if problem.positional else _joined(calls))
+
+
+def _plainly_causal(problem: Problem, same_tokens: bool) -> bool:
+    """Whether queries see the keys up to their own, and nothing else matters."""
+    return same_tokens and not problem.positional and not problem.documents and problem.band == Band(None, 0)
 
 
 def _whole_shard_causal(problem: Problem, shard: Sequence[Chunk], band: Band) -> Work:

@@ -62,6 +62,10 @@ __all__ = ["backward", "forward", "kernel_source"]
 
 _NO_DESCALES = (None, None, None)
 
+#: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
+#: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
+_LONG_KEYS = 2048
+
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
 
@@ -219,8 +223,9 @@ def _plan(
     lines = heads if packed else batch * heads
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
-    # Where tiles are alike, each program takes its share in turn, which needs no atomics.
-    dynamic = (packed or spec.banded or blocks is not None) and tiles * lines > programs
+    # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
+    uneven = packed or spec.banded or blocks is not None
+    dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     variant = Variant(
         dtype,
         column_chunks(head_dim, dtype),
