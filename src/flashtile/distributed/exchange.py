@@ -129,9 +129,8 @@ class GroupExchange:
 
     def gather(self, tensor: Tensor, where: str) -> Pending:
         whole = tensor.new_empty(self.size, *tensor.shape)
-        work = self._guarded(
-            lambda: dist.all_gather_into_tensor(whole.flatten(0, 1), tensor, self._group, async_op=True), where
-        )
+        collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name to torch 2.12
+        work = self._guarded(lambda: collective(whole.flatten(0, 1), tensor, self._group, async_op=True), where)
         return Pending(lambda: self._guarded(work.wait, where), whole.unbind(), (tensor,))
 
     def add_up(self, tensor: Tensor, where: str) -> None:
