@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flashtile.distributed import context_parallel_attention, heads, shard_sequence
+from flashtile.distributed import context_parallel_attention, schedule, shard_sequence
 from flashtile.testing import AttentionCase, Inputs, make_inputs
 from flashtile.testing.cases import LEARNED
 
@@ -117,7 +117,7 @@ def run(job: Parallel, mesh: DeviceMesh) -> dict[str, Tensor]:
         if name in tensors:
             leaves[name] = tensors[name] = tensors[name].requires_grad_()
     packed = {"cu_seqlens": inputs.tensors["cu_seqlens_q"]} if case.packed else {}
-    with mock.patch.object(heads, "_WORTH_RUNS", 0 if job.in_runs else heads._WORTH_RUNS):
+    with mock.patch.object(schedule, "_WORTH_RUNS", 0 if job.in_runs else schedule._WORTH_RUNS):
         out, lse = context_parallel_attention(
             leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy, layout=job.layout,
             return_lse=True, **packed, **tensors, **case.arguments, **job.options,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from flashtile.distributed.schedule import head_runs
+
 #: FLOPs of a backward over those of its forward: five products where there were two.
 BACKWARD = 2.5
 
@@ -170,24 +172,35 @@ def _merging(load: Load, tokens: float, heads: float, ranks: int, machine: Machi
 
 
 def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
-    arriving = 2 * load.bytes_of(load.length * (ranks - 1) / ranks, load.heads_kv)
-    times = 2 if back else 1  # gathered again, and the gradients returned
-    exposed = times * (machine.latency + arriving / _bandwidth(ranks, machine)) if ranks > 1 else 0.0
-    return Cost(_compute(load, ranks, machine, back), exposed)
+    """Under a causal mask a rank computes its own keys, 1/N of its work, while the others arrive, and merges twice; of
+    the gradients those come back that a ring would return."""
+    compute = _compute(load, ranks, machine, back)
+    if ranks == 1:
+        return Cost(compute, 0.0)
+    arriving = 2 * load.bytes_of(load.length * (ranks - 1) / ranks, load.heads_kv) / _bandwidth(ranks, machine)
+    gathering, returning = machine.latency + arriving, machine.latency + (0.75 if load.causal else 1.0) * arriving
+    exposed = (max(0.0, gathering - compute / ranks) if load.causal else gathering) + (returning if back else 0.0)
+    merged = 2 * _merging(load, load.length / ranks, load.heads, 2, machine) if load.causal else 0.0
+    return Cost(compute, exposed, (ranks - 1) / ranks * merged)
 
 
-def _exchange(load: Load, tokens: float, ranks: int, machine: Machine) -> float:
+def _exchange(load: Load, tokens: float, ranks: int, machine: Machine, compute: float = 0.0, runs: int = 1) -> float:
     """Seconds of exchanging q, k, v and out of `tokens` tokens, or their gradients, among `ranks`: a transfer each way.
-    Before or after it everything is copied once, and what a rank keeps once more."""
+    Before or after it everything is copied once, and what a rank keeps once more. Of several runs the first arrives and
+    the last leaves while nothing is computed."""
     if ranks == 1:
         return 0.0
     moved = load.bytes_of(tokens, 2 * load.heads + 2 * max(load.heads_kv, ranks))
     copying = 2 * (1 + 1 / ranks) * moved / machine.memory
-    return 2 * machine.latency + (ranks - 1) / ranks * moved / _bandwidth(ranks, machine) + copying
+    travelling = 2 * machine.latency + (ranks - 1) / ranks * moved / _bandwidth(ranks, machine)
+    return copying + travelling / runs + (1 - 1 / runs) * max(0.0, travelling - compute)
 
 
 def _all_to_all(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
-    return Cost(_compute(load, ranks, machine, back), _exchange(load, load.length / ranks, ranks, machine))
+    compute, tokens = _compute(load, ranks, machine, back), load.length / ranks
+    heads = load.heads // ranks, max(1, load.heads_kv // ranks)
+    runs = len(head_runs(*heads, int(load.bytes_of(tokens, load.heads))))
+    return Cost(compute, _exchange(load, tokens, ranks, machine, compute, runs))
 
 
 def _both(load: Load, ranks: int, inner: int, machine: Machine, back: bool) -> Cost:

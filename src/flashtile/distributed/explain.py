@@ -11,7 +11,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed.context_parallel import Align, Strategy, Window, documents_of, problem_of, schedule_of
-from flashtile.distributed.heads import check_heads
+from flashtile.distributed.heads import check_heads, runs_of
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import STRATEGIES
 from flashtile.distributed.schedule import Schedule, Work
@@ -26,6 +26,8 @@ class ContextParallelExplanation:
             has one step of one rank, with some of the heads.
         heads: query heads that a rank computes at a time.
         heads_kv: key/value heads.
+        runs: how often, one such run of its heads after the other: the exchange of one is under way while another is
+            computed.
         received: bytes that the busiest rank receives in the forward, of keys and values and of exchanges of heads.
         kernels: of the largest call.
     """
@@ -33,13 +35,15 @@ class ContextParallelExplanation:
     schedule: Schedule
     heads: int
     heads_kv: int
+    runs: int
     received: int
     kernels: flashtile.Explanation
 
     def __str__(self) -> str:
+        often = "" if self.runs == 1 else f", {self.runs} times"
         return (
-            f"{self.schedule}\n{self.heads} query heads and {self.heads_kv} key/value heads at a time; the busiest "
-            f"rank receives {self.received / 2**20:.2f} MiB in the forward\nthe largest call:\n{self.kernels}"
+            f"{self.schedule}\n{self.heads} query heads and {self.heads_kv} key/value heads at a time{often}; the "
+            f"busiest rank receives {self.received / 2**20:.2f} MiB in the forward\nthe largest call:\n{self.kernels}"
         )
 
 
@@ -77,7 +81,7 @@ def explain_context_parallel(
         raise ValueError(f"ranks: expected {'a pair' if two else 'a number'} for strategy={strategy!r}, got {ranks}")
     ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
     check_heads(q.shape[-2], k.shape[-2], exchanging)
-    heads, heads_kv = q.shape[-2] // exchanging, max(1, k.shape[-2] // exchanging)
+    of_rank = max(1, k.shape[-2] // exchanging)
     total = ring * exchanging
     lengths = q.shape[-3] * total, k.shape[-3] * total
     documents = () if cu_seqlens is None else documents_of(cu_seqlens, lengths[0])
@@ -86,10 +90,12 @@ def explain_context_parallel(
     schedule = schedule_of(strategy, problem_of(lengths, ring, layout, causal, align, window, documents, positional))
     works = [work for step in schedule.steps for of_rank in step.work for work in of_rank]
     largest = max(works, key=lambda work: work.pairs, default=None)
+    runs = runs_of(schedule, q if q.dim() == 4 else q[None], of_rank * exchanging, exchanging)
+    heads, heads_kv = (high - low for low, high in runs[0])
     shapes = [(heads, q.shape[-1]), (heads_kv, k.shape[-1]), (heads_kv, v.shape[-1])]
     kernels = _kernels(largest, q, shapes, causal, window, device, options)
-    received = _received(schedule, q, k, v, heads_kv, exchanging)
-    return ContextParallelExplanation(schedule, heads, heads_kv, received, kernels)
+    received = _received(schedule, q, k, v, of_rank, exchanging)
+    return ContextParallelExplanation(schedule, heads, heads_kv, len(runs), received, kernels)
 
 
 def _kernels(

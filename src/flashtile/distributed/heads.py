@@ -31,10 +31,6 @@ from flashtile.distributed.schedule import HeadRun, Schedule, head_runs
 #: Bytes that a thread of PyTorch's copies moves at most.
 _WIDEST = 16
 
-#: A rank's heads travel and are computed in so many runs, where its queries have as many bytes: of fewer the host has
-#: not yet started all transfers when they are done. Two already hide half of what travels, and calls stay large.
-_RUNS, _WORTH_RUNS = 2, 2**25
-
 
 @dataclass(frozen=True)
 class Bundle:
@@ -327,9 +323,8 @@ def runs_of(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[H
         q: a shard `[batch, rows, heads, head_dim]`.
         heads_kv: of all ranks, at least one for each.
     """
-    alone = not any(step.transfers for step in schedule.steps)
-    pieces = _RUNS if alone and ranks > 1 and q.numel() * q.element_size() >= _WORTH_RUNS else 1
-    return head_runs(q.shape[2] // ranks, heads_kv // ranks, pieces)
+    beside = ranks == 1 or any(step.transfers for step in schedule.steps)
+    return head_runs(q.shape[2] // ranks, heads_kv // ranks, 0 if beside else q.numel() * q.element_size())
 
 
 def shared_out(tensor: Tensor, ranks: int) -> Tensor:

@@ -21,6 +21,10 @@ from flashtile.distributed.layout import Chunk, Layout
 #: Rectangles begin and end at multiples of this where they can: dropout's bits and kernels' tiles come in groups.
 _GRAIN = 16
 
+#: A rank's heads travel and are computed in so many runs, where its queries have as many bytes: of fewer the host has
+#: not yet started all transfers when they are done. Two already hide half of what travels, and calls stay large.
+_RUNS, _WORTH_RUNS = 2, 2**25
+
 
 class Band(NamedTuple):
     """Key `j` is visible to query `i` where `lowest <= j - i <= highest`, both counted in the whole sequence."""
@@ -275,9 +279,15 @@ def _read(shard: Sequence[Chunk], works: Sequence[Work]) -> tuple[int, int] | No
     return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
-def head_runs(heads: int, heads_kv: int, pieces: int) -> tuple[HeadRun, ...]:
-    """A rank's heads in as many equal runs, at most `pieces`, as its key/value heads can be cut into."""
-    count = max(n for n in range(1, pieces + 1) if heads_kv % n == 0)
+def head_runs(heads: int, heads_kv: int, size: int) -> tuple[HeadRun, ...]:
+    """How the heads of a rank follow one another: some arrive while others are computed.
+
+    Args:
+        heads: query heads of the rank.
+        heads_kv: its key/value heads.
+        size: bytes of the queries of a shard, of all heads.
+    """
+    count = max(n for n in range(1, _RUNS + 1) if heads_kv % n == 0) if size >= _WORTH_RUNS else 1
     q, kv = heads // count, heads_kv // count
     return tuple(HeadRun((n * q, (n + 1) * q), (n * kv, (n + 1) * kv)) for n in range(count))
 

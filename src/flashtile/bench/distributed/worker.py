@@ -26,8 +26,7 @@ from flashtile.distributed import shard_sequence
 from flashtile.testing import assert_close
 
 _GRADIENTS = ("dq", "dk", "dv")
-#: A profile is of so many calls at most, and of about so many milliseconds, but of one call at least. There is none of
-#: calls that are long.
+#: A profile is of so many calls at most, and of about so many milliseconds; there is none of a call that takes longer.
 _PROFILED_CALLS, _PROFILED_MS = 8, 200.0
 #: A first call that takes so many seconds is a sample: what it has to prepare counts for nothing beside them. Kernels
 #: are compiled by then, for so many tokens as take those of long sequences.
@@ -98,6 +97,8 @@ def _rows(
         if why is None:
             found, why = _agreed(partial(_measure, name, case, mesh, where, seconds, profiled))
             times, facts = found or ({}, {})
+        if why is None and name == BASELINE:
+            times = {phase: _slowest(times.get(phase, 0.0)) for phase in PHASES}  # of rank 0, for all
         if name == BASELINE:
             alone = times
         for phase in PHASES:
@@ -176,11 +177,12 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
 def _measure(
     name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, seconds: float, profiled: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0."""
+    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0. Of one GPU's work
+    rank 0 knows all; the others take no part, so that a failure there leaves nobody waiting."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, Any]] = {}
     if name == BASELINE and dist.get_rank():
-        return {phase: _slowest(0.0) for phase in PHASES}, facts
+        return times, facts
     with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as problem:
 
         def both() -> tuple[Tensor, ...]:
@@ -196,11 +198,12 @@ def _measure(
             if where.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
-            times[phase] = _slowest(_median(function, where, seconds, group))
+            ms = _median(function, where, seconds, group)
+            times[phase] = ms if group is None else _slowest(ms)
             if where.type == "cuda":
                 facts[phase]["peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
-                if profiled and times[phase] < _LONG * 1e3:
-                    calls = max(1, min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3))))
+                calls = min(_PROFILED_CALLS, int(_PROFILED_MS / max(times[phase], 1e-3)))
+                if profiled and calls and group is not None:
                     facts[phase]["profile"] = profile(function, calls)
     return times, facts
 
