@@ -17,7 +17,13 @@ from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms
 from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
 from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
 from flashtile.ops.softmax.api import scaled_causal_softmax, scaled_masked_softmax
-from flashtile.ops.softmax.merge import OnlineSoftmax, logsumexp_merge, merge_attention_, online_softmax
+from flashtile.ops.softmax.merge import (
+    OnlineSoftmax,
+    finish_attention,
+    logsumexp_merge,
+    merge_attention_,
+    online_softmax,
+)
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,6 +50,7 @@ __all__ = [
     "dropout_add_rms_norm",
     "dropout_mask",
     "explain",
+    "finish_attention",
     "fused_dense",
     "fused_mlp",
     "layer_norm",

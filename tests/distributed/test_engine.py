@@ -131,7 +131,7 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(strategy, dtype):
 def test_a_merge_of_one_result_is_that_result():
     q = torch.randn(1, 6, 2, 8)
     out, lse = flashtile.attention(q, q, q, return_lse=True)
-    merge = RunningMerge(q, 8)
+    merge = RunningMerge(q, 8, 1)
     merge.add((0, 6), out, lse)
     assert merge.finish() == (out, lse)
 
@@ -140,7 +140,7 @@ def test_a_merge_of_one_result_is_that_result():
 def test_merging_is_exact_where_nothing_is_rounded(parts):
     """Results with the same lse, and rows that see nothing in some parts, or in all."""
     q = torch.zeros(1, 4, 1, 2)
-    merge = RunningMerge(q, 2)
+    merge = RunningMerge(q, 2, parts)
     for part in range(parts):
         out, lse = torch.full((1, 4, 1, 2), float(part)), torch.zeros(1, 1, 4)
         lse[..., 3] = float("-inf")
@@ -158,18 +158,18 @@ def test_merging_is_exact_where_nothing_is_rounded(parts):
 
 def test_a_merge_of_nothing_is_blind():
     q = torch.zeros(2, 3, 1, 4)
-    out, lse = RunningMerge(q, 5).finish()
+    out, lse = RunningMerge(q, 5, 0).finish()
     assert out.shape == (2, 3, 1, 5)
     assert not out.any()
     assert lse.isneginf().all()
-    out, lse = RunningMerge(q, 5).finish(torch.tensor([0.5]))
+    out, lse = RunningMerge(q, 5, 1).finish(torch.tensor([0.5]))
     assert not out.any()
     assert (lse == 0.5).all()
 
 
 def test_infinite_scores_stay_infinite():
     q = torch.zeros(1, 2, 1, 1)
-    merge = RunningMerge(q, 1)
+    merge = RunningMerge(q, 1, 2)
     merge.add((0, 2), torch.full((1, 2, 1, 1), float("nan")), torch.tensor([[[float("inf"), 0.0]]]))
     merge.add((0, 2), torch.ones(1, 2, 1, 1), torch.zeros(1, 1, 2))
     out, lse = merge.finish()

@@ -122,7 +122,8 @@ def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of this rank's queries over all keys."""
-    merge = RunningMerge(q, v.shape[-1])
+    parts = sum(len(call.works(step)) for step in range(len(call.schedule.steps)))
+    merge = RunningMerge(q, v.shape[-1], parts + (sinks is not None))
     blocks = _Blocks(call, k, v, "forward")
     with arriving(blocks.coming):
         if blocks.overtaken:
@@ -153,8 +154,8 @@ def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 class _Blocks:
-    """The keys and values of the steps, in their order. Of other ranks two blocks are here or on their way at a time:
-    so the next one begins to travel when one has been computed, behind those whose transfer is under way.
+    """The keys and values of the steps, in their order. Those of two steps are here or on their way at a time: the next
+    ones begin to travel when a step has been computed, before what follows its largest kernel.
 
     Attributes:
         coming: transfers on their way, of one step each, or two of gathered keys.
@@ -162,9 +163,10 @@ class _Blocks:
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, phase: str) -> None:
         self._call, self._own, self._phase = call, (k, v), phase
-        self._room, self._taken, self._started = 2, 0, 0
+        self._taken = self._started = 0
         self.coming: deque[Pending] = deque()
-        self._go_on()
+        for _ in range(2):
+            self._start_next()
 
     @property
     def overtaken(self) -> bool:
@@ -183,25 +185,17 @@ class _Blocks:
         return (received[0], received[1]) if received else self._own
 
     def used(self) -> None:
-        """Those that were taken last have been computed."""
-        self._room += self._travels(self._taken - 1)
-        self._go_on()
-
-    def _go_on(self) -> None:
-        steps = len(self._call.schedule.steps)
-        while self._started < steps and (self._room or not self._travels(self._started)):
-            self._room -= self._travels(self._started)
-            self._start(self._started)
-            self._started += 1
+        """Those that were taken last have been computed, and nothing refers to them."""
+        self._start_next()
 
     def _travels(self, step: int) -> bool:
-        """Whether there are transfers in a step, on any rank: all ranks go on at the same steps."""
-        steps = self._call.schedule.steps
-        return step < len(steps) and bool(steps[step].transfers or self._call.schedule.gathers(step))
+        """Whether there are transfers in a step, on any rank."""
+        return bool(self._call.schedule.steps[step].transfers) or self._call.schedule.gathers(step)
 
-    def _start(self, step: int) -> None:
-        call = self._call
-        if not self._travels(step):
+    def _start_next(self) -> None:
+        call, step = self._call, self._started
+        self._started += 1
+        if step >= len(call.schedule.steps) or not self._travels(step):
             return
         if call.schedule.gathers(step):
             where = _where(call, step, self._phase, "keys and values of all ranks")

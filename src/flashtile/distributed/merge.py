@@ -18,69 +18,54 @@ class RunningMerge:
     Args:
         queries: `[batch, rows, heads, head_dim]`.
         head_dim_v: columns of the results.
+        parts: how many results will come. That of all rows, if it is the only one, is kept as it is.
 
     Reference:
         Dao et al., "FlashAttention" (2022), algorithm 1; Liu et al., "Ring Attention with Blockwise Transformers"
         (2023), section 3.
     """
 
-    def __init__(self, queries: Tensor, head_dim_v: int) -> None:
+    def __init__(self, queries: Tensor, head_dim_v: int, parts: int) -> None:
         self._dtype = queries.dtype
         self._wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
-        self._queries, self._head_dim_v = queries, head_dim_v
+        self._queries, self._head_dim_v, self._parts = queries, head_dim_v, parts
         self._only: tuple[Tensor, Tensor] | None = None
-        self._acc = self._max = self._sum = torch.empty(0)
+        self._state: tuple[Tensor, Tensor, Tensor] | None = None  # acc, max and sum
 
     def add(self, rows: tuple[int, int], out: Tensor, lse: Tensor) -> None:
         """Takes in a result of some rows: out `[batch, rows, heads, head_dim_v]`, lse `[batch, heads, rows]`."""
-        if self._only is None and not self._acc.numel():
-            if rows == (0, self._queries.shape[1]):
-                self._only = out, lse
-                return
-            self._start()
-        elif self._only is not None:
-            first_out, first_lse = self._only
-            self._only = None
-            # A row that saw nothing has lse = -inf and out = 0: its sum is 0.
-            self._acc = first_out.to(self._wide, copy=True, memory_format=torch.contiguous_format)
-            self._max = first_lse.clone(memory_format=torch.contiguous_format)
-            self._sum = (self._max != float("-inf")).to(self._wide)
-        begin, end = rows
-        flashtile.merge_attention_(
-            self._acc[:, begin:end], self._max[..., begin:end], self._sum[..., begin:end], out, lse
-        )
+        first = self._state is None and rows == (0, self._queries.shape[1])
+        if first and self._parts == 1:
+            self._only = out, lse
+            return
+        if self._state is None:
+            self._state = self._start(first)
+        acc, row_max, row_sum = self._state
+        where = slice(*rows)
+        flashtile.merge_attention_(acc[:, where], row_max[..., where], row_sum[..., where], out, lse, first=first)
 
-    def _start(self) -> None:
+    def _start(self, for_all: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """A merge of nothing; for a first result of all rows without its values."""
         batch, rows, heads, _ = self._queries.shape
-        self._acc = self._queries.new_zeros(batch, rows, heads, self._head_dim_v, dtype=self._wide)
-        self._max = self._queries.new_full((batch, heads, rows), float("-inf"), dtype=self._wide)
-        self._sum = torch.zeros_like(self._max)
+        acc = self._queries.new_empty(batch, rows, heads, self._head_dim_v, dtype=self._wide)
+        row_max, row_sum = self._queries.new_empty(2, batch, heads, rows, dtype=self._wide)
+        if not for_all:
+            acc.zero_()
+            row_max.fill_(float("-inf"))
+            row_sum.zero_()
+        return acc, row_max, row_sum
 
     def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out in the dtype of the queries and lse. `sinks` `[heads]`: logits that belong to no key."""
+        """out in the dtype of the queries and lse. `sinks` `[heads]`: logits that belong to no key; the last part."""
         if sinks is not None:
             batch, rows, heads, _ = self._queries.shape
-            if not self._acc.numel() and self._only is None:
-                self._start()
+            if self._state is None and self._only is None:
+                self._state = self._start(False)
             nothing = self._queries.new_zeros(batch, 1, heads, self._head_dim_v).expand(-1, rows, -1, -1)
             self.add((0, rows), nothing, sinks.to(self._wide)[None, :, None].repeat(batch, 1, rows))
         if self._only is not None:
             return self._only
-        if not self._acc.numel():
-            self._start()
-        blind = self._sum == 0
-        total = self._sum.masked_fill(blind, 1)
-        # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
-        infinite = self._max == float("inf")
-        lse = torch.where(blind | infinite, self._max, self._max + total.log())
-        out = torch.empty(self._acc.shape, dtype=self._dtype, device=self._acc.device)
-        torch.div(self._acc, _by_row(total), out=out)  # divided and rounded in one pass
-        return out, lse
-
-
-def _by_row(statistics: Tensor) -> Tensor:
-    """`[batch, heads, rows]` as a factor of `[batch, rows, heads, head_dim]`."""
-    return statistics.transpose(-1, -2).unsqueeze(-1)
+        return flashtile.finish_attention(*(self._state or self._start(False)), self._dtype)
 
 
 class Sum:

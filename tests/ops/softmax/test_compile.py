@@ -102,10 +102,12 @@ def test_cuts_are_sound(width: int, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
-@pytest.mark.parametrize("width", [40, 128, 512])
-def test_the_merge_compiles_without_spills(width: int, arch: str) -> None:
+@pytest.mark.parametrize(
+    ("step", "width"), [("next", 40), ("next", 128), ("next", 512), ("first", 128), ("finish", 128)]
+)
+def test_the_merge_compiles_without_spills(step: str, width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    variant = launch.MergeVariant(_FP16 if arch == "sm_75" else _BF16, width, 16, 16)
+    variant = launch.MergeVariant(step, _FP16 if arch == "sm_75" else _BF16, width, 16, 16)
     compiled = compile_kernel(launch.merge_source(variant, device.warp_size), device)
     assert compiled.metadata.shared <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
@@ -117,7 +119,7 @@ def test_the_merge_compiles_without_spills(width: int, arch: str) -> None:
 def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
-    compiled = compile_kernel(launch.merge_source(launch.MergeVariant(dtype, 64, 16, 16)), device)
+    compiled = compile_kernel(launch.merge_source(launch.MergeVariant("next", dtype, 64, 16, 16)), device)
     kinds = re.findall(r"tt\.load|tt\.store|gpu\.barrier", compiled.asm["ttgir"])
     first_store = kinds.index("tt.store")
     assert kinds[first_store - 1] == "gpu.barrier"

@@ -27,7 +27,8 @@ def _parts(dtype: torch.dtype, width: int, device: str = "cpu", parts: int = 4):
 
 
 def _merged(parts, backend: str, dtype: torch.dtype | None = None):
-    """The parts one after another into slices of something larger, whose other rows stay as they are."""
+    """The parts one after another into slices of something larger, whose other rows stay as they are. Of float64 the
+    first joins nothing, else it is the first."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     out, lse = parts[0]
     batch, rows, heads, width = out.shape
@@ -35,17 +36,14 @@ def _merged(parts, backend: str, dtype: torch.dtype | None = None):
     row_max = torch.full((batch, heads, rows + 3), 7.0, dtype=wide, device=out.device)
     row_sum = row_max.clone()
     own = slice(2, rows + 2)
-    acc[:, own], row_max[..., own], row_sum[..., own] = 0, float("-inf"), 0
-    for out, lse in parts:
-        given = out if dtype is None else out.to(dtype)
-        flashtile.merge_attention_(
-            acc[:, own], row_max[..., own], row_sum[..., own], given, lse.to(wide), backend=backend
-        )
+    if dtype is torch.float64:
+        acc[:, own], row_max[..., own], row_sum[..., own] = 0, float("-inf"), 0
+    state = acc[:, own], row_max[..., own], row_sum[..., own]
+    for number, (out, lse) in enumerate(parts):
+        given, first = out if dtype is None else out.to(dtype), number == 0 and dtype is not torch.float64
+        flashtile.merge_attention_(*state, given, lse.to(wide), first=first, backend=backend)
     assert (acc[:, :2] == 7).all() and (acc[:, -1] == 7).all() and (row_max[..., :2] == 7).all()
-    acc, row_max, row_sum = acc[:, own], row_max[..., own], row_sum[..., own]
-    blind = row_sum == 0
-    total = row_sum.masked_fill(blind, 1)
-    return acc / total.transpose(1, 2).unsqueeze(-1), (row_max + total.log()).masked_fill(blind, float("-inf"))
+    return flashtile.finish_attention(*state, dtype or parts[0][0].dtype, backend=backend)
 
 
 def _check(dtype: torch.dtype, width: int, backend: str, device: str = "cpu") -> None:
@@ -77,6 +75,15 @@ def test_in_the_interpreter(dtype, width):
 @pytest.mark.parametrize("dtype", _DTYPES)
 def test_on_a_gpu(dtype, width):
     _check(_DTYPES[dtype], width, "triton", "cuda")
+
+
+def test_an_infinite_score_is_an_infinite_sum():
+    """As of torch.logsumexp, and a row that saw nothing has 0 and -inf."""
+    acc, inf = torch.zeros(1, 2, 1, 3), float("inf")
+    row_max, row_sum = torch.tensor([[[inf, -inf]]]), torch.tensor([[[1.0, 0.0]]])
+    out, lse = flashtile.finish_attention(acc, row_max, row_sum, torch.bfloat16)
+    assert out.dtype is torch.bfloat16 and not out.any()
+    assert lse.flatten().tolist() == [inf, -inf]
 
 
 def test_what_stays_the_largest_is_not_rounded():

@@ -11,7 +11,11 @@ import torch
 Span = tuple[float, float]
 
 #: What kernels are for, by parts of their names; the first that fits. All others are "other": copies, sums, divisions.
-_KINDS = {"transfers": ("nccl",), "attention": ("attention_", "flash", "fmha"), "merging": ("merge_part",)}
+_KINDS = {
+    "transfers": ("nccl",),
+    "attention": ("attention_", "flash", "fmha"),
+    "merging": ("merge_part", "merge_finish"),
+}
 
 
 def profile(function: Callable[[], Any], calls: int) -> dict[str, float | None]:

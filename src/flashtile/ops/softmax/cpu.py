@@ -67,8 +67,13 @@ def _blocks(x: Tensor) -> Iterator[tuple[int, int, slice]]:
                 yield entry, head, slice(first, min(first + step, seq_q))
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
     """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
+    if first:
+        acc.copy_(out)
+        row_max.copy_(lse)
+        row_sum.copy_(lse != float("-inf"))
+        return
     largest = torch.maximum(row_max, lse)
     # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
     against = largest.masked_fill(largest == float("-inf"), 0)
@@ -76,6 +81,17 @@ def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: 
     row_sum.mul_(decay).add_(weight)
     row_max.copy_(largest)
     acc.mul_(_by_row(decay)).addcmul_(out.to(acc.dtype), _by_row(weight))
+
+
+def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result of a running merge: see `flashtile.finish_attention`."""
+    blind = row_sum == 0
+    total = row_sum.masked_fill(blind, 1)
+    # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
+    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
+    torch.div(acc, _by_row(total), out=out)  # divided and rounded in one pass
+    return out, lse
 
 
 def _by_row(statistics: Tensor) -> Tensor:

@@ -120,7 +120,14 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def merge_attention_(
-    acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, *, backend: str = "auto"
+    acc: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    first: bool = False,
+    backend: str = "auto",
 ) -> None:
     """Joins attention over some keys to that over others, in place: a step of a merge whose parts come one by one.
 
@@ -128,16 +135,17 @@ def merge_attention_(
 
         m' = max(m, lse)        l' = exp(m - m') l + exp(lse - m')        acc' = exp(m - m') acc + exp(lse - m') out
 
-    In the end `acc / l` is the result over all keys and `m + ln l` its log-sum-exp. While the maximum stays the same,
-    what is there is multiplied by exactly 1, so that rounding errors do not pile up. Begin with the first part: `acc`
-    its out in float32, `row_max` its lse, `row_sum` 1, or 0 where lse is -inf; or with 0, -inf and 0. Nothing is
-    recorded by autograd. On a GPU one pass over memory.
+    In the end `finish_attention` divides: `acc / l` is the result over all keys and `m + ln l` its log-sum-exp. While
+    the maximum stays the same, what is there is multiplied by exactly 1, so that rounding errors do not pile up. Begin
+    with acc, row_max and row_sum of 0, -inf and 0, or with a part that is the first of its rows. Nothing is recorded by
+    autograd. On a GPU one pass over memory.
 
     Args:
         acc: float32 (float64 for float64) `[batch, rows, heads, head_dim]`, the last dimension contiguous.
         row_max: in its dtype, `[batch, heads, rows]`, rows side by side; row_sum likewise, with the same strides.
         out: `[batch, rows, heads, head_dim]`, normalised, the last dimension contiguous.
         lse: `[batch, heads, rows]` in the dtype of acc, natural logarithm.
+        first: nothing was joined yet: acc, row_max and row_sum may hold anything, and become this part.
         backend: "auto", "triton", "cpu" or "reference".
 
     Raises:
@@ -146,18 +154,52 @@ def merge_attention_(
     """
     check_choice("backend", backend, backends.BACKENDS)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
-    if acc.dim() != 4 or acc.dtype is not compute_dtype(out.dtype) or acc.stride(-1) != 1:
-        raise ValueError(
-            f"acc: expected {compute_dtype(out.dtype)} [batch, rows, heads, head_dim], the last dimension contiguous, "
-            f"got {acc.dtype} {tuple(acc.shape)} with strides {acc.stride()}; torch.empty of that dtype makes one"
-        )
+    _check_merge(acc, row_max, row_sum, compute_dtype(out.dtype), {"lse": lse})
     if out.shape != acc.shape or out.stride(-1) != 1:
         raise ValueError(
             f"out: expected the shape of acc, {tuple(acc.shape)}, the last dimension contiguous, got "
             f"{tuple(out.shape)} with strides {out.stride()}; use out.contiguous()"
         )
+    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
+    with torch.no_grad():
+        module.merge_part(acc, row_max, row_sum, out, lse, first)
+
+
+def finish_attention(
+    acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The result of a merge by `merge_attention_`: attention over the keys of all parts. On a GPU one pass over memory.
+
+    Args:
+        acc, row_max, row_sum: as `merge_attention_` leaves them.
+        dtype: of the result.
+        backend: "auto", "triton", "cpu" or "reference".
+
+    Returns:
+        out `[batch, rows, heads, head_dim]` in that dtype, and lse `[batch, heads, rows]` in that of acc; 0 and -inf in
+        a row that saw nothing.
+
+    Raises:
+        TypeError: something is not a tensor.
+        ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
+    """
+    check_choice("backend", backend, backends.BACKENDS)
+    check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
+    _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
+    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
+    with torch.no_grad():
+        return module.merge_finish(acc, row_max, row_sum, dtype)
+
+
+def _check_merge(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype, more: dict[str, Tensor]) -> None:
+    """Whether these are a running merge in a dtype; `more`: what has the shape of row_max, by name."""
+    if acc.dim() != 4 or acc.dtype is not dtype or acc.stride(-1) != 1:
+        raise ValueError(
+            f"acc: expected {dtype} [batch, rows, heads, head_dim], the last dimension contiguous, got {acc.dtype} "
+            f"{tuple(acc.shape)} with strides {acc.stride()}; torch.empty of that dtype makes one"
+        )
     expected = acc.shape[0], acc.shape[2], acc.shape[1]
-    for name, tensor in (("row_max", row_max), ("row_sum", row_sum), ("lse", lse)):
+    for name, tensor in {"row_max": row_max, "row_sum": row_sum, **more}.items():
         if tensor.shape != expected or tensor.dtype is not acc.dtype or (tensor.stride(-1) != 1 and expected[2] > 1):
             raise ValueError(
                 f"{name}: expected {acc.dtype} {tuple(expected)}, rows side by side, got {tensor.dtype} "
@@ -165,6 +207,3 @@ def merge_attention_(
             )
     if row_sum.stride() != row_max.stride():
         raise ValueError(f"row_sum: expected the strides of row_max, {row_max.stride()}, got {row_sum.stride()}")
-    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
-    with torch.no_grad():
-        module.merge_part(acc, row_max, row_sum, out, lse)

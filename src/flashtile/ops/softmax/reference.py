@@ -31,8 +31,11 @@ def backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec) -> Tensor:
     return ((product - p * product.sum(dim=-1, keepdim=True)) * spec.scale).to(out.dtype)
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
     """Joins a part to a running merge, in place: see `flashtile.merge_attention_`."""
+    if first:
+        for tensor, value in ((acc, 0.0), (row_max, float("-inf")), (row_sum, 0.0)):
+            tensor.fill_(value)
     largest = torch.maximum(row_max, lse)
     # While a row has seen nothing, the difference is taken against 0: -inf - -inf would be NaN.
     against = torch.where(largest == float("-inf"), 0.0, largest)
@@ -41,3 +44,12 @@ def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: 
     row_max.copy_(largest)
     of_rows = [factor.transpose(-1, -2).unsqueeze(-1) for factor in (decay, weight)]  # [batch, rows, heads, 1]
     acc.copy_(of_rows[0] * acc + of_rows[1] * out.to(acc.dtype))
+
+
+def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The result of a running merge: see `flashtile.finish_attention`."""
+    blind = row_sum == 0
+    total = torch.where(blind, 1.0, row_sum)
+    # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
+    lse = torch.where(blind | (row_max == float("inf")), row_max, row_max + total.log())
+    return (acc / total.transpose(-1, -2).unsqueeze(-1)).to(dtype), lse

@@ -20,7 +20,7 @@ from flashtile.ops.common.checks import check_programs, check_rows
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton.configs import RowConfig, row_config
 from flashtile.ops.softmax.triton.kernels import softmax_backward_kernel, softmax_forward_kernel
-from flashtile.ops.softmax.triton.merge_kernel import merge_part_kernel
+from flashtile.ops.softmax.triton.merge_kernel import merge_finish_kernel, merge_part_kernel
 
 _KERNELS = {"forward": softmax_forward_kernel, "backward": softmax_backward_kernel}
 
@@ -148,24 +148,53 @@ _MERGED_ELEMENTS, _MERGE_WARPS = 4096, 4
 
 
 class MergeVariant(NamedTuple):
-    """All that decides the machine code of the merge on one device."""
+    """All that decides the machine code of a merge's kernels on one device.
 
+    Attributes:
+        step: "first" or "next" for a part that joins, "finish" for the result.
+        dtype: of the parts, and of the result.
+    """
+
+    step: str
     dtype: torch.dtype
     width: int
     pointer_multiple: int
     stride_multiple: int
 
 
-def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: Tensor, first: bool) -> None:
     """Runs the kernel that joins a part to a running merge, in place."""
+    strides = (*out.stride()[:3], *row_max.stride()[:2], *lse.stride()[:2])
+    _merge("first" if first else "next", acc, row_max, row_sum, out, lse, strides, out.stride()[:3])
+
+
+def merge_finish(acc: Tensor, row_max: Tensor, row_sum: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Runs the kernel that makes the result of a running merge."""
+    out = torch.empty(acc.shape, dtype=dtype, device=acc.device)
+    lse = torch.empty(row_max.shape, dtype=row_max.dtype, device=acc.device)
+    _merge("finish", acc, row_max, row_sum, out, lse, row_max.stride()[:2], ())
+    return out, lse
+
+
+def _merge(
+    step: str,
+    acc: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    strides: tuple[int, ...],
+    of_columns: tuple[int, ...],
+) -> None:
+    """`strides`: as the kernel takes them after those of acc. `of_columns`: those of out among them."""
     batch, rows, heads, width = acc.shape
     check_rows("acc", rows)
-    strides = (*acc.stride()[:3], *out.stride()[:3])
     variant = MergeVariant(
+        step,
         out.dtype,
         width,
         power_of_two_factor((acc.data_ptr() | out.data_ptr()) & 15),
-        power_of_two_factor(*strides),
+        power_of_two_factor(*acc.stride()[:3], *of_columns),
     )
     if acc.numel():
         launch = _merge_launcher(variant, acc.device)
@@ -175,7 +204,7 @@ def merge_part(acc: Tensor, row_max: Tensor, row_sum: Tensor, out: Tensor, lse: 
         launch(
             programs,
             *map(pointer, (acc, row_max, row_sum, out, lse)),
-            *strides, *row_max.stride()[:2], *lse.stride()[:2], rows, heads,
+            *acc.stride()[:3], *strides, rows, heads,
         )  # fmt: skip
 
 
@@ -193,7 +222,10 @@ def _merge_launcher(variant: MergeVariant, device: torch.device) -> Callable[...
 def merge_source(variant: MergeVariant, warp_size: int = 32) -> KernelSource:
     """The specialisation of the merge for a variant."""
     tile_rows, columns = merge_tile(variant.width)
-    constants = {"WIDTH": variant.width, "ROWS": tile_rows, "BLOCK_D": columns}
+    constants: dict[str, object] = {"WIDTH": variant.width, "ROWS": tile_rows, "BLOCK_D": columns}
+    kernel = merge_finish_kernel
+    if variant.step != "finish":
+        kernel, constants = merge_part_kernel, constants | {"FIRST": variant.step == "first"}
     parameters: dict[str, tuple[str, int]] = {
         "acc_ptr": ("*fp32", variant.pointer_multiple),
         "out_ptr": ("*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple),
@@ -201,7 +233,7 @@ def merge_source(variant: MergeVariant, warp_size: int = 32) -> KernelSource:
         "heads": ("i32", 1),
     }
     found = []
-    for name in merge_part_kernel.arg_names:
+    for name in kernel.arg_names:
         if name in constants:
             continue
         if name.startswith(("stride_acc", "stride_out")):
@@ -211,4 +243,4 @@ def merge_source(variant: MergeVariant, warp_size: int = 32) -> KernelSource:
         else:
             found.append(parameters.get(name, ("*fp32", 1)))
     types, multiples = zip(*found)
-    return KernelSource(merge_part_kernel, types, multiples, constants, max(1, _MERGE_WARPS * 32 // warp_size), 1)
+    return KernelSource(kernel, types, multiples, constants, max(1, _MERGE_WARPS * 32 // warp_size), 1)
