@@ -41,6 +41,17 @@ def test_transfers_are_hidden_from_the_length_that_the_formula_says(causal):
         assert (cost("ring", load, 8, machine, "fwd").exposed == 0) is hidden
 
 
+def test_what_gathering_and_exchanging_hide():
+    """Under a causal mask a rank's own keys are computed meanwhile; of two runs of heads half travels beside products."""
+    machine = replace(H200, latency=0.0, memory=1e30)
+    assert cost("all_gather", _LOAD, 4, machine, "fwd").exposed == 0
+    assert cost("all_gather", replace(_LOAD, causal=False), 4, machine, "fwd").exposed > 0
+    moved = 3 / 4 * _LOAD.bytes_of(_LOAD.length / 4, 2 * 32 + 2 * 8) / machine.near
+    assert cost("all_to_all", _LOAD, 4, machine, "fwd").exposed == pytest.approx(moved / 2)
+    short = replace(_LOAD, length=4096)
+    assert cost("all_to_all", short, 4, machine, "fwd").exposed == pytest.approx(moved * 4096 / _LOAD.length)
+
+
 @pytest.mark.parametrize("strategy", ["all_gather", "all_to_all"])
 def test_bytes_are_those_of_the_explanation(strategy):
     """Where nothing but bytes costs anything."""

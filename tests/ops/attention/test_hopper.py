@@ -189,8 +189,10 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
 @pytest.mark.parametrize(
     "change, programs, dynamic",
     [
-        ({}, 132, False),
+        ({"seq_k": 4095}, 132, False),
         ({"seq_q": 1}, 8, False),
+        ({"seq_k": 4096}, 132, True),  # long enough to be beside a transfer
+        ({"seq_k": 4096, "seq_q": 500}, 32, False),
         ({"window_right": 0}, 132, True),
         ({"window_right": 0, "seq_q": 500}, 32, False),  # each program has one tile
         ({"block_tile": (256, 128)}, 132, True),

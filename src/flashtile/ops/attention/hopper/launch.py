@@ -64,7 +64,7 @@ _NO_DESCALES = (None, None, None)
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
-_LONG_KEYS = 2048
+_LONG_KEYS = 4096
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
