@@ -42,7 +42,7 @@ def test_transfers_are_hidden_from_the_length_that_the_formula_says(causal):
 
 
 def test_what_gathering_and_exchanging_hide():
-    """Under a causal mask a rank's own keys are computed meanwhile; of two runs of heads half travels beside products."""
+    """Under a causal mask a rank's own keys are computed meanwhile; of two runs of heads half travels meanwhile."""
     machine = replace(H200, latency=0.0, memory=1e30)
     assert cost("all_gather", _LOAD, 4, machine, "fwd").exposed == 0
     assert cost("all_gather", replace(_LOAD, causal=False), 4, machine, "fwd").exposed > 0

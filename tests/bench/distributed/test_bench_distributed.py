@@ -25,6 +25,7 @@ def test_a_record_of_two_processes(tmp_path, capfd):
     assert all(row["case"] == case and case["gpus"] == 2 for row in record["rows"])
     alone, ring = rows["flashtile-one-gpu", "fwd"], rows["flashtile-ring", "fwd"]
     assert alone["efficiency"] == 1.0
+    assert alone["ms"] == pytest.approx(sum(alone["ms_of_gpus"]) / 2)
     assert ring["efficiency"] == pytest.approx(alone["ms"] / (2 * ring["ms"]))
     assert 0 < ring["error"] < 1e-5
     if not torch.cuda.is_available():

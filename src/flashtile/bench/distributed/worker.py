@@ -98,7 +98,7 @@ def _rows(
             found, why = _agreed(partial(_measure, name, case, mesh, where, seconds, profiled))
             times, facts = found or ({}, {})
         if why is None and name == BASELINE:
-            times = {phase: _slowest(times.get(phase, 0.0)) for phase in PHASES}  # of rank 0, for all
+            times, facts = _of_each(times, facts)
         if name == BASELINE:
             alone = times
         for phase in PHASES:
@@ -113,6 +113,18 @@ def _rows(
                 | ({} if why is None else {"why": why})
             )  # fmt: skip
     return rows
+
+
+def _of_each(
+    times: dict[str, float], facts: dict[str, dict[str, Any]]
+) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """One GPU's time: the mean of what each takes for all of the work, at the same time as the others. GPUs of a kind
+    differ by some percent, and which one is the first is chance."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, times)
+    of_phase = {phase: [of_rank[phase] for of_rank in found] for phase in PHASES}
+    facts = {phase: {**facts[phase], "ms_of_gpus": of_phase[phase]} for phase in PHASES}
+    return {phase: statistics.fmean(each) for phase, each in of_phase.items()}, facts
 
 
 def _efficiency(name: str, case: ParallelCase, ms: float | None, alone: float | None) -> float | None:
@@ -145,10 +157,9 @@ def _all_agree(here: bool) -> bool:
 def _checked(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device) -> float:
     """The largest error over few tokens; then it runs once over as many as take the kernels that are measured."""
     worst = _error(name, case.checked, mesh, where)
-    if name != BASELINE or not dist.get_rank():
-        short = replace(case, S=min(case.S, _COMPILED))
-        with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as problem:
-            torch.autograd.grad(problem.forward(), problem.leaves, problem.dout)
+    short = replace(case, S=min(case.S, _COMPILED))
+    with IMPLEMENTATIONS[name](short, mesh, short.tensors(where)) as problem:
+        torch.autograd.grad(problem.forward(), problem.leaves, problem.dout)
     return worst
 
 
@@ -177,12 +188,10 @@ def _error(name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device)
 def _measure(
     name: str, case: ParallelCase, mesh: DeviceMesh, where: torch.device, seconds: float, profiled: bool
 ) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0. Of one GPU's work
-    rank 0 knows all; the others take no part, so that a failure there leaves nobody waiting."""
+    """Milliseconds of each phase, those of the slowest rank, and what else is known of it on rank 0. All of the work on
+    one GPU every rank does by itself, so that a failure there leaves nobody waiting."""
     times: dict[str, float] = {}
     facts: dict[str, dict[str, Any]] = {}
-    if name == BASELINE and dist.get_rank():
-        return times, facts
     with IMPLEMENTATIONS[name](case, mesh, case.tensors(where)) as problem:
 
         def both() -> tuple[Tensor, ...]:
