@@ -87,7 +87,7 @@ def test_heads_of_a_rank_follow_one_another():
     layout = Layout(64, 1)
     alone = ring_schedule(Problem(layout, layout))
     ring = ring_schedule(Problem(*(Layout(64, 2),) * 2))
-    long = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
+    long = torch.empty(1, 16384, 32, 128, dtype=torch.bfloat16, device="meta")
     assert runs_of(alone, long, 8, 4) == (HeadRun((0, 4), (0, 1)), HeadRun((4, 8), (1, 2)))
     assert runs_of(alone, long, 12, 4) == (HeadRun((0, 8), (0, 3)),)
     for schedule, q, heads_kv, ranks in ((alone, long, 4, 4), (alone, long[:, :64], 8, 4), (ring, long, 8, 4),

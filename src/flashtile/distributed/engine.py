@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -158,7 +158,7 @@ class _Blocks:
     ones begin to travel when a step has been computed, before what follows its largest kernel.
 
     Attributes:
-        coming: transfers on their way, of one step each, or two of gathered keys.
+        coming: transfers on their way, one for each step that has some.
     """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, phase: str) -> None:
@@ -166,7 +166,7 @@ class _Blocks:
         self._taken = self._started = 0
         self.coming: deque[Pending] = deque()
         for _ in range(2):
-            self._start_next()
+            self._start_next([], [])
 
     @property
     def overtaken(self) -> bool:
@@ -175,45 +175,73 @@ class _Blocks:
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The keys and values of the next step."""
-        step, self._taken = self._taken, self._taken + 1
+        call, step = self._call, self._taken
+        self._taken += 1
         if not self._travels(step):
             return self._own
-        if self._call.schedule.gathers(step):
-            k, v = (_in_order(self._call, self.coming.popleft().wait()) for _ in range(2))
-            return k, v
         received = self.coming.popleft().wait()
-        return (received[0], received[1]) if received else self._own
+        if call.schedule.gathers(step):
+            return _apart(_in_order(call, received), *self._own)
+        return (received[0], received[1]) if call.schedule.incoming(step, call.exchange.rank) else self._own
 
-    def used(self) -> None:
-        """Those that were taken last have been computed, and nothing refers to them."""
-        self._start_next()
+    def used(self, sends: Sequence[Message] = (), receives: Sequence[Message] = ()) -> _Beside:
+        """Those that were taken last have been computed, and nothing refers to them. What else is to be sent now goes
+        with the next ones: of two transfers the second would begin when a kernel holds all multiprocessors."""
+        return self._start_next(sends, receives)
 
     def _travels(self, step: int) -> bool:
         """Whether there are transfers in a step, on any rank."""
-        return bool(self._call.schedule.steps[step].transfers) or self._call.schedule.gathers(step)
+        steps = self._call.schedule.steps
+        return step < len(steps) and (bool(steps[step].transfers) or self._call.schedule.gathers(step))
 
-    def _start_next(self) -> None:
-        call, step = self._call, self._started
+    def _start_next(self, sends: Sequence[Message], receives: Sequence[Message]) -> _Beside:
+        call, step, rank = self._call, self._started, self._call.exchange.rank
         self._started += 1
-        if step >= len(call.schedule.steps) or not self._travels(step):
-            return
-        if call.schedule.gathers(step):
-            where = _where(call, step, self._phase, "keys and values of all ranks")
-            self.coming.extend(call.exchange.gather(t.contiguous(), where) for t in self._own)
-            return
-        rank = call.exchange.rank
-        sends = [Message(t.target, of[:, slice(*t.keys)].contiguous())
-                 for t in call.schedule.outgoing(step, rank) for of in self._own]  # fmt: skip
-        receives = [Message(t.source, _empty(of, t)) for t in call.schedule.incoming(step, rank) for of in self._own]
-        self.coming.append(call.exchange.start(sends, receives, _where(call, step, self._phase, "keys and values")))
+        where = f"{self._phase}, step {min(step, len(call.schedule.steps) - 1)} of {len(call.schedule.steps)}, "
+        where += "keys and values" + (" and gradients of earlier ones" if sends or receives else "")
+        if step < len(call.schedule.steps) and call.schedule.gathers(step):
+            self.coming.append(call.exchange.gather(_side_by_side(*self._own), where + " of all ranks"))
+            return _Beside(call.exchange.start(sends, receives, where), 0)
+        outgoing: list[Message] = []
+        incoming: list[Message] = []
+        if self._travels(step):
+            for t in call.schedule.outgoing(step, rank):
+                outgoing += [Message(t.target, of[:, slice(*t.keys)].contiguous()) for of in self._own]
+            for t in call.schedule.incoming(step, rank):
+                incoming += [Message(t.source, _empty(of, t)) for of in self._own]
+        pending = call.exchange.start([*outgoing, *sends], [*incoming, *receives], where)
+        if self._travels(step):
+            self.coming.append(pending)
+        return _Beside(pending, len(incoming))
+
+
+class _Beside(NamedTuple):
+    """What is received beside keys and values: of a transfer all but the first tensors."""
+
+    pending: Pending
+    first: int
+
+    def wait(self) -> Sequence[Tensor]:
+        return self.pending.wait()[self.first :]
 
 
 def _empty(like: Tensor, transfer: Transfer) -> Tensor:
     return like.new_empty(like.shape[0], transfer.keys[1] - transfer.keys[0], *like.shape[2:])
 
 
-def _where(call: Call, step: int, phase: str, what: str) -> str:
-    return f"{phase}, step {step} of {len(call.schedule.steps)}, {what}"
+def _side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """`[batch, rows, columns]`: one transfer instead of two."""
+    return torch.cat((k.flatten(2), v.flatten(2)), dim=2)
+
+
+def _apart(both: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `[batch, keys, heads, columns]`, shaped as a rank's own, where they lie side by side. What the
+    kernels could not read so is copied."""
+    edge = k.shape[2] * k.shape[3]
+    of_k, of_v = both[..., :edge].unflatten(2, k.shape[2:]), both[..., edge:].unflatten(2, v.shape[2:])
+    if any(width * both.element_size() % 16 for width in (edge, k.shape[3], v.shape[3])):
+        of_k, of_v = of_k.contiguous(), of_v.contiguous()
+    return of_k.to(k.dtype), of_v.to(v.dtype)
 
 
 def _in_order(call: Call, parts: Sequence[Tensor]) -> Tensor:
@@ -256,20 +284,14 @@ def backward(
     )  # fmt: skip
     returning: deque[_Returning] = deque()
     blocks = _Blocks(call, k, v, "backward")
-    with arriving(blocks.coming):
+    with arriving(chain(blocks.coming, _pending(returning))):
         for step in range(len(call.schedule.steps)):
             block = blocks.take()
             dk, dv = Sum(block[0]), Sum(block[1])
             for work in call.works(step):
                 _add_work(call, work, results, dk, dv, dout, dlse, q, *block, out, lse, bias, slopes)
             del block
-            blocks.used()
-            if not call.schedule.steps[step].transfers:
-                if call.works(step):
-                    results.k.add((0, k.shape[1]), dk.finish())
-                    results.v.add((0, v.shape[1]), dv.finish())
-                continue
-            returning.append(_return(call, step, results, dk, dv, k, v))
+            returning.append(_return(call, step, blocks, results, dk, dv, k, v))
             while len(returning) > 1:
                 _take_returned(results, returning.popleft())
     while returning:
@@ -321,16 +343,25 @@ class _Returning(NamedTuple):
     """Gradients on their way to the owner of their keys: of k and v in turn, of each of some transfers."""
 
     transfers: tuple[Transfer, ...]
-    pending: Pending
+    beside: _Beside
 
 
-def _return(call: Call, step: int, results: Results, dk: Sum, dv: Sum, k: Tensor, v: Tensor) -> _Returning:
-    """Starts the way back of the gradients of a step's keys and values."""
+def _pending(returning: deque[_Returning]) -> Iterator[Pending]:
+    for each in returning:
+        yield each.beside.pending
+
+
+def _return(
+    call: Call, step: int, blocks: _Blocks, results: Results, dk: Sum, dv: Sum, k: Tensor, v: Tensor
+) -> _Returning:
+    """Starts the way back of the gradients of a step's keys and values; those of a rank's own keys are there."""
     rank, schedule = call.exchange.rank, call.schedule
     outgoing = tuple(t for t in schedule.outgoing(step, rank) if t.target != rank)
-    sends = []
     incoming = schedule.incoming(step, rank)
+    if not schedule.steps[step].transfers and call.works(step):
+        incoming = (Transfer(rank, rank, (0, k.shape[1])),)
     grads = (dk.finish(), dv.finish()) if incoming else ()
+    sends = []
     for transfer in incoming:
         for total, grad in zip((results.k, results.v), grads):
             part = _of_shard(call, transfer, grad) if schedule.gathers(step) else grad
@@ -339,8 +370,7 @@ def _return(call: Call, step: int, results: Results, dk: Sum, dv: Sum, k: Tensor
             else:
                 sends.append(Message(transfer.source, part))
     receives = [Message(t.target, _empty(of, t)) for t in outgoing for of in (k, v)]
-    where = _where(call, step, "backward", "gradients of keys and values")
-    return _Returning(outgoing, call.exchange.start(sends, receives, where))
+    return _Returning(outgoing, blocks.used(sends, receives))
 
 
 def _of_shard(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
@@ -357,7 +387,7 @@ def _of_shard(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
 
 
 def _take_returned(results: Results, returning: _Returning) -> None:
-    received = returning.pending.wait()
+    received = returning.beside.wait()
     for number, transfer in enumerate(returning.transfers):
         results.k.add(transfer.keys, received[2 * number])
         results.v.add(transfer.keys, received[2 * number + 1])

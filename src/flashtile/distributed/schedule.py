@@ -23,7 +23,7 @@ _GRAIN = 16
 
 #: A rank's heads travel and are computed in so many runs, where its queries have as many bytes: of fewer the host has
 #: not yet started all transfers when they are done. Two already hide half of what travels, and calls stay large.
-_RUNS, _WORTH_RUNS = 2, 2**25
+_RUNS, _WORTH_RUNS = 2, 2**27
 
 
 class Band(NamedTuple):
