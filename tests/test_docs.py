@@ -243,16 +243,16 @@ def test_decoding_speeds_are_those_of_the_record():
     assert len(table) == len({key[:2] for key in found})
 
 
-@pytest.mark.parametrize("gpus, heading", [(2, "tokens, two GPUs"), (4, "tokens, four GPUs")])
-def test_speeds_of_several_gpus_are_those_of_the_record(gpus, heading):
+def test_speeds_of_several_gpus_are_those_of_the_record():
     found = {}
-    for row in _rows(f"h200x{gpus}-context-parallel.json"):
-        case, alone = row["case"], row["impl"] == "flashtile-one-gpu"
-        cell = f"{row['ms']:.1f}" if alone else f"{row['ms']:.1f} ({row['efficiency']:.2f})"
+    for row in _rows("h200x4-context-parallel.json"):
+        case, alone = row["case"], row["impl"] == "flashtile-one-gpu" or row["efficiency"] is None
+        cell = "–" if row["ms"] is None else f"{row['ms']:.1f}"
+        cell += "" if alone else f" ({row['efficiency']:.2f})"
         found.setdefault((case["S"], case["causal"], row["impl"]), []).append(cell)
     ours = [f"flashtile-{name}" for name in ("one-gpu", "all_to_all", "all_gather", "ring")]
     columns = [*ours, "torch-cp-allgather", "torch-cp-alltoall"]
-    for name, *cells in _table((ROOT / "README.md").read_text("utf-8"), heading)[1:]:
+    for name, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens, four GPUs")[1:]:
         length, causal = int(name.split(", ")[0].replace(",", "")), "causal" in name
         assert cells == [" / ".join(found.get((length, causal, impl), ["–", "–"])) for impl in columns], name
 

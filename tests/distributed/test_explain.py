@@ -48,7 +48,7 @@ def test_runs_of_heads():
     found = explain_context_parallel(*_shards(16384), ranks=4, strategy="all_to_all", causal=True, device="sm_90")
     assert (found.heads, found.heads_kv, found.runs) == (4, 1, 2)
     assert "4 query heads and 1 key/value heads at a time, 2 times" in str(found)
-    assert explain_context_parallel(*_shards(), ranks=4, strategy="all_to_all", device="sm_90").runs == 1
+    assert explain_context_parallel(*_shards(), ranks=4, strategy="all_to_all", causal=True, device="sm_90").runs == 1
 
 
 def test_distances_of_a_part_are_for_the_portable_kernels():

@@ -84,13 +84,13 @@ def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
 
 def test_heads_of_a_rank_follow_one_another():
     """In runs of whole groups of heads, beside no other transfers, and where there is enough to do meanwhile."""
-    layout = Layout(64, 1)
-    alone = ring_schedule(Problem(layout, layout))
-    ring = ring_schedule(Problem(*(Layout(64, 2),) * 2))
-    long = torch.empty(1, 16384, 32, 128, dtype=torch.bfloat16, device="meta")
+    layout, few = Layout(32768, 1), Layout(16384, 1)
+    alone, short = ring_schedule(Problem(layout, layout)), ring_schedule(Problem(few, few))
+    ring = ring_schedule(Problem(*(Layout(32768, 2),) * 2))
+    long = torch.empty(1, 8192, 32, 128, dtype=torch.bfloat16, device="meta")
     assert runs_of(alone, long, 8, 4) == (HeadRun((0, 4), (0, 1)), HeadRun((4, 8), (1, 2)))
     assert runs_of(alone, long, 12, 4) == (HeadRun((0, 8), (0, 3)),)
-    for schedule, q, heads_kv, ranks in ((alone, long, 4, 4), (alone, long[:, :64], 8, 4), (ring, long, 8, 4),
+    for schedule, q, heads_kv, ranks in ((alone, long, 4, 4), (short, long[:, ::2], 8, 4), (ring, long, 8, 4),
                                          (alone, long, 8, 1)):  # fmt: skip
         assert len(runs_of(schedule, q, heads_kv, ranks)) == 1
 

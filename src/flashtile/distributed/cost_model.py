@@ -199,7 +199,7 @@ def _exchange(load: Load, tokens: float, ranks: int, machine: Machine, compute: 
 def _all_to_all(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
     compute, tokens = _compute(load, ranks, machine, back), load.length / ranks
     heads = load.heads // ranks, max(1, load.heads_kv // ranks)
-    runs = len(head_runs(*heads, int(load.bytes_of(tokens, load.heads))))
+    runs = len(head_runs(*heads, load.flops / ranks))
     return Cost(compute, _exchange(load, tokens, ranks, machine, compute, runs))
 
 

@@ -324,7 +324,9 @@ def runs_of(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[H
         heads_kv: of all ranks, at least one for each.
     """
     beside = ranks == 1 or any(step.transfers for step in schedule.steps)
-    return head_runs(q.shape[2] // ranks, heads_kv // ranks, 0 if beside else q.numel() * q.element_size())
+    batch, _, heads, width = q.shape
+    flops = 4.0 * sum(map(sum, schedule.pairs())) * batch * (heads // ranks) * width
+    return head_runs(heads // ranks, heads_kv // ranks, 0.0 if beside else flops)
 
 
 def shared_out(tensor: Tensor, ranks: int) -> Tensor:
