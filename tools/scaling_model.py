@@ -1,7 +1,7 @@
 """Prints what the cost model of context parallelism says: efficiencies, what overlaps from where, which strategy wins.
 
 python tools/scaling_model.py
-python tools/scaling_model.py --ranks 8 64 1024 --near 360 --far 40 --forward 684 --backward 585
+python tools/scaling_model.py --ranks 8 64 1024 --near 240 --far 40 --forward 684 --backward 585
 python tools/scaling_model.py --record benchmarks/results/h200x4-context-parallel.json
 """
 

@@ -39,9 +39,10 @@ class Machine:
 
 
 #: H200s in nodes of 8. Compute is what this project measured on one (benchmarks/results/h200-attention.json, 128
-#: columns, 16,384 tokens, causal); links are 80 % of NVLink 4 (450 GB/s each way) and of one 400 Gb/s port for each
-#: GPU; memory 80 % of 4.8 TB/s. Shares and latency are assumptions, to be exchanged for measurements.
-H200 = Machine(forward=676e12, backward=580e12, near=360e9, far=40e9, memory=3.8e12)
+#: columns, 16,384 tokens, causal), and `near` what NCCL reached when four of them exchanged heads (0.61 ms for 151 MB;
+#: NVLink 4 has 450 GB/s each way). `far` is 80 % of one 400 Gb/s port for each GPU, memory 80 % of 4.8 TB/s; these
+#: shares and the latency are assumptions, to be exchanged for measurements.
+H200 = Machine(forward=676e12, backward=580e12, near=240e9, far=40e9, memory=3.8e12)
 
 
 @dataclass(frozen=True)
@@ -161,27 +162,32 @@ def _ring(load: Load, ranks: int, machine: Machine, back: bool, heads_share: int
     arriving = 2 * block if back else block  # gradients of keys and values come back as their blocks go out
     waiting = machine.latency + arriving / _bandwidth(ranks, machine, stride) - compute / ranks
     exposed = (ranks - 1) * max(0.0, waiting)
-    return Cost(compute, exposed, _merging(load, tokens, load.heads / heads_share, ranks, machine))
+    # Under a causal mask a later step is of all rows, or of the late half.
+    joined = (ranks - 1) * (0.75 if load.causal else 1.0)
+    merging = _merging(load, tokens, load.heads / heads_share, joined, machine) if ranks > 1 else 0.0
+    return Cost(compute, exposed, merging)
 
 
-def _merging(load: Load, tokens: float, heads: float, ranks: int, machine: Machine) -> float:
-    """A later step reads and writes a float32 sum of its rows, out in the forward and dq in the backward, and reads its
-    own part; under a causal mask of three quarters of the rows on average."""
-    elements = load.batch * tokens * heads * load.head_dim * (0.75 if load.causal else 1.0)
-    return (ranks - 1) * elements * (8 + load.itemsize) / machine.memory
+def _merging(load: Load, tokens: float, heads: float, joined: float, machine: Machine) -> float:
+    """The first part begins a float32 sum of all rows, out in the forward and dq in the backward; one that joins reads
+    and writes its rows of it, and reads its own; the result is made of all rows. `joined`: rows of all parts but the
+    first, over those of a shard."""
+    elements = load.batch * tokens * heads * load.head_dim
+    return elements * (joined * (8 + load.itemsize) + 2 * (4 + load.itemsize)) / machine.memory
 
 
 def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
-    """Under a causal mask a rank computes its own keys, 1/N of its work, while the others arrive, and merges twice; of
-    the gradients those come back that a ring would return."""
-    compute = _compute(load, ranks, machine, back)
+    """Under a causal mask a rank computes its own keys, 1/N of its work, while the others arrive, and merges; of the
+    gradients those come back that a ring would return."""
+    compute, tokens = _compute(load, ranks, machine, back), load.length / ranks
     if ranks == 1:
         return Cost(compute, 0.0)
-    arriving = 2 * load.bytes_of(load.length * (ranks - 1) / ranks, load.heads_kv) / _bandwidth(ranks, machine)
+    arriving = 2 * load.bytes_of(load.length - tokens, load.heads_kv) / _bandwidth(ranks, machine)
     gathering, returning = machine.latency + arriving, machine.latency + (0.75 if load.causal else 1.0) * arriving
     exposed = (max(0.0, gathering - compute / ranks) if load.causal else gathering) + (returning if back else 0.0)
-    merged = 2 * _merging(load, load.length / ranks, load.heads, 2, machine) if load.causal else 0.0
-    return Cost(compute, exposed, (ranks - 1) / ranks * merged)
+    # All rows see earlier keys, the late half those between the two chunks of the rank.
+    merging = _merging(load, tokens, load.heads, 1.5 * (ranks - 1) / ranks, machine) if load.causal else 0.0
+    return Cost(compute, exposed, merging)
 
 
 def _exchange(load: Load, tokens: float, ranks: int, machine: Machine, compute: float = 0.0, runs: int = 1) -> float:
