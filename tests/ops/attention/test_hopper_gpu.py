@@ -10,7 +10,7 @@ import torch
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
-from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
+from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
 
@@ -95,6 +95,50 @@ def test_scores_that_change(
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+def _course(name: str, keys: int) -> torch.Tensor:
+    """What one column of every key holds, from the first key to the last; that of every query holds 40."""
+    place = torch.arange(keys, device="cuda")
+    return {
+        "rising": torch.linspace(-60, -10, keys, device="cuda"),
+        "falling": torch.linspace(-10, -60, keys, device="cuda"),
+        "jump": torch.where(place < keys // 5, 60.0, -60.0),
+        "steps": place // 128 * 3.0 - 50,
+    }[name]
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("course", ["rising", "falling", "jump", "steps"])
+def test_scores_that_move_along_the_keys(course: str, head_dim: int, arguments: dict, dtype: torch.dtype) -> None:
+    """Tiles whose scores all lie far above or below those of the tiles before, all of them negative or not; with a
+    mask, rows that see nothing of their first tile."""
+    q, k, v = (torch.randn(1, rows, 2, head_dim, device="cuda", dtype=dtype) for rows in (1100, 1500, 1500))
+    q[..., 0] = 40.0
+    k[..., 0] = _course(course, 1500)[:, None].to(dtype)
+    results = [
+        flashtile.attention(*(t.to(wide) for t in (q, k, v)), return_lse=True, backend=backend, **arguments)
+        for wide, backend in ((dtype, "hopper"), (torch.float64, "reference"), (dtype, "reference"))
+    ]
+    for name, size, values in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
+        assert_close(f"{course}: {name}", *values, size)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_nan_and_infinite_scores_stay_in_their_rows(head_dim: int, bad: float) -> None:
+    q, k, v = (torch.randn(1, 700, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
+    k[..., 0] = k[..., 0].abs() + 0.1
+    clean = flashtile.attention(q, k, v, causal=True, backend="hopper")
+    broken = q.clone()
+    broken[0, (3, 200, 699), :, 0] = bad
+    out, lse = flashtile.attention(broken, k, v, causal=True, return_lse=True, backend="hopper")
+    rows = torch.zeros(700, dtype=torch.bool, device="cuda")
+    rows[[3, 200, 699]] = True
+    assert out[:, rows].isnan().all() and lse[..., rows].isnan().all()
+    torch.testing.assert_close(out[:, ~rows], clean[:, ~rows], atol=2e-2, rtol=2e-2)
+
+
 def test_a_large_sink_and_rows_that_see_nothing_else() -> None:
     q, k, v = (torch.randn(1, 96, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
     sinks = torch.tensor([200.0, -torch.inf], device="cuda")
@@ -129,6 +173,23 @@ def test_programs_with_many_tiles_each(head_dim: int, causal: bool) -> None:
     """More tiles than multiprocessors: the order of tiles, the counters, and what a tile leaves behind for the next."""
     case = replace(_LARGE, batch=6, heads=8, head_dim=head_dim, head_dim_v=head_dim, seq_q=1300, seq_k=1000)
     check(with_arguments(case, causal=causal), "hopper", "cuda")
+
+
+@pytest.mark.parametrize(
+    "changes, arguments",
+    [
+        ({"seq_q": 1300, "seq_k": 1500}, {"softcap": 3.0}),
+        ({"seq_q": 1300, "seq_k": 1}, {}),
+        ({"lengths_q": (1500, 0, 1, 300), "lengths_k": (1200, 33, 1, 0)}, {}),
+        ({"heads": 1, "heads_kv": 1, "seq_q": 8300, "seq_k": 8200}, {"causal": True}),
+        ({"heads": 1, "heads_kv": 1, "lengths_q": (8200, 0, 1, 200), "lengths_k": (8300, 33, 1, 0)}, {"causal": True}),
+    ],
+    ids=str,
+)
+def test_three_consumers(changes: dict, arguments: dict) -> None:
+    """Calls so long that three take turns: as often as there are key tiles, which may be never."""
+    case = replace(_LARGE, batch=1, head_dim=64, head_dim_v=64, **changes)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
 def test_strided_and_expanded_inputs() -> None:
