@@ -373,6 +373,9 @@ def test_machine_code(form: str) -> None:
     assert binary.spilled <= (_SPILLS_8 if call.dtype is torch.float8_e4m3fn else _SPILLS[config.consumers])
     assert serialised_products(binary, "sm_90a") == []
     _assert_softmax_overlaps_products(_instructions(binary), config)
+    _assert_consumers_take_turns(_instructions(binary), config)
+    if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
+        _assert_the_loop_without_a_band_is_in_one_piece(_instructions(binary), config)
     if call.block_tile:
         _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), config)
 
@@ -387,6 +390,19 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
     assert ahead == [config.block_n // (4 if config.halves else 2) + 2] * config.consumers
+
+
+def _assert_consumers_take_turns(instructions: list[str], config: configs.HopperConfig) -> None:
+    """Where they do, each opens the next one's barrier once in the loop, and the last the first one's before it."""
+    assert sum("BAR.ARV" in line for line in instructions) == (config.consumers + 1) * config.in_turn
+
+
+def _assert_the_loop_without_a_band_is_in_one_piece(instructions: list[str], config: configs.HopperConfig) -> None:
+    """Between the scores of a tile and their exponentials there is no branch, but for the first tile, outside the loop,
+    which the end of the keys may cut."""
+    signs = {"GMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "BRA": "b"}
+    events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
+    assert len(re.findall("HWe", events)) == config.consumers
 
 
 def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], config: configs.HopperConfig) -> None:

@@ -49,6 +49,7 @@ class HopperConfig(NamedTuple):
         max_registers: of a thread at the start; all of the program's threads have 64 Ki.
         q_in_registers: a consumer takes its queries into registers; their place is free for the next tile at once.
         halves: the second half of a tile's exponentials comes after the wait for the product of the tile before.
+        in_turn: consumers start their products one after the other.
     """
 
     consumers: int
@@ -58,6 +59,7 @@ class HopperConfig(NamedTuple):
     max_registers: int
     q_in_registers: bool
     halves: bool
+    in_turn: bool = False
 
     @property
     def block_m(self) -> int:
@@ -173,8 +175,8 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). Then 160 registers are too few for
-    # `halves`, and nothing is gained by them at this width.
-    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False)),
+    # `halves`, and nothing is gained by them at this width. In turn: causal 475 against 460 (16,384 tokens).
+    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False, in_turn=True)),
     # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained.
     (128, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
     # Shared memory: the queries stay there, and the output goes where they were.
@@ -184,7 +186,7 @@ _ROWS = (
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and where there is a band: fewer rows of a tile are
-#: masked at its edges (causal, 2,048 tokens: 395; three consumers 333. 8,192 tokens: 456 and 449).
+#: masked at its edges (causal, 2,048 tokens: 376; three consumers 341. 8,192 tokens: 439 and 451).
 _NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
 
 #: Instead of the row of 128 columns, up to `MEDIUM` queries: the next tile's queries arrive early (causal, 2,048
@@ -214,7 +216,8 @@ def choose_config(
     if dtype is FP8:
         return next(config for heads, heads_v, config in _ROWS_8 if head_dim <= heads and head_dim_v <= heads_v)
     widest = max(head_dim, head_dim_v)
-    if widest <= 64 and (left or blocks or max_seqlen_q <= (LONG if right else SHORT)):
+    short = max_seqlen_q < LONG if right else max_seqlen_q <= SHORT
+    if widest <= 64 and (left or blocks or short):
         return _NARROW
     if 64 < widest <= 128 and max_seqlen_q <= MEDIUM:
         return _QUERIES_EARLY

@@ -25,6 +25,7 @@ class Form:
     CONSUMERS: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
     HALVES: gl.constexpr
+    IN_TURN: gl.constexpr
     OUT_IN_Q: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -35,13 +36,14 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
         TILE_Q, TILE_K,
     ):  # fmt: skip
         self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.HALVES = gl.constexpr(HALVES)
+        self.IN_TURN = gl.constexpr(IN_TURN)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
@@ -91,6 +93,25 @@ def start_values(p, o, o_rest, v, stage, form):
         rest = values_operand(v.rest.index(stage), v.ROWS, v.REST)
         o_rest = warpgroup_mma(p, rest, o_rest, use_acc=ADDS, is_async=True)
     return o, o_rest
+
+
+@gluon.jit
+def begin_turn(WHICH: gl.constexpr):
+    """Waits until the consumer before this one has started its products. Every consumer visits as many key tiles."""
+    gl.inline_asm_elementwise(_named_barrier("sync", WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def end_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
+    """The consumer after this one may start."""
+    NEXT: gl.constexpr = (WHICH + 1) % CONSUMERS
+    gl.inline_asm_elementwise(_named_barrier("arrive", NEXT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _named_barrier(action, consumer):
+    """PTX of the barrier of a consumer and the one before it. Triton counts its own barriers from 0."""
+    return f"barrier.cta.{action}.aligned {8 + consumer}, 256; mov.b32 $0, 0;"
 
 
 @gluon.jit

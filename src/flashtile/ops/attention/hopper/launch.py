@@ -340,6 +340,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "Q_IN_REGISTERS": config.q_in_registers,
         "HALVES": config.halves,
+        "IN_TURN": config.in_turn,
         "OUT_IN_Q": variant.out_in_q,
         "PACKED": variant.packed,
         "HAS_LEFT": variant.has_left,
