@@ -94,7 +94,7 @@ def attention_backward_kernel(
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    MAY_CUT: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
     key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
@@ -117,6 +117,7 @@ def attention_backward_kernel(
         HAS_LEFT,
         HAS_RIGHT,
         TOP_LEFT,
+        MAY_CUT,
         TILE_Q,
         TILE_K,
     )
@@ -247,8 +248,9 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
                         bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
                         s = where_shown(bits, s, float("-inf"))
                 p = gl.exp2(s * changing[0] - lse[None, :])
-                if (tile < walk.full_begin) | (tile >= walk.full_end):
-                    p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
+                if form.MAY_CUT:
+                    if (tile < walk.full_begin) | (tile >= walk.full_end):
+                        p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
                 probs = pack(p, dtype)
                 factors = probs
                 if changing[1] is not None:
@@ -331,8 +333,9 @@ def _sum_dv(inputs):
                     bits = load_bits(listing[0], kind, walk.first, tile, form.M, form.TILE_K, form.TILE_Q)
                     s = where_shown(bits, s, float("-inf"))
             p = gl.exp2(s * changing[0] - lse[None, :])
-            if (tile < walk.full_begin) | (tile >= walk.full_end):
-                p = mask_probs(p, key, tile * form.M, walk.shift, walk.seq_k, window_left, window_right, form)
+            if form.MAY_CUT:
+                if (tile < walk.full_begin) | (tile >= walk.full_end):
+                    p = mask_probs(p, key, tile * form.M, walk.shift, walk.seq_k, window_left, window_right, form)
             release(q.empty.index(stage))
             probs = pack(p, dtype)
             mbarrier.wait(probs_empty.index(place), place_phase ^ 1)

@@ -75,6 +75,7 @@ class BackwardVariant(NamedTuple):
     hides_rows: bool = False
     wide_strides: bool = False
     sinks: bool = False
+    may_cut: bool = True
 
 
 class Launch(NamedTuple):
@@ -236,7 +237,8 @@ def _plan(
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
-    main, end = (_launcher(kernel, variant, device) for kernel in ("main", "end"))
+    may_cut = packed or variant.has_left or variant.has_right or rows_k % config.block_n != 0
+    main, end = _launcher("main", variant._replace(may_cut=may_cut), device), _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
         *(batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles),
@@ -385,6 +387,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
+        "MAY_CUT": variant.may_cut,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
         **block_constants(variant.block_tile),

@@ -40,7 +40,8 @@ class Form:
     KEYS: keys of a program, M: queries of a tile, PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time,
     SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
-    the key tiles add to dq in their order.
+    the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
+    even one that is never taken, keeps ptxas from mixing what is before and behind it).
     """
 
     KEYS: gl.constexpr
@@ -55,6 +56,7 @@ class Form:
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
+    MAY_CUT: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
 
@@ -73,6 +75,7 @@ class Form:
         HAS_LEFT,
         HAS_RIGHT,
         TOP_LEFT,
+        MAY_CUT,
         TILE_Q,
         TILE_K,
     ):
@@ -88,6 +91,7 @@ class Form:
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.TOP_LEFT = gl.constexpr(TOP_LEFT)
+        self.MAY_CUT = gl.constexpr(MAY_CUT)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
 
