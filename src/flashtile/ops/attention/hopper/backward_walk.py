@@ -62,23 +62,9 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self,
-        KEYS,
-        M,
-        PARTS,
-        SUM_COLUMNS,
-        HANDOVERS,
-        KEY_STAGES,
-        STAYS,
-        ORDERED,
-        PACKED,
-        HAS_LEFT,
-        HAS_RIGHT,
-        TOP_LEFT,
-        MAY_CUT,
-        TILE_Q,
-        TILE_K,
-    ):
+        self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
+        MAY_CUT, TILE_Q, TILE_K,
+    ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
         self.PARTS = gl.constexpr(PARTS)
