@@ -32,9 +32,15 @@ _MASKS = {
     "packed": {"window_right": 0, "sequences": 5},
 }
 
+#: Heads that share a row of the table with one that is compiled with every mask; a band adds the same to each.
+_SHARE_A_ROW = ("16", "80", "96", "64x128", "256x192")
+
 #: "<head>-<mask>" -> call.
 FORMS = {
-    f"{head}-{mask}": call._replace(**changes) for head, call in _HEADS.items() for mask, changes in _MASKS.items()
+    f"{head}-{mask}": call._replace(**changes)
+    for head, call in _HEADS.items()
+    for mask, changes in _MASKS.items()
+    if head not in _SHARE_A_ROW or mask in ("full", "packed")
 }
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {

@@ -231,8 +231,10 @@ def test_merge(launched: list[str]) -> None:
         _meta(3, 64, 2**21, dtype=torch.float32),
         _meta(3, 64, 2**21, dtype=torch.float32, strides=(2**38, 2**32, 1)),
     )
-    softmax.merge_part(acc, row_max, row_max, acc.bfloat16(), lse)
-    assert launched == ["merge_part_kernel"]
+    for first in (True, False):
+        softmax.merge_part(acc, row_max, row_max, acc.bfloat16(), lse, first)
+    softmax.merge_finish(acc, row_max, row_max, torch.bfloat16)
+    assert launched == ["merge_part_kernel", "merge_part_kernel", "merge_finish_kernel"]
 
 
 @pytest.mark.parametrize("rows, width", [(2**24, 4096), (2**16, 65536), (2**31 - 2**16, 3)])
