@@ -323,10 +323,11 @@ def runs_of(schedule: Schedule, q: Tensor, heads_kv: int, ranks: int) -> tuple[H
         q: a shard `[batch, rows, heads, head_dim]`.
         heads_kv: of all ranks, at least one for each.
     """
-    beside = ranks == 1 or any(step.transfers for step in schedule.steps)
     batch, _, heads, width = q.shape
-    flops = 4.0 * sum(map(sum, schedule.pairs())) * batch * (heads // ranks) * width
-    return head_runs(heads // ranks, heads_kv // ranks, 0.0 if beside else flops)
+    flops = 0.0
+    if ranks > 1 and not any(step.transfers for step in schedule.steps):
+        flops = 4.0 * sum(map(sum, schedule.pairs())) * batch * (heads // ranks) * width
+    return head_runs(heads // ranks, heads_kv // ranks, flops)
 
 
 def shared_out(tensor: Tensor, ranks: int) -> Tensor:

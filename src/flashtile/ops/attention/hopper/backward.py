@@ -135,7 +135,7 @@ def attention_backward_kernel(
         form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, mailbox, counter_ptr, call
     )  # fmt: skip
     summing = (
-        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, STAGES, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, mailbox, call
     )  # fmt: skip
     storing = (dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
     changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
@@ -422,8 +422,9 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     the others have done with by the time that they give the next `ds`.
     """
     (
-        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, STAGES, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, mailbox, call
     ) = summing  # fmt: skip
+    STAGES: gl.constexpr = producing[1][0].STAGES
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.REST

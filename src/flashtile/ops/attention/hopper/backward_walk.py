@@ -17,13 +17,12 @@ from flashtile.ops.attention.hopper.blocks import (
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     coordinates,
-    get_number,
+    hear_tile,
     load_tile,
     locate_tile,
     next_number,
     place_of,
-    put_number,
-    release,
+    tell_tile,
     tile_in_order,
 )
 
@@ -142,7 +141,7 @@ def find_keys(number, taking, form):
         while found[0] == _EMPTY_SLOT:
             number = next_number(number, counter_ptr, 1)
             found = _locate_keys(number, call, form)
-    _tell_keys(mailbox, count, found, form)
+    tell_tile(mailbox, count, found)
     return number, found
 
 
@@ -199,33 +198,10 @@ def _lines_together(tiles):
 
 
 @gluon.jit
-def _tell_keys(mailbox, count, found, form):
-    slot, phase = place_of(count, 2)
-    mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
-    for field in gl.static_range(_fields(form)):
-        put_number(mailbox, slot, field, found[field])
-    mbarrier.arrive(mailbox.full.index(slot), count=1)
-
-
-@gluon.jit
 def hear_keys(mailbox, count, form):
     """The `count`-th tile of this program, as `find_keys` found it; past the last a negative first key."""
-    slot, phase = place_of(count, 2)
-    mbarrier.wait(mailbox.full.index(slot), phase)
-    first = get_number(mailbox, slot, 0)
-    sequence = get_number(mailbox, slot, 1)
-    head_kv = get_number(mailbox, slot, 2)
-    if form.PACKED:
-        found = (
-            first, sequence, head_kv, get_number(mailbox, slot, 3), get_number(mailbox, slot, 4),
-            get_number(mailbox, slot, 5), get_number(mailbox, slot, 6),
-        )  # fmt: skip
-    elif form.TILE_K > 0:
-        found = (first, sequence, head_kv, get_number(mailbox, slot, 3))
-    else:
-        found = (first, sequence, head_kv)
-    release(mailbox.empty.index(slot))
-    return found
+    NUMBERS: gl.constexpr = 7 if form.PACKED else 4 if form.TILE_K > 0 else 3
+    return hear_tile(mailbox, count, NUMBERS)
 
 
 @gluon.jit
@@ -234,23 +210,8 @@ def hear_next_keys(found, mailbox, count, form):
     if form.STAYS:
         found = hear_keys(mailbox, count, form)
     else:
-        found = _ended(found, form)
+        found = (gl.to_tensor(_END),) + found[1:]
     return found
-
-
-@gluon.jit
-def _ended(found, form):
-    first = gl.to_tensor(_END)
-    if form.PACKED:
-        found = (first, found[1], found[2], found[3], found[4], found[5], found[6])
-    else:
-        found = (first, found[1], found[2])
-    return found
-
-
-@gluon.constexpr_function
-def _fields(form):
-    return 7 if form.PACKED else 4 if form.TILE_K > 0 else 3
 
 
 @gluon.jit
@@ -362,19 +323,18 @@ def _load_listed(walk, count, before, producing):
 def load_keys(walk, count, producing):
     """Loads keys and values of the `count`-th tile."""
     form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, _ = producing
+    _load_rows_of_keys(k, k_desc, k_rest_desc, walk, count, form)
+    _load_rows_of_keys(v, v_desc, v_rest_desc, walk, count, form)
+
+
+@gluon.jit
+def _load_rows_of_keys(ring, desc, rest_desc, walk, count, form):
     for which in gl.static_range(form.KEYS // ROWS):
         row = walk.first + which * ROWS
         place, phase = keys_of(count, which, form)
-        mbarrier.wait(k.empty.index(place), phase ^ 1)
+        mbarrier.wait(ring.empty.index(place), phase ^ 1)
         load_tile(
-            k, place, k_desc, k_rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
-        )  # fmt: skip
-    for which in gl.static_range(form.KEYS // ROWS):
-        row = walk.first + which * ROWS
-        place, phase = keys_of(count, which, form)
-        mbarrier.wait(v.empty.index(place), phase ^ 1)
-        load_tile(
-            v, place, v_desc, v_rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
+            ring, place, desc, rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
         )  # fmt: skip
 
 

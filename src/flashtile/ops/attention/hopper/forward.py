@@ -193,7 +193,7 @@ def _producer(
             if form.TILE_Q > 0:
                 entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
                 listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
-            tell_tile(mailbox, told, first, sequence, head, begin_q, seq_q, seq_k, listed, form.PACKED, form.TILE_Q > 0)
+            tell_tile(mailbox, told, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
             for which in gl.static_range(form.CONSUMERS):
                 mbarrier.wait(q.empty.index(which), (told & 1) ^ 1)
                 row = first + which * M
@@ -227,8 +227,21 @@ def _producer(
                     number = next_number(number, counter_ptr, dynamic)
         else:
             number = next_number(number, counter_ptr, dynamic)
-    tell_tile(mailbox, told, -1, 0, 0, 0, 0, 0, 0, form.PACKED, form.TILE_Q > 0)
+    tell_tile(mailbox, told, _numbers(-1, 0, 0, 0, 0, 0, 0, form))
     finish_numbers(counter_ptr, dynamic)
+
+
+@gluon.jit
+def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
+    """What consumers are told of a tile: its first row (-1: no more tiles), sequence and head; packed, where the
+    sequence's queries begin, and how many queries and keys it has; with a block mask, how many key tiles it lists."""
+    if form.PACKED:
+        numbers = (first, sequence, head, begin, seq_q, seq_k)
+    elif form.TILE_Q > 0:
+        numbers = (first, sequence, head, listed)
+    else:
+        numbers = (first, sequence, head)
+    return numbers
 
 
 @gluon.jit
@@ -240,6 +253,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
         listing, descales,
     ) = inputs  # fmt: skip
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
+    NUMBERS: gl.constexpr = 6 if form.PACKED else 4 if form.TILE_Q > 0 else 3
     heard = 0
     pair = 0
     begin = 0
@@ -247,7 +261,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
     seq_k = rows_k
     if form.IN_TURN and WHICH == form.CONSUMERS - 1:
         end_turn(WHICH, form.CONSUMERS)
-    tile = hear_tile(mailbox, 0, form.PACKED, form.TILE_Q > 0)
+    tile = hear_tile(mailbox, 0, NUMBERS)
     while tile[0] >= 0:
         first = tile[0]
         sequence = tile[1]
@@ -289,7 +303,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
             release(q.empty.index(WHICH))
         # While the last product is in flight: what comes next, and the statistics.
         heard += 1
-        tile = hear_tile(mailbox, heard, form.PACKED, form.TILE_Q > 0)
+        tile = hear_tile(mailbox, heard, NUMBERS)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
         own = 1.0
         if sinks_ptr is not None:

@@ -34,9 +34,7 @@ PACKED_ROWS = gl.constexpr(2**30)
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
 PAIRS_TOGETHER = gl.constexpr(8)
 
-#: What a producer tells of a tile: first row (-1: no more tiles), sequence, head, and of a packed call where the
-#: sequence's queries begin, how many they are, and how many keys there are (in the backward also where they begin);
-#: with a block mask how many tiles are listed.
+#: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_walk.find_keys`).
 FIELDS = gl.constexpr(7)
 
 
@@ -71,7 +69,7 @@ class Ring:
 
 @aggregate
 class Mailbox:
-    """Two places in which a producer tells the consumers their next tiles; `FIELDS` numbers each."""
+    """Two places in which a producer tells the consumers their next tiles; up to `FIELDS` numbers each."""
 
     numbers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -266,57 +264,31 @@ def finish_numbers(counter_ptr, dynamic):
 
 
 @gluon.jit
-def tell_tile(
-    mailbox, count, first, sequence, head, begin, length, other_length, listed,
-    PACKED: gl.constexpr, LISTED: gl.constexpr,
-):  # fmt: skip
-    """The producer's side of the mailbox: the `count`-th tile, or `first = -1` for the end. LISTED: there is a block
-    mask, which lists so many key tiles."""
+def tell_tile(mailbox, count, numbers):
+    """The producer's side of the mailbox: what it tells of the `count`-th tile, first row (negative: no more tiles)
+    first."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
-    put_number(mailbox, slot, 0, first)
-    put_number(mailbox, slot, 1, sequence)
-    put_number(mailbox, slot, 2, head)
-    if PACKED:
-        put_number(mailbox, slot, 3, begin)
-        put_number(mailbox, slot, 4, length)
-        put_number(mailbox, slot, 5, other_length)
-    if LISTED:
-        put_number(mailbox, slot, 3, listed)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    for field in gl.static_range(len(numbers)):
+        mailbox.numbers.index(slot * FIELDS + field).store(gl.full([1], 0, gl.int32, layout) + numbers[field])
     mbarrier.arrive(mailbox.full.index(slot), count=1)
 
 
 @gluon.jit
-def hear_tile(mailbox, count, PACKED: gl.constexpr, LISTED: gl.constexpr):
-    """The consumers' side: first row (-1: the end), sequence and head of the `count`-th tile; packed: begin, length
-    and other_length too; with a block mask, how many key tiles it lists."""
+def hear_tile(mailbox, count, COUNT: gl.constexpr):
+    """The others' side: the `COUNT` numbers that were told of the `count`-th tile."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.full.index(slot), phase)
-    first = get_number(mailbox, slot, 0)
-    sequence = get_number(mailbox, slot, 1)
-    head = get_number(mailbox, slot, 2)
-    if PACKED:
-        begin = get_number(mailbox, slot, 3)
-        length = get_number(mailbox, slot, 4)
-        other_length = get_number(mailbox, slot, 5)
-        tile = (first, sequence, head, begin, length, other_length)
-    elif LISTED:
-        tile = (first, sequence, head, get_number(mailbox, slot, 3))
-    else:
-        tile = (first, sequence, head)
+    numbers = (_heard(mailbox, slot, 0),)
+    for field in gl.static_range(1, COUNT):
+        numbers = numbers + (_heard(mailbox, slot, field),)
     release(mailbox.empty.index(slot))
-    return tile
+    return numbers
 
 
 @gluon.jit
-def put_number(mailbox, slot, FIELD: gl.constexpr, number):
-    """One of the numbers that a mailbox's place holds."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mailbox.numbers.index(slot * FIELDS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
-
-
-@gluon.jit
-def get_number(mailbox, slot, FIELD: gl.constexpr):
+def _heard(mailbox, slot, FIELD: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     return gl.max(mailbox.numbers.index(slot * FIELDS + FIELD).load(layout), 0)
 

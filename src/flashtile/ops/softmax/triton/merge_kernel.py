@@ -13,19 +13,23 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _place(rows, heads, ROWS: tl.constexpr):
+    """Batch entry, head and rows `[M]` of a program. Heads are the fastest, as in memory."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(rows, ROWS)
+    row = program // heads % tiles * ROWS + tl.arange(0, ROWS)
+    return (program // heads // tiles).to(tl.int64), (program % heads).to(tl.int64), row
+
+
+@triton.jit
 def merge_part_kernel(
     acc_ptr, max_ptr, sum_ptr, out_ptr, lse_ptr,
     stride_acc_batch, stride_acc_row, stride_acc_head, stride_out_batch, stride_out_row, stride_out_head,
     stride_max_batch, stride_max_head, stride_lse_batch, stride_lse_head, rows, heads,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Heads are the fastest, as in memory. row_sum has the strides of row_max. FIRST: there is nothing to join yet."""
-    program = tl.program_id(0)
-    head = (program % heads).to(tl.int64)
-    tiles = tl.cdiv(rows, ROWS)
-    tile = program // heads % tiles
-    batch = (program // heads // tiles).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)
+    """row_sum has the strides of row_max. FIRST: there is nothing to join yet."""
+    batch, head, row = _place(rows, heads, ROWS)
     column = tl.arange(0, BLOCK_D)
     inside = row < rows
     statistics = batch * stride_max_batch + head * stride_max_head + row
@@ -62,12 +66,7 @@ def merge_finish_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out and lse are contiguous."""
-    program = tl.program_id(0)
-    head = (program % heads).to(tl.int64)
-    tiles = tl.cdiv(rows, ROWS)
-    tile = program // heads % tiles
-    batch = (program // heads // tiles).to(tl.int64)
-    row = tile * ROWS + tl.arange(0, ROWS)
+    batch, head, row = _place(rows, heads, ROWS)
     column = tl.arange(0, BLOCK_D)
     inside = row < rows
     statistics = batch * stride_max_batch + head * stride_max_head + row
