@@ -192,6 +192,33 @@ def test_three_consumers(changes: dict, arguments: dict) -> None:
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+_BANDS = [
+    {"causal": True},
+    {"causal": True, "align": "top_left"},
+    {"window": (70, 0)},
+    {"window": (5, 200)},
+    {"window": (None, 130)},
+    {"window": (0, 0)},
+]
+
+
+@pytest.mark.parametrize("arguments", _BANDS, ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": 3, "heads": 8, "seq_q": 901, "seq_k": 1333},
+        {"batch": 3, "heads": 8, "seq_q": 1333, "seq_k": 901},
+        {"lengths_q": (700, 0, 1, 300), "lengths_k": (500, 33, 1, 0)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_consumers_that_skip_key_tiles(head_dim: int, changes: dict, arguments: dict) -> None:
+    """Tiles of more rows than a key tile has keys: a band hides key tiles from one consumer that another visits."""
+    case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, **changes)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
 def test_strided_and_expanded_inputs() -> None:
     storage = torch.randn(2, 3, 300, 3, 8, 96, device="cuda", dtype=_BF16)
     q, k, v = storage[:, 1].unbind(2)  # heads interleaved, a batch stride three times too wide

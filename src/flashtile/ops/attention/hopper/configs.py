@@ -28,8 +28,8 @@ CONSUMER_ROWS = 64
 #: lanes.
 PRODUCER_REGISTERS = 24
 
-#: Numbers of queries up to which a sequence is short, medium and long.
-SHORT, MEDIUM, LONG = 1024, 2048, 8192
+#: Numbers of queries up to which a sequence is short, and from which on it is long.
+SHORT, LONG = 1024, 8192
 
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
@@ -177,22 +177,19 @@ _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). Then 160 registers are too few for
     # `halves`, and nothing is gained by them at this width. In turn: causal 475 against 460 (16,384 tokens).
     (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False, in_turn=True)),
-    # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained.
+    # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained. Queries
+    # in registers: such products take longer to issue (622 against 648).
     (128, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
     # Shared memory: the queries stay there, and the output goes where they were.
     (192, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
     (192, 192, HopperConfig(2, 64, 3, 240, 168, False, True)),
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, True)),  # 684; without `halves` 674
+    # 684; without `halves` 674. In turn: 0.7 % fewer cycles.
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, True, in_turn=True)),
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and where there is a band: fewer rows of a tile are
 #: masked at its edges (causal, 2,048 tokens: 376; three consumers 341. 8,192 tokens: 439 and 451).
 _NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
-
-#: Instead of the row of 128 columns, up to `MEDIUM` queries: the next tile's queries arrive early (causal, 2,048
-#: tokens: 511 against 491). Products with queries in registers take longer to issue (8,192 tokens: 622 against 648).
-_QUERIES_EARLY = HopperConfig(2, 128, 2, 240, 168, True, True)
-
 
 #: The same with 8-bit operands: products are added up in registers of their own, so there is no room for a third
 #: consumer, and half the bytes make room for more stages.
@@ -219,26 +216,34 @@ def choose_config(
     short = max_seqlen_q < LONG if right else max_seqlen_q <= SHORT
     if widest <= 64 and (left or blocks or short):
         return _NARROW
-    if 64 < widest <= 128 and max_seqlen_q <= MEDIUM:
-        return _QUERIES_EARLY
     return next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
 
 
 def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the output leaves through the shared memory of the queries: only where it has no room of its own."""
-    return _shared_memory(config, head_dim, head_dim_v, dtype, own_out=True) > SHARED_MEMORY
+    return _shared_memory(config, head_dim, head_dim_v, dtype, places=1, own_out=True) > SHARED_MEMORY
+
+
+def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Tiles of queries on chip: two, where products read them there and there is room, so that the next ones arrive
+    while the last products are computed."""
+    if config.q_in_registers:
+        return 1
+    return 2 if _shared_memory(config, head_dim, head_dim_v, dtype, places=2, own_out=True) <= SHARED_MEMORY else 1
 
 
 def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Estimate of the shared memory of a program, in bytes; a test compiles every row and holds it to the limit."""
-    return _shared_memory(
-        config, head_dim, head_dim_v, dtype, own_out=not out_in_q(config, head_dim, head_dim_v, dtype)
-    )
+    places = query_places(config, head_dim, head_dim_v, dtype)
+    own_out = not out_in_q(config, head_dim, head_dim_v, dtype)
+    return _shared_memory(config, head_dim, head_dim_v, dtype, places, own_out)
 
 
-def _shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, own_out: bool) -> int:
+def _shared_memory(
+    config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, places: int, own_out: bool
+) -> int:
     width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v, dtype))
-    read = config.block_m * width + config.block_n * config.stages * (width + width_v)
+    read = config.block_m * places * width + config.block_n * config.stages * (width + width_v)
     written = config.block_m * width_v * own_out
     return dtype.itemsize * read + 2 * written + _OVERHEAD
 

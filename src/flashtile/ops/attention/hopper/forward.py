@@ -14,8 +14,8 @@ tile, with `c = scale · log2(e)` (letters as in `pieces`)::
 and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change `s` (`scores`); a sink joins `l` at the
 end; where operands have 8 bits, `p` is rounded otherwise and `p v` added up otherwise (`eight_bits`). `p v` of the tile
 before is in flight while the exponentials of a tile are computed. Key tiles come from the last to the first, so that
-the masked ones of the diagonal come first. It is one loop with a branch for masks: accumulators that pass from one loop
-to another make ptxas serialise their products.
+the masked ones of the diagonal come first. It is one loop with a branch for masks; one without it, behind a loop for
+the masked tiles, was no faster.
 
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
@@ -51,6 +51,8 @@ from flashtile.ops.attention.hopper.forward_pieces import (
     end_turn,
     finite,
     join_sink,
+    modified,
+    skip_key_tiles,
     start_scores,
     start_values,
     store_out,
@@ -60,6 +62,7 @@ from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     PAIRS_TOGETHER,
     M,
+    consumer_key_tiles,
     finish_numbers,
     hear_tile,
     join_columns,
@@ -81,7 +84,7 @@ from flashtile.ops.attention.hopper.pieces import (
     tell_tile,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
+from flashtile.ops.attention.hopper.scores import load_slope
 
 
 @gluon.jit
@@ -96,7 +99,7 @@ def attention_forward_kernel(
     stride_descale_v_batch, stride_descale_v_head, descale_group,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, IN_TURN: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
@@ -109,10 +112,10 @@ def attention_forward_kernel(
     """
     EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     form = Form(
-        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        TILE_Q, TILE_K,
+        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, QUERY_PLACES, PACKED, HAS_LEFT, HAS_RIGHT,
+        TOP_LEFT, TILE_Q, TILE_K,
     )  # fmt: skip
-    q = make_ring(q_desc, q_rest_desc, CONSUMERS, 1)
+    q = make_ring(q_desc, q_rest_desc, CONSUMERS * QUERY_PLACES, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
     v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS, TRANSPOSED=EIGHT_BITS)
     if OUT_IN_Q:
@@ -194,10 +197,12 @@ def _producer(
                 entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
                 listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
             tell_tile(mailbox, told, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
+            place, phase = place_of(told, form.QUERY_PLACES)
             for which in gl.static_range(form.CONSUMERS):
-                mbarrier.wait(q.empty.index(which), (told & 1) ^ 1)
+                mine = place * form.CONSUMERS + which
                 row = first + which * M
-                load_tile(q, which, q_desc, q_rest_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
+                mbarrier.wait(q.empty.index(mine), phase ^ 1)
+                load_tile(q, mine, q_desc, q_rest_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
             told += 1
             shift = 0 if form.TOP_LEFT else seq_k - seq_q
             key_begin, _, _, key_end = key_tile_ranges(
@@ -246,7 +251,7 @@ def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
 
 @gluon.jit
 def _consumer(WHICH: gl.constexpr, inputs):
-    """Computes the `WHICH`-th 64 rows of each tile."""
+    """Computes the `WHICH`-th 64 rows of each tile. It visits the key tiles that some of these rows see."""
     (
         form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
@@ -254,6 +259,8 @@ def _consumer(WHICH: gl.constexpr, inputs):
     ) = inputs  # fmt: skip
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
     NUMBERS: gl.constexpr = 6 if form.PACKED else 4 if form.TILE_Q > 0 else 3
+    # Where a tile has more rows than a key tile has keys, a band often hides whole key tiles from a consumer.
+    SKIPS: gl.constexpr = (form.HAS_LEFT or form.HAS_RIGHT) and form.TILE_Q == 0 and form.CONSUMERS * M > k.ROWS
     heard = 0
     pair = 0
     begin = 0
@@ -273,10 +280,12 @@ def _consumer(WHICH: gl.constexpr, inputs):
         shift = 0 if form.TOP_LEFT else seq_k - seq_q
         my_first = first + WHICH * M
         row = my_first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
-        key_begin, full_begin, full_end, key_end = key_tile_ranges(
-            first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
-            form.HAS_LEFT, form.HAS_RIGHT,
+        key_begin, full_begin, full_end, key_end, before, after = consumer_key_tiles(
+            first, my_first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
+            form.HAS_LEFT, form.HAS_RIGHT, SKIPS,
         )  # fmt: skip
+        if SKIPS:
+            pair = skip_key_tiles(before, k, v, pair, form, WHICH)
         if form.TILE_Q > 0:
             key_begin = 0
             key_end = gl.maximum(tile[3], 1)
@@ -292,15 +301,17 @@ def _consumer(WHICH: gl.constexpr, inputs):
         slope = alibi_slopes_ptr  # None stays None
         if alibi_slopes_ptr is not None:
             slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, sequence < batch)
-        mbarrier.wait(q.full.index(WHICH), heard & 1)
-        q_tile, q_rest = take_queries(q, WHICH, s_layout, form)
+        place, phase = place_of(heard, form.QUERY_PLACES)
+        mine = place * form.CONSUMERS + WHICH
+        mbarrier.wait(q.full.index(mine), phase)
+        q_tile, q_rest = take_queries(q, mine, s_layout, form)
         o, o_rest, earlier, row_sum, m_scaled, pair = _visit_key_tiles(
             q_tile, q_rest, k, v, pair, key_begin, full_begin, full_end, key_end,
             row, shift, seq_k, window_left, window_right, unit,
             seq_k - seq_q, cap_unit, slope, my_first, listing, form, WHICH,
         )  # fmt: skip
         if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
-            release(q.empty.index(WHICH))
+            release(q.empty.index(mine))
         # While the last product is in flight: what comes next, and the statistics.
         heard += 1
         tile = hear_tile(mailbox, heard, NUMBERS)
@@ -323,6 +334,8 @@ def _consumer(WHICH: gl.constexpr, inputs):
             o = warpgroup_mma_wait(0, [o])
         last_stage, _ = place_of(pair - 1, v.STAGES)
         release(v.empty.index(last_stage))
+        if SKIPS and form.HAS_LEFT:
+            pair = skip_key_tiles(after, k, v, pair, form, WHICH)
         if form.EIGHT_BITS:
             o, o_rest = add_product(earlier, o, o_rest, v)
         store_out(
@@ -331,7 +344,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
         )  # fmt: skip
         if form.OUT_IN_Q:
             tma_store_wait(0)
-            release(q.empty.index(WHICH))
+            release(q.empty.index(mine))
     tma_store_wait(0)
 
 
@@ -369,7 +382,7 @@ def _visit_key_tiles(
         n, kind, bits = hear_listed(listing, stage, my_first, k, form)
     s = warpgroup_mma_wait(0, [start_scores(q_tile, q_rest, k, stage, zeros)])
     release(k.empty.index(stage))
-    s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
+    s = modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
     if form.TILE_Q > 0:
         if kind != FULL:
             s = where_shown(bits, s, float("-inf"))
@@ -408,7 +421,7 @@ def _visit_key_tiles(
             n, kind, bits = hear_listed(listing, stage, my_first, k, form)
         s = warpgroup_mma_wait(PRODUCTS, [scores])
         release(k.empty.index(stage))
-        s = _modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
+        s = modified(s, row + diagonal, n * k.ROWS, cap_scale, slope)
         if form.TILE_Q > 0:
             if kind != FULL:
                 s = where_shown(bits, s, float("-inf"))
@@ -463,13 +476,3 @@ def _visit_key_tiles(
     mbarrier.wait(v.full.index(stage), phase)
     o, o_rest = start_values(p, o, o_rest, v, stage, form)
     return o, o_rest, earlier, row_sum, m_scaled, pair + 1
-
-
-@gluon.jit
-def _modified(s, diagonal, first_key, cap_scale, slope):
-    """Scores with what changes them. `diagonal` `[M]`: the key that lies at no distance from each row."""
-    if cap_scale is not None:
-        s = capped(s, cap_scale)
-    if slope is not None:
-        s = lowered_by_distance(s, diagonal, first_key, slope)
-    return s

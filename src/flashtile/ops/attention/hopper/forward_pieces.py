@@ -8,13 +8,14 @@ from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     tma_store,
     tma_store_wait,
     warpgroup_mma,
 )
 from flashtile.ops.attention.hopper.eight_bits import values_operand, weights_operand
-from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, release, scale_rows
-from flashtile.ops.attention.hopper.scores import LOG2_E
+from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, place_of, release, scale_rows
+from flashtile.ops.attention.hopper.scores import LOG2_E, capped, lowered_by_distance
 
 
 @aggregate
@@ -27,6 +28,7 @@ class Form:
     HALVES: gl.constexpr
     IN_TURN: gl.constexpr
     OUT_IN_Q: gl.constexpr
+    QUERY_PLACES: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -36,8 +38,8 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        TILE_Q, TILE_K,
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, QUERY_PLACES, PACKED, HAS_LEFT,
+        HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
@@ -45,6 +47,7 @@ class Form:
         self.HALVES = gl.constexpr(HALVES)
         self.IN_TURN = gl.constexpr(IN_TURN)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.QUERY_PLACES = gl.constexpr(QUERY_PLACES)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -54,18 +57,18 @@ class Form:
 
 
 @gluon.jit
-def take_queries(q, WHICH: gl.constexpr, s_layout: gl.constexpr, form):
+def take_queries(q, place, s_layout: gl.constexpr, form):
     """The operand of the scores, in registers or where it lies; in registers its place is free for the next tile."""
-    q_tile = matrix(q.tiles.index(WHICH), M, q.WIDTH)
+    q_tile = matrix(q.tiles.index(place), M, q.WIDTH)
     q_rest = q_tile
     if q.REST > 0:
-        q_rest = matrix(q.rest.index(WHICH), M, q.REST)
+        q_rest = matrix(q.rest.index(place), M, q.REST)
     if form.Q_IN_REGISTERS:
         layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 32 // q.tiles.dtype.primitive_bitwidth)
         q_tile = q_tile.load(layout)
         if q.REST > 0:
             q_rest = q_rest.load(layout)
-        release(q.empty.index(WHICH))
+        release(q.empty.index(place))
     return q_tile, q_rest
 
 
@@ -96,8 +99,25 @@ def start_values(p, o, o_rest, v, stage, form):
 
 
 @gluon.jit
+def skip_key_tiles(count, k, v, pair, form, WHICH: gl.constexpr):
+    """Releases the next key tiles without a look, and lets the other consumers have its turns. Returns the number of
+    tiles taken from the rings so far."""
+    for _ in range(count):
+        stage, phase = place_of(pair, k.STAGES)
+        mbarrier.wait(k.full.index(stage), phase)
+        release(k.empty.index(stage))
+        mbarrier.wait(v.full.index(stage), phase)
+        release(v.empty.index(stage))
+        pair += 1
+        if form.IN_TURN:
+            begin_turn(WHICH)
+            end_turn(WHICH, form.CONSUMERS)
+    return pair
+
+
+@gluon.jit
 def begin_turn(WHICH: gl.constexpr):
-    """Waits until the consumer before this one has started its products. Every consumer visits as many key tiles."""
+    """Waits until the consumer before this one has started its products. Every consumer has as many turns."""
     gl.inline_asm_elementwise(_named_barrier("sync", WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -112,6 +132,16 @@ def end_turn(WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 def _named_barrier(action, consumer):
     """PTX of the barrier of a consumer and the one before it. Triton counts its own barriers from 0."""
     return f"barrier.cta.{action}.aligned {8 + consumer}, 256; mov.b32 $0, 0;"
+
+
+@gluon.jit
+def modified(s, diagonal, first_key, cap_scale, slope):
+    """Scores with what changes them. `diagonal` `[M]`: the key that lies at no distance from each row."""
+    if cap_scale is not None:
+        s = capped(s, cap_scale)
+    if slope is not None:
+        s = lowered_by_distance(s, diagonal, first_key, slope)
+    return s
 
 
 @gluon.jit

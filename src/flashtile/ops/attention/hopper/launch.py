@@ -33,6 +33,7 @@ from flashtile.ops.attention.hopper.configs import (
     choose_config,
     column_chunks,
     out_in_q,
+    query_places,
     tile_width,
 )
 from flashtile.ops.attention.hopper.eight_bits import attention_transpose_kernel
@@ -78,6 +79,7 @@ class Variant(NamedTuple):
     chunks_v: tuple[int, int]
     config: HopperConfig
     out_in_q: bool
+    query_places: int
     packed: bool
     has_left: bool
     has_right: bool
@@ -232,6 +234,7 @@ def _plan(
         column_chunks(head_dim_v, dtype),
         config,
         out_in_q(config, head_dim, head_dim_v, dtype),
+        query_places(config, head_dim, head_dim_v, dtype),
         packed,
         left,
         right,
@@ -342,6 +345,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         "HALVES": config.halves,
         "IN_TURN": config.in_turn,
         "OUT_IN_Q": variant.out_in_q,
+        "QUERY_PLACES": variant.query_places,
         "PACKED": variant.packed,
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,

@@ -319,6 +319,34 @@ def key_tile_ranges(
 
 
 @gluon.jit
+def consumer_key_tiles(
+    first, my_first, rows, shift, keys, window_left, window_right,
+    ROWS: gl.constexpr, N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SKIPS: gl.constexpr,
+):  # fmt: skip
+    """Of the key tiles that are loaded for `ROWS` query rows from `first` on those that a consumer visits, as
+    `key_tile_ranges`, and how many it leaves out before these (they come from the last to the first) and after them.
+
+    SKIPS: it visits what its own rows from `my_first` on see, and at least one; else all.
+    """
+    begin, full_begin, full_end, end = key_tile_ranges(
+        first, rows, shift, keys, window_left, window_right, ROWS, N, HAS_LEFT, HAS_RIGHT
+    )
+    before = 0
+    after = 0
+    if SKIPS:
+        my_begin, full_begin, full_end, my_end = key_tile_ranges(
+            my_first, rows, shift, keys, window_left, window_right, M, N, HAS_LEFT, HAS_RIGHT
+        )
+        my_begin = gl.minimum(my_begin, end - 1)
+        my_end = gl.minimum(my_end, end)
+        before = end - my_end
+        after = my_begin - begin
+        begin = my_begin
+        end = my_end
+    return begin, full_begin, full_end, end, before, after
+
+
+@gluon.jit
 def mask_scores(
     s, row, first_key, shift, keys, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):  # fmt: skip
@@ -335,10 +363,10 @@ def mask_scores(
 
 @gluon.jit
 def row_maximum(s):
-    """`[M]`: four maxima in parallel, then theirs, which shortens the chain of comparisons."""
-    N: gl.constexpr = s.shape[1]
-    quarters = gl.max(gl.reshape(s, [M, 4, N // 4]), 1)
-    return gl.convert_layout(gl.max(quarters, 1), gl.SliceLayout(1, s.type.layout))
+    """`[M]`. First of what a thread holds, two columns in turn: no comparison waits for the one just before it, and
+    ptxas compares a thread's second row while the exponentials of its first are computed."""
+    own = gl.max(gl.reshape(s, [M, s.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(gl.max(own, 1), gl.SliceLayout(1, s.type.layout))
 
 
 @gluon.jit
