@@ -19,7 +19,6 @@ _HEADS = {
     "96": Call(head_dim=96, head_dim_v=96),
     "64x128": Call(head_dim=64, head_dim_v=128),
     "128": Call(head_dim=128, head_dim_v=128),
-    "128-short": Call(head_dim=128, head_dim_v=128, seq_q=1024, seq_k=1024),
     "192x128": Call(head_dim=192, head_dim_v=128),
     "192": Call(head_dim=192, head_dim_v=192),
     "256x192": Call(head_dim=256, head_dim_v=192),
@@ -41,6 +40,9 @@ FORMS = {
     for head, call in _HEADS.items()
     for mask, changes in _MASKS.items()
     if head not in _SHARE_A_ROW or mask in ("full", "packed")
+} | {
+    f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
+    for head, mask in (("64-long", "causal"), ("128", "packed"), ("256", "full"))
 }
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {
@@ -104,6 +106,11 @@ BACKWARD_FORMS = {
         f"{width}-{name}": _backward(width, width, False, False, False, ScoreVariant(**changes))
         for width in (64, 128, 256)
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
+    },
+    **{
+        f"{width}-fp16{'-packed' * packed}": _backward(width, width, packed, False, False)._replace(dtype=torch.float16)
+        for width in (64, 128, 256)
+        for packed in (False, True)
     },
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
     "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),

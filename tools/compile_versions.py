@@ -5,7 +5,8 @@ For another version than the pinned one, unpack its wheel and put it first on th
     pip download --no-deps --dest wheels triton==3.8.0 && unzip -q wheels/triton-3.8.0*.whl -d triton-3.8.0
     PYTHONPATH=triton-3.8.0:src:tests python tools/compile_versions.py
 
-Prints a line for each, and fails where a product is serialised or a kernel does not compile.
+Prints a line for each, and fails where a product is serialised, where a register may be read before it has a value, or
+where a kernel does not compile.
 """
 
 from __future__ import annotations
@@ -14,19 +15,21 @@ import sys
 
 import triton
 
+from control_flow import unset_registers
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
-from machine_code import Binary, compile_hopper, compile_hopper_backward, serialised_products
+from machine_code import Binary, compile_hopper, compile_hopper_backward, sass, serialised_products
 
 
 def report(name: str, binary: Binary, expected: bool = False) -> bool:
-    """Prints a line. Returns whether products are serialised that are not expected to be."""
+    """Prints a line. Returns whether products are serialised that are not expected to be, or the code is wrong."""
     serialised = bool(serialised_products(binary, "sm_90a"))
+    unset = bool(unset_registers(sass(binary)))
     print(
         f"triton {triton.__version__} {name}: {binary.shared_memory} bytes of shared memory, "
-        f"{binary.spilled} spilled{', SERIALISED' if serialised else ''}",
+        f"{binary.spilled} spilled{', SERIALISED' if serialised else ''}{', UNSET REGISTERS' if unset else ''}",
         flush=True,
     )
-    return serialised and not expected
+    return unset or (serialised and not expected)
 
 
 def main() -> int:

@@ -17,12 +17,21 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from control_flow import unset_registers
 from flashtile import BlockMask, patterns
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import compile_kernel, pointer
 from flashtile.ops.attention import operator, select
-from flashtile.ops.attention.hopper import backward_launch, backward_walk, blocks, configs, launch, pieces
+from flashtile.ops.attention.hopper import (
+    backward_launch,
+    backward_pieces,
+    backward_walk,
+    blocks,
+    configs,
+    launch,
+    pieces,
+)
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -284,7 +293,9 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
-_NUMBERS = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y)
+_NUMBERS = SimpleNamespace(
+    maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y, cdiv=lambda x, y: -(-x // y)
+)
 
 
 @pytest.mark.parametrize("tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 20, 1, 8), (2, 5, 2, 8)])
@@ -331,6 +342,72 @@ def test_steps_of_a_key_tile_in_the_backward(
         step = backward_walk.step_after.fn(walk, *step)
 
 
+_BANDS = [(None, None), (None, 0), (None, 70), (0, 0), (127, 0), (200, 30), (5, None)]
+_LENGTHS = [(1, 1), (192, 192), (500, 333), (333, 500), (700, 64), (130, 0), (64, 1000)]
+
+
+def _visible(query: int, keys: int, shift: int, left: int | None, right: int | None) -> range:
+    """The keys that a query sees."""
+    begin = 0 if left is None else max(0, query + shift - left)
+    return range(begin, keys if right is None else min(keys, query + shift + right + 1))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("consumers, keys_of_a_tile", [(3, 128), (2, 64), (2, 128)])
+@pytest.mark.parametrize("left, right", _BANDS)
+@pytest.mark.parametrize("rows, keys", _LENGTHS)
+def test_key_tiles_of_a_consumer(
+    rows: int, keys: int, left: int | None, right: int | None, consumers: int, keys_of_a_tile: int, skips: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """All that are loaded are visited or left out; what a row sees is visited; what needs no mask every row sees."""
+    monkeypatch.setattr(pieces, "gl", _NUMBERS)
+    monkeypatch.setattr(pieces, "M", 64)
+    monkeypatch.setattr(pieces, "key_tile_ranges", pieces.key_tile_ranges.fn)
+    band = (left or 0, right or 0)
+    flags = (left is not None, right is not None)
+    size = 64 * consumers
+    for shift, first in itertools.product({0, keys - rows}, range(0, rows, size)):
+        begin, _, _, end = pieces.key_tile_ranges(first, rows, shift, keys, *band, size, keys_of_a_tile, *flags)
+        for my_first in range(first, first + size, 64):
+            mine = pieces.consumer_key_tiles.fn(
+                first, my_first, rows, shift, keys, *band, size, keys_of_a_tile, *flags, skips
+            )
+            my_begin, full_begin, full_end, my_end, before, after = mine
+            assert before >= 0 and after >= 0 and my_begin < my_end
+            assert before + (my_end - my_begin) + after == end - begin and my_begin == begin + after
+            for query in range(my_first, min(my_first + 64, rows)):
+                seen = _visible(query, keys, shift, left, right)
+                tiles = {key // keys_of_a_tile for key in seen}
+                assert tiles <= set(range(my_begin, my_end))
+                for tile in range(max(my_begin, full_begin), min(my_end, full_end)):
+                    assert tile * keys_of_a_tile in seen and (tile + 1) * keys_of_a_tile - 1 in seen
+
+
+@pytest.mark.parametrize("left, right", [band for band in _BANDS if band[0] is None])
+@pytest.mark.parametrize("rows, keys", _LENGTHS)
+def test_steps_of_the_backward_that_no_mask_cuts(
+    rows: int, keys: int, left: None, right: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ones, as many as there are: each of their queries sees all keys of the tile."""
+    for module in (backward_pieces, backward_walk):
+        monkeypatch.setattr(module, "gl", _NUMBERS)
+    for shift, first in itertools.product({0, keys - rows}, range(0, keys, 128)):
+        ranges = backward_pieces.query_tile_ranges.fn(
+            first, keys, shift, rows, 0, right or 0, 128, 64, False, right is not None
+        )
+        begin, _, _, end = ranges
+        uncut = backward_walk.uncut_tiles.fn(*ranges)
+        whole = [
+            all(
+                {first, first + 127} <= set(_visible(query, keys, shift, left, right))
+                for query in range(tile * 64, min(tile * 64 + 64, rows))
+            )
+            for tile in range(end - 1, begin - 1, -1)
+        ]
+        assert whole[:uncut] == [True] * uncut and not any(whole[uncut:])
+
+
 # Coordinates of packed sequences
 
 
@@ -372,6 +449,7 @@ def test_machine_code(form: str) -> None:
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
     assert binary.spilled <= (_SPILLS_8 if call.dtype is torch.float8_e4m3fn else _SPILLS[config.consumers])
     assert serialised_products(binary, "sm_90a") == []
+    assert unset_registers(sass(binary)) == []
     _assert_softmax_overlaps_products(_instructions(binary), config)
     _assert_consumers_take_turns(_instructions(binary), config)
     if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
@@ -393,8 +471,11 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
 
 
 def _assert_consumers_take_turns(instructions: list[str], config: configs.HopperConfig) -> None:
-    """Where they do, each opens the next one's barrier once in the loop, and the last the first one's before it."""
-    assert sum("BAR.ARV" in line for line in instructions) == (config.consumers + 1) * config.in_turn
+    """Where they do, each opens the next one's barrier in the loop as soon as its products are under way."""
+    signs = {"GMMA": "H", "BAR.ARV": "t", "WARPGROUP.DEPBAR": "W"}
+    events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
+    assert len(re.findall("HtW", events)) == config.consumers * config.in_turn
+    assert config.in_turn or "t" not in events
 
 
 def _assert_the_loop_without_a_band_is_in_one_piece(instructions: list[str], config: configs.HopperConfig) -> None:
@@ -441,9 +522,31 @@ def test_machine_code_of_the_backward(form: str) -> None:
     assert binary.shared_memory <= configs.backward_shared_memory(config, *heads) <= _LIMIT
     assert binary.spilled <= _BACKWARD_SPILLS
     assert bool(serialised_products(binary, "sm_90a")) is (form in SERIALISED)
+    assert unset_registers(sass(binary)) == []
     assert any("HGMMA" in line for line in _instructions(binary))
     for kernel in ("begin", "end"):
         assert compile_hopper_backward(kernel, variant).spilled == 0
+
+
+_LISTING = """
+        /*0000*/                   S2UR UR4, SR_CTAID.X ;
+        /*0010*/              @!P1 BRA `(.L_x_2) ;
+        /*0020*/                   UIADD3 UR6, UP0, UR4, 0x2, URZ ;
+.L_x_1:
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R36, gdesc[UR4], RZ, !UPT ;
+        /*0040*/               @P2 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0050*/                   UIADD3 UR9, UP0, UR6, 0x2, URZ ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_registers_that_a_branch_leaves_without_a_value() -> None:
+    """A value from ahead of the loop is read behind it; a product reads two pairs of registers."""
+    product = "HGMMA.64x64x16.F32.BF16 R36, gdesc[UR4], RZ, !UPT"
+    assert unset_registers(_LISTING) == [product, "UIADD3 UR9, UP0, UR6, 0x2, URZ"]
+    whole = _LISTING.replace("@!P1 BRA `(.L_x_2)", "ULDC.64 UR6, c[0x0][0x860]").replace("S2UR UR4", "ULDC.64 UR4")
+    assert unset_registers(whole) == []
 
 
 @pytest.mark.parametrize("sinks", [False, True])

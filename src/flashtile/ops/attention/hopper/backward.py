@@ -55,8 +55,10 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wait_sum,
     wide_zeros,
 )
+from flashtile.ops.attention.hopper.backward_split import sum_dk, sum_dv
 from flashtile.ops.attention.hopper.backward_walk import (
     Form,
+    await_last_sum,
     find_keys,
     hear_keys,
     hear_next_keys,
@@ -154,8 +156,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (_sum_dq, (False, summing, producing)),
-                (_sum_dv, (scoring,)),
-                (_sum_dk, (grading,)),
+                (sum_dv, (scoring,)),
+                (sum_dk, (grading,)),
                 (load_tiles, (producing,)),
             ],
             [4, 4, 1],
@@ -163,10 +165,11 @@ def attention_backward_kernel(
         )
     else:
         fence_async_shared()
-        working = (
-            form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
-            listing, changing, scale, storing, mailbox, call,
+        stepping = (
+            form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing,
+            window_left, window_right,
         )  # fmt: skip
+        working = (form, k, v, q, dout, dscores_empty, scale, storing, mailbox, call, stepping)
         if PRODUCER:
             gl.warp_specialize(
                 [
@@ -189,16 +192,8 @@ def attention_backward_kernel(
 @gluon.jit
 def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     """dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `_sum_dq`."""
-    (
-        form, k, v, q, dout, statistics, dscores, dscores_full, dscores_empty,
-        listing, changing, scale, storing, mailbox, call,
-    ) = inputs  # fmt: skip
-    dtype: gl.constexpr = q.tiles.dtype
-    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
-    QUERIES: gl.constexpr = form.M // form.PARTS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    window_left, window_right = call[9], call[10]
-    zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
+    form, k, v, q, dout, dscores_empty, scale, storing, mailbox, call, stepping = inputs
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M // form.PARTS, 16])
     count = 0
     before = 0
     found = hear_keys(mailbox, count, form)
@@ -213,60 +208,22 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
         dv, dv_rest = wide_zeros(dout)
         mbarrier.wait(k.full.index(mine), key_phase)
         mbarrier.wait(v.full.index(mine), key_phase)
-        head, tile = step_of(walk, 0)
-        for it in range(walk.total):
-            stage, phase = place_of(before + it, q.STAGES)
-            place, place_phase = place_of(before + it, form.HANDOVERS)
-            q_tile, q_rest = chunks_of(q, stage)
-            dout_tile, dout_rest = chunks_of(dout, stage)
-            mbarrier.wait(q.full.index(stage), phase)
-            for part in gl.static_range(form.PARTS):
-                s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
-                lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
-                if form.TILE_K > 0:
-                    if part == 0:
-                        head, tile, kind = hear_step(listing, before + it, q, form)
-                s = warpgroup_mma_wait(0, [s])
-                query = tile * form.M + part * QUERIES
-                s, tanh = modified_scores(s, key, query, head, walk, changing)
-                if form.TILE_K > 0:
-                    if kind != FULL:
-                        column = tile * form.PARTS + part
-                        bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
-                        s = where_shown(bits, s, float("-inf"))
-                p = gl.exp2(s * changing[0] - lse[None, :])
-                if form.MAY_CUT:
-                    if (tile < walk.full_begin) | (tile >= walk.full_end):
-                        p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
-                probs = pack(p, dtype)
-                factors = probs
-                if changing[1] is not None:
-                    factors = pack(p * (1.0 - tanh * tanh), dtype)
-                if part == 0:
-                    mbarrier.wait(dout.full.index(stage), phase)
-                dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
-                dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
-                delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
-                dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-                ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
-                if part == 0:
-                    mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-                slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
-                if part == form.PARTS - 1:
-                    fence_async_shared()
-                    mbarrier.arrive(dscores_full.index(place), count=1)
-                dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
-                dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
-                if part == form.PARTS - 1:
-                    release(dout.empty.index(stage))
-                dk, dk_rest = wait_sum(0, q, dk, dk_rest)
-            release(q.empty.index(stage))
-            head, tile = step_after(walk, head, tile)
+        step = step_of(walk, 0)
+        sums = (dk, dk_rest, dv, dv_rest)
+        keys = (row, key, k_tile, k_rest, v_tile, v_rest)
+        uncut = 0
+        if form.CUT_LAST:
+            uncut = walk.uncut
+            for it in range(uncut):
+                step, sums = _add_step(it, step, sums, before, walk, keys, stepping, False, WHICH)
+        for it in range(uncut, walk.total):
+            step, sums = _add_step(it, step, sums, before, walk, keys, stepping, form.MAY_CUT, WHICH)
+        dk, dk_rest, dv, dv_rest = sums
         dk_desc, dk_rest_desc, dv_desc, dv_rest_desc = storing
         store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, row, form.PACKED)
         before += walk.total
         count += 1
-        _await_last_sum(walk, before, form, dscores_empty)
+        await_last_sum(walk, before, form, dscores_empty)
         dk = dk * scale
         dk_rest = dk_rest * scale
         # Keys are what the next tile needs first: where both gradients fit there, they leave through the values' place.
@@ -284,134 +241,69 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
 
 
 @gluon.jit
-def _sum_dv(inputs):
-    """dv of all keys, and for `_sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
+def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, WHICH: gl.constexpr):
+    """Step `it` of a walk: its part of dk and dv, and `dsᵀ` for `_sum_dq`. Returns the next step and the sums.
+
+    CUT: a mask may cut its tile.
+    """
     (
-        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, listing, changing, storing, mailbox, call,
-    ) = inputs  # fmt: skip
+        form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing, window_left, window_right
+    ) = stepping  # fmt: skip
+    head, tile = step
+    dk, dk_rest, dv, dv_rest = sums
+    row, key, k_tile, k_rest, v_tile, v_rest = keys
     dtype: gl.constexpr = q.tiles.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    window_left, window_right = call[9], call[10]
-    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    count = 0
-    before = 0
-    found = hear_keys(mailbox, count, form)
-    while found[0] >= 0:
-        walk = walk_of(found, call, form)
-        key = walk.first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        mine, key_phase = keys_of(count, 0, form)
-        k_tile, k_rest = chunks_of(k, mine)
-        dv, dv_rest = wide_zeros(dout)
-        mbarrier.wait(k.full.index(mine), key_phase)
-        head, tile = step_of(walk, 0)
-        for it in range(walk.total):
-            stage, phase = place_of(before + it, q.STAGES)
-            place, place_phase = place_of(before + it, form.HANDOVERS)
-            q_tile, q_rest = chunks_of(q, stage)
-            mbarrier.wait(q.full.index(stage), phase)
-            s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
-            lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
-            if form.TILE_K > 0:
+    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
+    QUERIES: gl.constexpr = form.M // form.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
+    stage, phase = place_of(before + it, q.STAGES)
+    place, place_phase = place_of(before + it, form.HANDOVERS)
+    q_tile, q_rest = chunks_of(q, stage)
+    dout_tile, dout_rest = chunks_of(dout, stage)
+    mbarrier.wait(q.full.index(stage), phase)
+    for part in gl.static_range(form.PARTS):
+        s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
+        lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
+        if form.TILE_K > 0:
+            if part == 0:
                 head, tile, kind = hear_step(listing, before + it, q, form)
-            s = warpgroup_mma_wait(0, [s])
-            s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
-            if form.TILE_K > 0:
-                if kind != FULL:
-                    bits = load_bits(listing[0], kind, walk.first, tile, form.M, form.TILE_K, form.TILE_Q)
-                    s = where_shown(bits, s, float("-inf"))
-            p = gl.exp2(s * changing[0] - lse[None, :])
-            if form.MAY_CUT:
-                if (tile < walk.full_begin) | (tile >= walk.full_end):
-                    p = mask_probs(p, key, tile * form.M, walk.shift, walk.seq_k, window_left, window_right, form)
-            release(q.empty.index(stage))
-            probs = pack(p, dtype)
-            mbarrier.wait(probs_empty.index(place), place_phase ^ 1)
-            if changing[1] is not None:
-                probs_smem.index(place).store(pack(p * (1.0 - tanh * tanh), dtype))
-            else:
-                probs_smem.index(place).store(probs)
-            mbarrier.arrive(probs_full.index(place), count=1)
+        s = warpgroup_mma_wait(0, [s])
+        query = tile * form.M + part * QUERIES
+        s, tanh = modified_scores(s, key, query, head, walk, changing)
+        if form.TILE_K > 0:
+            if kind != FULL:
+                column = tile * form.PARTS + part
+                bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
+                s = where_shown(bits, s, float("-inf"))
+        p = gl.exp2(s * changing[0] - lse[None, :])
+        if CUT:
+            if (tile < walk.full_begin) | (tile >= walk.full_end):
+                p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
+        probs = pack(p, dtype)
+        factors = probs
+        if changing[1] is not None:
+            factors = pack(p * (1.0 - tanh * tanh), dtype)
+        if part == 0:
             mbarrier.wait(dout.full.index(stage), phase)
-            dout_tile, dout_rest = chunks_of(dout, stage)
-            dv, dv_rest = start_sum(probs, dout_tile, dout_rest, 0, dv, dv_rest, dout.REST)
-            dv, dv_rest = wait_sum(0, dout, dv, dv_rest)
-            release(dout.empty.index(stage))
-            head, tile = step_after(walk, head, tile)
-        before += walk.total
-        if walk.total > 0:  # `_sum_dk` has read the values for the last time before it took the last weights
-            place, place_phase = place_of(before - 1, form.HANDOVERS)
-            mbarrier.wait(probs_empty.index(place), place_phase)
-        else:
-            mbarrier.wait(v.full.index(mine), key_phase)
-        count += 1
-        _, _, dv_desc, dv_rest_desc = storing
-        store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, walk.first, form.PACKED)
-        found = hear_next_keys(found, mailbox, count, form)
-        tma_store_wait(0)
-        release(v.empty.index(mine))
-
-
-@gluon.jit
-def _sum_dk(inputs):
-    """dk of all keys, and `dsᵀ` for `_sum_dq`, from the `pᵀ` of `_sum_dv`."""
-    (
-        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty,
-        dscores, dscores_full, dscores_empty, scale, storing, mailbox, call,
-    ) = inputs  # fmt: skip
-    dtype: gl.constexpr = q.tiles.dtype
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
-    zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
-    count = 0
-    before = 0
-    found = hear_keys(mailbox, count, form)
-    while found[0] >= 0:
-        walk = walk_of(found, call, form)
-        mine, key_phase = keys_of(count, 0, form)
-        v_tile, v_rest = chunks_of(v, mine)
-        dk, dk_rest = wide_zeros(q)
-        mbarrier.wait(v.full.index(mine), key_phase)
-        for it in range(walk.total):
-            stage, phase = place_of(before + it, q.STAGES)
-            place, place_phase = place_of(before + it, form.HANDOVERS)
-            dout_tile, dout_rest = chunks_of(dout, stage)
-            mbarrier.wait(dout.full.index(stage), phase)
-            dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
-            mbarrier.wait(q.full.index(stage), phase)
-            delta = load_statistics(statistics.index(stage), 1, 0, form.M, s_layout)
-            dp = warpgroup_mma_wait(0, [dp])
-            release(dout.empty.index(stage))
-            mbarrier.wait(probs_full.index(place), place_phase)
-            p = probs_smem.index(place).load(s_layout).to(gl.float32)
-            release(probs_empty.index(place))
-            ds = pack(p * (dp - delta[None, :]), dtype)
+        dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
+        dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
+        delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
+        dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
+        ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
+        if part == 0:
             mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-            dscores.index(place).store(ds)
+        slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
+        if part == form.PARTS - 1:
             fence_async_shared()
             mbarrier.arrive(dscores_full.index(place), count=1)
-            q_tile, q_rest = chunks_of(q, stage)
-            dk, dk_rest = start_sum(ds, q_tile, q_rest, 0, dk, dk_rest, q.REST)
-            dk, dk_rest = wait_sum(0, q, dk, dk_rest)
-            release(q.empty.index(stage))
-        mbarrier.wait(k.full.index(mine), key_phase)
-        before += walk.total
-        count += 1
-        _await_last_sum(walk, before, form, dscores_empty)
-        # `_sum_dv` has read the keys before it gave the last weights.
-        dk = dk * scale
-        dk_rest = dk_rest * scale
-        dk_desc, dk_rest_desc, _, _ = storing
-        store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, walk.first, form.PACKED)
-        found = hear_next_keys(found, mailbox, count, form)
-        tma_store_wait(0)
-        release(k.empty.index(mine))
-
-
-@gluon.jit
-def _await_last_sum(walk, steps, form, dscores_empty):
-    """Until `_sum_dq` has read the keys for the last time; `steps`: of all tiles so far."""
-    if walk.total > 0:
-        place, phase = place_of(steps - 1, form.HANDOVERS)
-        mbarrier.wait(dscores_empty.index(place), phase)
+        dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
+        dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
+        if part == form.PARTS - 1:
+            release(dout.empty.index(stage))
+        dk, dk_rest = wait_sum(0, q, dk, dk_rest)
+    release(q.empty.index(stage))
+    return step_after(walk, head, tile), (dk, dk_rest, dv, dv_rest)
 
 
 @gluon.jit

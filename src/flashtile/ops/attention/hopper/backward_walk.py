@@ -40,7 +40,11 @@ class Form:
     SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
     the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
-    even one that is never taken, keeps ptxas from mixing what is before and behind it).
+    even one that is never taken, keeps ptxas from mixing what is before and behind it), CUT_LAST: what it cuts are the
+    last steps of a walk, and they have a loop of their own. Not where a tile of queries is as large as one of keys, for
+    there they are the larger part of a short sequence; nor in packed calls, where registers do not suffice in float16;
+    nor where keys have two places: ptxas 12.8 computes their addresses ahead of the first loop, which may not run, for
+    both.
     """
 
     KEYS: gl.constexpr
@@ -58,6 +62,7 @@ class Form:
     MAY_CUT: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
+    CUT_LAST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -79,6 +84,8 @@ class Form:
         self.MAY_CUT = gl.constexpr(MAY_CUT)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
+        last = MAY_CUT and not HAS_LEFT and not PACKED and TILE_K == 0
+        self.CUT_LAST = gl.constexpr(last and STAYS and M < KEYS and KEY_STAGES == 1)
 
 
 @aggregate
@@ -87,8 +94,8 @@ class Walk:
 
     `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
     many they are. `shift`: the key of query 0's diagonal. `last`: the query tile that comes first. Those in
-    `[full_begin, full_end)` need no mask. `place`: tile 0 of the first head among all tiles of statistics and sums,
-    `line` tiles for each head.
+    `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of the first head among all
+    tiles of statistics and sums, `line` tiles for each head.
     """
 
     first: gl.tensor
@@ -107,11 +114,12 @@ class Walk:
     full_end: gl.tensor
     place: gl.tensor
     line: gl.tensor
+    uncut: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, last, group, total,
-        full_begin, full_end, place, line,
+        full_begin, full_end, place, line, uncut,
     ):  # fmt: skip
         self.first = first
         self.sequence = sequence
@@ -129,6 +137,7 @@ class Walk:
         self.full_end = full_end
         self.place = place
         self.line = line
+        self.uncut = uncut
 
 
 @gluon.jit
@@ -231,13 +240,20 @@ def walk_of(found, call, form):
         first, seq_k, shift, seq_q, window_left, window_right, form.KEYS, form.M, form.HAS_LEFT, form.HAS_RIGHT
     )
     total = group * (end - begin)
+    uncut = group * uncut_tiles(begin, full_begin, full_end, end)
     if form.TILE_K > 0:
         total = found[3]
     return Walk(
         first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, gl.to_tensor(end - 1),
         gl.to_tensor(group), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end), place,
-        gl.to_tensor(query_tiles),
+        gl.to_tensor(query_tiles), uncut,
     )  # fmt: skip
+
+
+@gluon.jit
+def uncut_tiles(begin, full_begin, full_end, end):
+    """How many query tiles, from the last one on, need no mask (ranges as of `query_tile_ranges`)."""
+    return gl.where(full_end < end, 0, gl.maximum(end - gl.maximum(full_begin, begin), 0))
 
 
 @gluon.jit
@@ -386,3 +402,11 @@ def hear_step(listing, it, q, form):
     tile = hear(news, place, 0)
     kind = hear(news, place, 1)
     return hear(news, place, 2), tile, kind
+
+
+@gluon.jit
+def await_last_sum(walk, steps, form, dscores_empty):
+    """Until the sums' warpgroup has read the keys for the last time; `steps`: of all tiles so far."""
+    if walk.total > 0:
+        place, phase = place_of(steps - 1, form.HANDOVERS)
+        mbarrier.wait(dscores_empty.index(place), phase)
