@@ -6,6 +6,7 @@ For attention, `Call` describes a call from outside. `plan` takes it the way tha
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import tempfile
@@ -15,7 +16,6 @@ from unittest import mock
 
 import torch
 import triton
-from triton.backends.nvidia.compiler import get_ptxas
 
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
@@ -212,7 +212,12 @@ def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
 
 def instructions(asm: dict[str, str | bytes]) -> str:
     """NVIDIA's machine instructions."""
-    return _run_tool("nvdisasm", "-c", asm["cubin"])
+    return _disassembled(asm["cubin"])
+
+
+@functools.lru_cache(maxsize=2)
+def _disassembled(cubin: bytes) -> str:
+    return _run_tool("nvdisasm", "-c", cubin)
 
 
 def compile_hopper(call: Call) -> Binary:
@@ -242,26 +247,19 @@ def sass(binary: Binary) -> str:
     return instructions(binary.asm)
 
 
-def serialised_products(binary: Binary, target: str) -> list[str]:
-    """What ptxas says of matrix products that it makes wait for one another, with its reason (messages C7510 to
-    C7520): "Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."."""
-    messages = _run(_ptxas(target), f"-v --gpu-name={target} --output-file=/dev/null", binary.asm["ptx"].encode())
-    return [line for line in messages.splitlines() if "serialized" in line]
+def serialises_products(binary: Binary) -> bool:
+    """Whether ptxas makes matrix products wait for one another (its warnings C7510 to C7520).
 
-
-def _ptxas(target: str) -> str:
-    """The ptxas that Triton uses for a target: its wheel carries two, and a version's PTX may be too new for one."""
-    return get_ptxas(int(re.sub(r"\D", "", target))).path
+    Then each of a chain of instructions is committed by itself and awaited, not only the last one.
+    """
+    products = [line for line in sass(binary).splitlines() if "GMMA." in line]
+    return bool(products) and all("gsb0" in line for line in products)
 
 
 def _run_tool(name: str, options: str, data: bytes) -> str:
-    return _run(str(_TOOLS / name), options, data)
-
-
-def _run(program: str, options: str, data: bytes) -> str:
     """What one of NVIDIA's tools says of a file of `data`, on both its outputs."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        command = [program, *options.split(), file.name]
+        command = [str(_TOOLS / name), *options.split(), file.name]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout

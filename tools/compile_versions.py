@@ -17,12 +17,12 @@ import triton
 
 from control_flow import unset_registers
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
-from machine_code import Binary, compile_hopper, compile_hopper_backward, sass, serialised_products
+from machine_code import Binary, compile_hopper, compile_hopper_backward, sass, serialises_products
 
 
 def report(name: str, binary: Binary, expected: bool = False) -> bool:
     """Prints a line. Returns whether products are serialised that are not expected to be, or the code is wrong."""
-    serialised = bool(serialised_products(binary, "sm_90a"))
+    serialised = serialises_products(binary)
     unset = bool(unset_registers(sass(binary)))
     print(
         f"triton {triton.__version__} {name}: {binary.shared_memory} bytes of shared memory, "
