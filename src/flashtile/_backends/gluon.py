@@ -6,6 +6,7 @@ names move. What differs between versions is settled here.
 
 from __future__ import annotations
 
+import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -41,6 +42,11 @@ else:
         _semantic.builder.create_async_tma_reduce(kind, tensor_desc.handle, place, src.handle)
 
 
+#: Whether products stay asynchronous where two loops, one behind the other, add to sums that fill most registers. With
+#: Triton 3.9 ptxas makes them wait for one another; 3.8 was not tried.
+SUMS_PASS_LOOPS = triton.__version__.startswith(("3.6.", "3.7."))
+
+
 @builtin
 def reinterpret(tile, dtype, shape, layout, _semantic=None):
     """A tile in shared memory with another type, shape and layout; a public method since 3.9."""
@@ -49,6 +55,7 @@ def reinterpret(tile, dtype, shape, layout, _semantic=None):
 
 
 __all__ = [
+    "SUMS_PASS_LOOPS",
     "GluonASTSource",
     "aggregate",
     "async_copy",

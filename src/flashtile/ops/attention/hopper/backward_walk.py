@@ -3,7 +3,7 @@
 Letters as in `pieces` and `backward`.
 """
 
-from flashtile._backends.gluon import aggregate, gl, gluon, mbarrier, tma_load
+from flashtile._backends.gluon import SUMS_PASS_LOOPS, aggregate, gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, query_tile_ranges
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
@@ -44,7 +44,7 @@ class Form:
     last steps of a walk, and they have a loop of their own. Not where a tile of queries is as large as one of keys, for
     there they are the larger part of a short sequence; nor in packed calls, where registers do not suffice in float16;
     nor where keys have two places: ptxas 12.8 computes their addresses ahead of the first loop, which may not run, for
-    both.
+    both; nor with a Triton whose ptxas has such sums wait (`SUMS_PASS_LOOPS`).
     """
 
     KEYS: gl.constexpr
@@ -84,7 +84,7 @@ class Form:
         self.MAY_CUT = gl.constexpr(MAY_CUT)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
-        last = MAY_CUT and not HAS_LEFT and not PACKED and TILE_K == 0
+        last = MAY_CUT and not HAS_LEFT and not PACKED and TILE_K == 0 and SUMS_PASS_LOOPS
         self.CUT_LAST = gl.constexpr(last and STAYS and M < KEYS and KEY_STAGES == 1)
 
 
