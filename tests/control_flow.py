@@ -8,7 +8,6 @@ basic blocks, and for each of them follows which uniform registers have a value 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 _LABEL = re.compile(r"\s*(\.L_x?\w+):")
 _INSTRUCTION = re.compile(r'/\*[0-9a-f]{4,}\*/\s+(BRX .*BRANCH_TARGETS .*?"|.*?;)')
@@ -92,14 +91,10 @@ def _known(
     waiting = [0]
     while waiting:
         begin = waiting.pop()
-        values = known[begin].union(*_writes(effects[begin : blocks[begin]]))
+        values = known[begin].union(*(writes for _, writes in effects[begin : blocks[begin]]))
         for target in following[begin]:
             both = values & known.get(target, values)
             if both != known.get(target):
                 known[target] = both
                 waiting.append(target)
     return known
-
-
-def _writes(effects: Iterable[tuple[set[int], set[int]]]) -> Iterable[set[int]]:
-    return (writes for _, writes in effects)

@@ -250,10 +250,11 @@ def sass(binary: Binary) -> str:
 def serialises_products(binary: Binary) -> bool:
     """Whether ptxas makes matrix products wait for one another (its warnings C7510 to C7520).
 
-    Then each of a chain of instructions is committed by itself and awaited, not only the last one.
+    Then each of a chain of instructions is committed by itself and awaited, else only the last one: here, of more than
+    half of all instructions.
     """
     products = [line for line in sass(binary).splitlines() if "GMMA." in line]
-    return bool(products) and all("gsb0" in line for line in products)
+    return 2 * sum("gsb0" in line for line in products) > len(products)
 
 
 def _run_tool(name: str, options: str, data: bytes) -> str:
