@@ -28,8 +28,8 @@ CONSUMER_ROWS = 64
 #: lanes.
 PRODUCER_REGISTERS = 24
 
-#: Numbers of queries up to which a sequence is short, and from which on it is long.
-SHORT, LONG = 1024, 8192
+#: Numbers of queries up to which a sequence is short, and below which it is with a band.
+SHORT, SHORT_CAUSAL = 256, 2048
 
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
@@ -48,7 +48,8 @@ class HopperConfig(NamedTuple):
         registers: of a consumer's thread.
         max_registers: of a thread at the start; all of the program's threads have 64 Ki.
         q_in_registers: a consumer takes its queries into registers; their place is free for the next tile at once.
-        halves: the second half of a tile's exponentials comes after the wait for the product of the tile before.
+        ahead: columns of a tile whose exponentials come while the product of the tile before is in flight, a power of
+            two or 0; the others come after it.
         in_turn: consumers start their products one after the other.
     """
 
@@ -58,7 +59,7 @@ class HopperConfig(NamedTuple):
     registers: int
     max_registers: int
     q_in_registers: bool
-    halves: bool
+    ahead: int
     in_turn: bool = False
 
     @property
@@ -130,7 +131,7 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
         backward = choose_backward_config(call.head_dim, call.head_dim_v, blocks=True)
         block_m, block_n = backward.block_m, backward.block_n
     else:
-        forward = choose_config(call.head_dim, call.head_dim_v, LONG, False, False, True, call.dtype)
+        forward = choose_config(call.head_dim, call.head_dim_v, SHORT_CAUSAL, False, False, True, call.dtype)
         block_m, block_n = forward.block_m, forward.block_n
     if tile_q % block_m or tile_k % block_n:
         return (
@@ -174,29 +175,34 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
-    # Three consumers: more queries per byte of keys (509; two consumers 451). Then 160 registers are too few for
-    # `halves`, and nothing is gained by them at this width. In turn: causal 475 against 460 (16,384 tokens).
-    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, False, in_turn=True)),
-    # `halves` 5 % faster. Four stages of half the keys, or keys and values released together: nothing gained. Queries
-    # in registers: such products take longer to issue (622 against 648).
-    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
-    # Shared memory: the queries stay there, and the output goes where they were.
-    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, True)),
-    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, True)),
-    # 684; without `halves` 674. In turn: 0.7 % fewer cycles.
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, True, in_turn=True)),
+    # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
+    # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
+    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, in_turn=True)),
+    # Half of the exponentials ahead: up to 3 % more cycles. None: 6 to 11 % more. Four stages of half the keys, or keys
+    # and values released together: nothing gained. Queries in registers: such products take longer to issue (622 for
+    # 648).
+    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 32)),
+    # Shared memory: the output of one consumer after the other goes through one place.
+    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 32)),
+    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 8)),
+    # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 8, in_turn=True)),
 )
 
-#: Instead of the row of 64 columns, where sequences are short, and where there is a band: fewer rows of a tile are
-#: masked at its edges (causal, 2,048 tokens: 376; three consumers 341. 8,192 tokens: 439 and 451).
-_NARROW = HopperConfig(2, 128, 4, 240, 168, True, True)
+#: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
+#: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
+#: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
+_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64)
 
 #: The same with 8-bit operands: products are added up in registers of their own, so there is no room for a third
 #: consumer, and half the bytes make room for more stages.
 _ROWS_8 = (
-    (128, 128, HopperConfig(2, 128, 4, 240, 168, False, True)),
-    (256, 128, HopperConfig(2, 128, 3, 240, 168, False, True)),
+    (128, 128, HopperConfig(2, 128, 4, 240, 168, False, 64)),
+    (256, 128, HopperConfig(2, 128, 3, 240, 168, False, 64)),
 )
+
+#: Instead of the row of 65 to 128 columns, where there is no mask: 4 % fewer cycles at 8,192 tokens, causal 3 % more.
+_UNMASKED_8 = HopperConfig(2, 128, 4, 240, 168, False, 32)
 
 
 def choose_config(
@@ -210,18 +216,22 @@ def choose_config(
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
     block mask; its tiles are usually of 128 queries."""
-    if dtype is FP8:
-        return next(config for heads, heads_v, config in _ROWS_8 if head_dim <= heads and head_dim_v <= heads_v)
     widest = max(head_dim, head_dim_v)
-    short = max_seqlen_q < LONG if right else max_seqlen_q <= SHORT
+    if dtype is FP8:
+        if 64 < widest <= 128 and not (left or right or blocks):
+            return _UNMASKED_8
+        return next(config for heads, heads_v, config in _ROWS_8 if head_dim <= heads and head_dim_v <= heads_v)
+    short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
     if widest <= 64 and (left or blocks or short):
         return _NARROW
     return next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
 
 
-def out_in_q(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether the output leaves through the shared memory of the queries: only where it has no room of its own."""
-    return _shared_memory(config, head_dim, head_dim_v, dtype, places=1, own_out=True) > SHARED_MEMORY
+def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Places for output on its way out: one for each consumer, or where there is no room for that, one after the
+    other uses the same."""
+    room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=config.consumers)
+    return config.consumers if room <= SHARED_MEMORY else 1
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -229,22 +239,23 @@ def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: to
     while the last products are computed."""
     if config.q_in_registers:
         return 1
-    return 2 if _shared_memory(config, head_dim, head_dim_v, dtype, places=2, own_out=True) <= SHARED_MEMORY else 1
+    room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=2, outs=config.consumers)
+    return 2 if room <= SHARED_MEMORY else 1
 
 
 def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Estimate of the shared memory of a program, in bytes; a test compiles every row and holds it to the limit."""
-    places = query_places(config, head_dim, head_dim_v, dtype)
-    own_out = not out_in_q(config, head_dim, head_dim_v, dtype)
-    return _shared_memory(config, head_dim, head_dim_v, dtype, places, own_out)
+    queries = query_places(config, head_dim, head_dim_v, dtype)
+    outs = out_places(config, head_dim, head_dim_v, dtype)
+    return _shared_memory(config, head_dim, head_dim_v, dtype, queries, outs)
 
 
 def _shared_memory(
-    config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, places: int, own_out: bool
+    config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, queries: int, outs: int
 ) -> int:
     width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v, dtype))
-    read = config.block_m * places * width + config.block_n * config.stages * (width + width_v)
-    written = config.block_m * width_v * own_out
+    read = config.block_m * queries * width + config.block_n * config.stages * (width + width_v)
+    written = CONSUMER_ROWS * outs * width_v
     return dtype.itemsize * read + 2 * written + _OVERHEAD
 
 

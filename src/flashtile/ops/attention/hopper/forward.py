@@ -57,11 +57,14 @@ from flashtile.ops.attention.hopper.forward_pieces import (
     start_values,
     store_out,
     take_queries,
+    wait_values,
 )
 from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     PAIRS_TOGETHER,
+    WARPGROUP,
     M,
+    barriers,
     consumer_key_tiles,
     finish_numbers,
     hear_tile,
@@ -80,7 +83,7 @@ from flashtile.ops.attention.hopper.pieces import (
     row_sums,
     scale_rows,
     settled,
-    split_columns,
+    split_off,
     tell_tile,
     tile_in_order,
 )
@@ -98,8 +101,8 @@ def attention_forward_kernel(
     stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
     stride_descale_v_batch, stride_descale_v_head, descale_group,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, HALVES: gl.constexpr, IN_TURN: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, QUERY_PLACES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr, IN_TURN: gl.constexpr,
+    OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
@@ -112,22 +115,19 @@ def attention_forward_kernel(
     """
     EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     form = Form(
-        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, QUERY_PLACES, PACKED, HAS_LEFT, HAS_RIGHT,
+        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED, HAS_LEFT, HAS_RIGHT,
         TOP_LEFT, TILE_Q, TILE_K,
     )  # fmt: skip
     q = make_ring(q_desc, q_rest_desc, CONSUMERS * QUERY_PLACES, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
     v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS, TRANSPOSED=EIGHT_BITS)
-    if OUT_IN_Q:
-        out = q.tiles
-        out_rest = q.rest
-    else:
-        out = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS] + out_desc.block_shape, out_desc.layout)
-        out_rest = out
-        if out_rest_desc is not None:
-            out_rest = gl.allocate_shared_memory(
-                out_desc.dtype, [CONSUMERS] + out_rest_desc.block_shape, out_rest_desc.layout
-            )
+    out = gl.allocate_shared_memory(out_desc.dtype, [OUT_PLACES] + out_desc.block_shape, out_desc.layout)
+    out_rest = out
+    if out_rest_desc is not None:
+        out_rest = gl.allocate_shared_memory(
+            out_desc.dtype, [OUT_PLACES] + out_rest_desc.block_shape, out_rest_desc.layout
+        )
+    out_free = barriers(CONSUMERS, WARPGROUP)
     mailbox = make_mailbox(CONSUMERS)
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
@@ -149,7 +149,7 @@ def attention_forward_kernel(
         batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
     )  # fmt: skip
     consuming = (
-        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
+        form, q, k, v, mailbox, out, out_rest, out_free, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
         listing, descales,
     )  # fmt: skip
@@ -253,7 +253,7 @@ def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
 def _consumer(WHICH: gl.constexpr, inputs):
     """Computes the `WHICH`-th 64 rows of each tile. It visits the key tiles that some of these rows see."""
     (
-        form, q, k, v, mailbox, out, out_rest, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
+        form, q, k, v, mailbox, out, out_rest, out_free, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr, sinks_ptr,
         batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
         listing, descales,
     ) = inputs  # fmt: skip
@@ -310,7 +310,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
             row, shift, seq_k, window_left, window_right, unit,
             seq_k - seq_q, cap_unit, slope, my_first, listing, form, WHICH,
         )  # fmt: skip
-        if not form.Q_IN_REGISTERS and not form.OUT_IN_Q:
+        if not form.Q_IN_REGISTERS:
             release(q.empty.index(mine))
         # While the last product is in flight: what comes next, and the statistics.
         heard += 1
@@ -328,23 +328,26 @@ def _consumer(WHICH: gl.constexpr, inputs):
         else:
             offset = (sequence.to(gl.int64) * heads + head) * rows_q
         gl.store(lse_ptr + offset + row, lse, mask=row < seq_q)
-        if v.REST > 0:
-            o, o_rest = warpgroup_mma_wait(0, [o, o_rest])
-        else:
-            o = warpgroup_mma_wait(0, [o])
+        o, o_rest = wait_values(o, o_rest, v)
         last_stage, _ = place_of(pair - 1, v.STAGES)
         release(v.empty.index(last_stage))
         if SKIPS and form.HAS_LEFT:
             pair = skip_key_tiles(after, k, v, pair, form, WHICH)
         if form.EIGHT_BITS:
             o, o_rest = add_product(earlier, o, o_rest, v)
+        if form.OUT_PLACES > 1:
+            OUT: gl.constexpr = WHICH
+        else:
+            OUT: gl.constexpr = 0
+            # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
+            mbarrier.wait(out_free.index(WHICH), ((heard - 1) & 1) ^ (1 if WHICH == 0 else 0))
         store_out(
-            o, o_rest, inverse, out.index(WHICH), out_rest.index(WHICH), out_desc, out_rest_desc,
+            o, o_rest, inverse, out.index(OUT), out_rest.index(OUT), out_desc, out_rest_desc,
             sequence, head, begin, seq_q, my_first, v, form,
         )  # fmt: skip
-        if form.OUT_IN_Q:
+        if form.OUT_PLACES == 1:
             tma_store_wait(0)
-            release(q.empty.index(mine))
+            release(out_free.index((WHICH + 1) % form.CONSUMERS))
     tma_store_wait(0)
 
 
@@ -437,36 +440,27 @@ def _visit_key_tiles(
         if form.EIGHT_BITS:
             m_scaled -= WEIGHT_SCALE_LOG2
         row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        x = s * scale_log2 - m_scaled[:, None]
-        if form.HALVES:
-            # The second half of the exponentials comes after the wait, among the conversions and the rescaling: the
-            # units for exponentials work while the others do.
-            x, x_later = split_columns(x)
-            probs = gl.exp2(x)
+        if form.AHEAD > 0:
+            # Only some of the exponentials come while `p v` is in flight, the others among the conversions and the
+            # rescaling: the units for exponentials work while the others do.
+            pieces = split_off(s * scale_log2 - m_scaled[:, None], form.AHEAD)
+            probs = gl.exp2(pieces[0])
             row_sum = settled(row_sum + row_sums(probs))
-            if v.REST > 0:
-                o, o_rest, probs, x_later = warpgroup_mma_wait(0, [o, o_rest, probs, x_later])
-            else:
-                o, probs, x_later = warpgroup_mma_wait(0, [o, probs, x_later])
+            o, o_rest = wait_values(o, o_rest, v)
             release(v.empty.index(v_stage))
-            probs_later = gl.exp2(x_later)
-            row_sum += row_sums(probs_later)
-            if form.EIGHT_BITS:
-                p = rounded_weights(join_columns(probs, probs_later, s_layout))
-            else:
-                p = join_columns(probs.to(dtype), probs_later.to(dtype), p_layout)
+            for i in gl.static_range(1, len(pieces)):
+                more = gl.exp2(pieces[i])
+                row_sum += row_sums(more)
+                probs = join_columns(probs, more)
         else:
-            probs = gl.exp2(x)
-            row_sum = settled(row_sum + row_sums(probs))
-            if v.REST > 0:
-                o, o_rest, probs = warpgroup_mma_wait(0, [o, o_rest, probs])
-            else:
-                o, probs = warpgroup_mma_wait(0, [o, probs])
+            o, o_rest = wait_values(o, o_rest, v)
             release(v.empty.index(v_stage))
-            if form.EIGHT_BITS:
-                p = rounded_weights(probs)
-            else:
-                p = gl.convert_layout(probs.to(dtype), p_layout)
+            probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
+            row_sum += row_sums(probs)
+        if form.EIGHT_BITS:
+            p = rounded_weights(gl.convert_layout(probs, s_layout, assert_trivial=True))
+        else:
+            p = gl.convert_layout(probs.to(dtype), p_layout)
         if form.EIGHT_BITS:
             total, total_rest = add_product(earlier, o, o_rest, v)
             earlier = (total, total_rest, alpha)

@@ -12,6 +12,7 @@ from flashtile._backends.gluon import (
     tma_store,
     tma_store_wait,
     warpgroup_mma,
+    warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.eight_bits import values_operand, weights_operand
 from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, place_of, release, scale_rows
@@ -25,9 +26,9 @@ class Form:
     EIGHT_BITS: gl.constexpr
     CONSUMERS: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
-    HALVES: gl.constexpr
+    AHEAD: gl.constexpr
     IN_TURN: gl.constexpr
-    OUT_IN_Q: gl.constexpr
+    OUT_PLACES: gl.constexpr
     QUERY_PLACES: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
@@ -38,15 +39,15 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, HALVES, IN_TURN, OUT_IN_Q, QUERY_PLACES, PACKED, HAS_LEFT,
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED, HAS_LEFT,
         HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
-        self.HALVES = gl.constexpr(HALVES)
+        self.AHEAD = gl.constexpr(AHEAD)
         self.IN_TURN = gl.constexpr(IN_TURN)
-        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.OUT_PLACES = gl.constexpr(OUT_PLACES)
         self.QUERY_PLACES = gl.constexpr(QUERY_PLACES)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
@@ -95,6 +96,16 @@ def start_values(p, o, o_rest, v, stage, form):
         p = gl.convert_layout(p, layout, assert_trivial=True)
         rest = values_operand(v.rest.index(stage), v.ROWS, v.REST)
         o_rest = warpgroup_mma(p, rest, o_rest, use_acc=ADDS, is_async=True)
+    return o, o_rest
+
+
+@gluon.jit
+def wait_values(o, o_rest, v):
+    """Waits until no product is in flight."""
+    if v.REST > 0:
+        o, o_rest = warpgroup_mma_wait(0, [o, o_rest])
+    else:
+        o = warpgroup_mma_wait(0, [o])
     return o, o_rest
 
 

@@ -32,7 +32,7 @@ from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     choose_config,
     column_chunks,
-    out_in_q,
+    out_places,
     query_places,
     tile_width,
 )
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
     chunks: tuple[int, int]
     chunks_v: tuple[int, int]
     config: HopperConfig
-    out_in_q: bool
+    out_places: int
     query_places: int
     packed: bool
     has_left: bool
@@ -233,7 +233,7 @@ def _plan(
         column_chunks(head_dim, dtype),
         column_chunks(head_dim_v, dtype),
         config,
-        out_in_q(config, head_dim, head_dim_v, dtype),
+        out_places(config, head_dim, head_dim_v, dtype),
         query_places(config, head_dim, head_dim_v, dtype),
         packed,
         left,
@@ -342,9 +342,9 @@ def kernel_source(variant: Variant) -> KernelSource:
         "REGISTERS": config.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "Q_IN_REGISTERS": config.q_in_registers,
-        "HALVES": config.halves,
+        "AHEAD": config.ahead,
         "IN_TURN": config.in_turn,
-        "OUT_IN_Q": variant.out_in_q,
+        "OUT_PLACES": variant.out_places,
         "QUERY_PLACES": variant.query_places,
         "PACKED": variant.packed,
         "HAS_LEFT": variant.has_left,

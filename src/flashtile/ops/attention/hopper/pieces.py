@@ -412,16 +412,23 @@ def settled(sums):
 
 
 @gluon.jit
-def split_columns(x):
-    """Two `[M, N / 2]` of one `[M, N]`, each thread keeping what it holds."""
+def split_off(x, COUNT: gl.constexpr):
+    """`[M, N]` in pieces: the first `COUNT` columns, and then so many each time as came before. Each thread keeps what
+    it holds."""
     N: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N // 2, 16])
-    left, right = gl.split(gl.permute(gl.reshape(x, [M, 2, N // 2]), [0, 2, 1]))
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+    if N == COUNT:
+        pieces = (x,)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(x, [M, 2, N // 2]), [0, 2, 1]))
+        layout: gl.constexpr = product_layout(N // 2)
+        left = gl.convert_layout(left, layout, assert_trivial=True)
+        pieces = split_off(left, COUNT) + (gl.convert_layout(right, layout, assert_trivial=True),)
+    return pieces
 
 
 @gluon.jit
-def join_columns(left, right, layout: gl.constexpr):
-    """The inverse of `split_columns`, as an operand of the given layout."""
+def join_columns(left, right):
+    """Two pieces side by side."""
     joined = gl.permute(gl.join(left, right), [0, 2, 1])
-    return gl.convert_layout(gl.reshape(joined, [M, 2 * left.shape[1]]), layout, assert_trivial=True)
+    N: gl.constexpr = 2 * left.shape[1]
+    return gl.convert_layout(gl.reshape(joined, [M, N]), product_layout(N), assert_trivial=True)
