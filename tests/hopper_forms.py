@@ -13,8 +13,7 @@ from machine_code import Call
 _HEADS = {
     "16": Call(head_dim=16, head_dim_v=16),
     "64": Call(),
-    "64-short": Call(seq_q=1024, seq_k=1024),
-    "64-long": Call(seq_q=16384, seq_k=16384),
+    "64-short": Call(seq_q=256, seq_k=256),
     "80": Call(head_dim=80, head_dim_v=80),
     "96": Call(head_dim=96, head_dim_v=96),
     "64x128": Call(head_dim=64, head_dim_v=128),
@@ -42,7 +41,7 @@ FORMS = {
     if head not in _SHARE_A_ROW or mask == "full"
 } | {
     f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
-    for head, mask in (("64-long", "causal"), ("128", "packed"), ("256", "full"))
+    for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"))
 }
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {
@@ -52,7 +51,7 @@ SCORE_FORMS = {
 }
 #: With a block mask, and beside a band.
 BLOCK_FORMS = {
-    "64-blocks": _HEADS["64-long"]._replace(block_tile=(128, 128)),
+    "64-blocks": _HEADS["64"]._replace(block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
 }
 #: 8-bit operands: each row of their table, and all that a call may have.
@@ -95,6 +94,7 @@ BACKWARD_FORMS = {
     "64": _backward(64, 64, False, False, False),
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
     "128": _backward(128, 128, False, False, False),
+    "128-long": _backward(128, 128, False, False, False)._replace(cut_last=True),
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
     "256": _backward(256, 256, False, False, False),
     "256-packed-window-ordered": _backward(256, 256, True, True, True),
@@ -112,6 +112,7 @@ BACKWARD_FORMS = {
         for width in (64, 128, 256)
         for packed in (False, True)
     },
+    "128-long-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, dtype=torch.float16),
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
     "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),
     "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),

@@ -96,7 +96,7 @@ def attention_backward_kernel(
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MAY_CUT: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
     key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
@@ -108,7 +108,7 @@ def attention_backward_kernel(
     )  # fmt: skip
     form = Form(
         KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, TILE_Q, TILE_K,
+        MAY_CUT, CUT_LAST, TILE_Q, TILE_K,
     )  # fmt: skip
     call = (
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,

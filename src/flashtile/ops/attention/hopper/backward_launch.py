@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
+from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
@@ -76,6 +77,7 @@ class BackwardVariant(NamedTuple):
     wide_strides: bool = False
     sinks: bool = False
     may_cut: bool = True
+    cut_last: bool = False
 
 
 class Launch(NamedTuple):
@@ -238,7 +240,9 @@ def _plan(
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
     may_cut = packed or variant.has_left or variant.has_right or rows_k % config.block_n != 0
-    main, end = _launcher("main", variant._replace(may_cut=may_cut), device), _launcher("end", variant, device)
+    cut_last = may_cut and heads // heads_kv * rows_q >= _LONG_WALK and may_cut_last(variant)
+    main = _launcher("main", variant._replace(may_cut=may_cut, cut_last=cut_last), device)
+    end = _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
         *(batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles),
@@ -273,6 +277,27 @@ def _plan(
         4 * (sums + statistics + quiet + counter),
         4 * (sums + statistics + quiet + counter + turns),
     )
+
+
+#: Steps of a walk, times queries of a tile, from which on two loops are faster than one. Thousands of cycles of all
+#: kernels at D 128, causal, with one loop and with two: 512 tokens 669 and 701, 2,048 1,298 and 1,312, 4,096 2,146 and
+#: 2,144, 8,192 3,937 and 3,861.
+_LONG_WALK = 8192
+
+
+def may_cut_last(variant: BackwardVariant) -> bool:
+    """Whether the steps that a mask cuts may have a loop of their own. They are the last ones where no window ends on
+    the left.
+
+    Not where a tile of queries is as large as one of keys, for there they are the larger part of a short sequence; nor
+    in packed calls, where registers do not suffice in float16, or beside ALiBi, where scalars spill in either loop; nor
+    where keys have two places: ptxas 12.8 computes their addresses ahead of the first loop, which may not run, for
+    both.
+    """
+    config = variant.config
+    they_are_last = not variant.has_left and variant.block_tile is None
+    few = config.producer and config.block_m < config.block_n and config.key_stages == 1
+    return they_are_last and few and not variant.packed and not variant.scores.alibi and SUMS_PASS_LOOPS
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
@@ -388,6 +413,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
         "MAY_CUT": variant.may_cut,
+        "CUT_LAST": variant.cut_last,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
         **block_constants(variant.block_tile),

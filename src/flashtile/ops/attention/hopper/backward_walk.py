@@ -3,7 +3,7 @@
 Letters as in `pieces` and `backward`.
 """
 
-from flashtile._backends.gluon import SUMS_PASS_LOOPS, aggregate, gl, gluon, mbarrier, tma_load
+from flashtile._backends.gluon import aggregate, gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, query_tile_ranges
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
@@ -41,10 +41,7 @@ class Form:
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
     the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
     even one that is never taken, keeps ptxas from mixing what is before and behind it), CUT_LAST: what it cuts are the
-    last steps of a walk, and they have a loop of their own. Not where a tile of queries is as large as one of keys, for
-    there they are the larger part of a short sequence; nor in packed calls, where registers do not suffice in float16;
-    nor where keys have two places: ptxas 12.8 computes their addresses ahead of the first loop, which may not run, for
-    both; nor with a Triton whose ptxas has such sums wait (`SUMS_PASS_LOOPS`).
+    last steps of a walk, and they have a loop of their own (`backward_launch`).
     """
 
     KEYS: gl.constexpr
@@ -60,14 +57,14 @@ class Form:
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
     MAY_CUT: gl.constexpr
+    CUT_LAST: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
-    CUT_LAST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, TILE_Q, TILE_K,
+        MAY_CUT, CUT_LAST, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
@@ -82,10 +79,9 @@ class Form:
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
         self.TOP_LEFT = gl.constexpr(TOP_LEFT)
         self.MAY_CUT = gl.constexpr(MAY_CUT)
+        self.CUT_LAST = gl.constexpr(CUT_LAST)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
-        last = MAY_CUT and not HAS_LEFT and not PACKED and TILE_K == 0 and SUMS_PASS_LOOPS
-        self.CUT_LAST = gl.constexpr(last and STAYS and M < KEYS and KEY_STAGES == 1)
 
 
 @aggregate
