@@ -30,16 +30,16 @@ from flashtile.ops.attention.hopper.configs import HopperConfig
 TOKENS, COLUMNS = 16384, 2048
 CUTS = {
     128: {
-        "4 stages, halves": HopperConfig(2, 128, 4, 240, 168, False, True),
-        "4 stages": HopperConfig(2, 128, 4, 240, 168, False, False),
-        "3 stages, halves": HopperConfig(2, 128, 3, 240, 168, False, True),
-        "queries in registers": HopperConfig(2, 128, 4, 240, 168, True, True),
-        "64 keys": HopperConfig(2, 64, 8, 240, 168, False, True),
+        "half ahead": HopperConfig(2, 128, 4, 240, 168, False, 64),
+        "a quarter ahead": HopperConfig(2, 128, 4, 240, 168, False, 32),
+        "none ahead": HopperConfig(2, 128, 4, 240, 168, False, 0),
+        "queries in registers": HopperConfig(2, 128, 4, 240, 168, True, 64),
+        "64 keys": HopperConfig(2, 64, 8, 240, 168, False, 32),
     },
     64: {
-        "3 consumers": HopperConfig(3, 128, 6, 160, 128, False, False),
-        "2 consumers": HopperConfig(2, 128, 6, 240, 168, False, True),
-        "2, queries in registers": HopperConfig(2, 128, 6, 240, 168, True, True),
+        "3 consumers": HopperConfig(3, 128, 6, 160, 128, False, 0),
+        "2 consumers": HopperConfig(2, 128, 6, 240, 168, False, 64),
+        "2, queries in registers": HopperConfig(2, 128, 6, 240, 168, True, 64),
     },
 }
 
