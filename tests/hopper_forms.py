@@ -56,6 +56,8 @@ BLOCK_FORMS = {
 }
 #: 8-bit operands: each row of their table, and all that a call may have.
 FP8_FORMS = {
+    "fp8-64": _HEADS["64"]._replace(dtype=torch.float8_e4m3fn),
+    "fp8-64-window": _HEADS["64"]._replace(**_MASKS["window"], dtype=torch.float8_e4m3fn),
     "fp8-64-packed": _HEADS["64"]._replace(**_MASKS["packed"], dtype=torch.float8_e4m3fn, descales=True),
     "fp8-128": _HEADS["128"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-128-causal-blocks": _HEADS["128"]._replace(

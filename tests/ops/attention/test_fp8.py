@@ -269,8 +269,26 @@ def test_hopper_kernel_over_the_tiles_of_a_block_mask(tile: tuple[int, int], hea
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits() -> None:
-    case = Case(batch=6, heads=8, heads_kv=8, seq_q=1300, seq_k=1300, head_dim=128, head_dim_v=128)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=1, seq_q=2300, seq_k=2200, head_dim=64, head_dim_v=64),
+        Case(batch=1, seq_q=2200, seq_k=2500, head_dim=64, head_dim_v=48),
+        Case(lengths=((2200, 0, 1, 200), (2300, 33, 1, 0)), head_dim=64, head_dim_v=64),
+    ],
+    ids=["more-queries", "more-keys", "packed"],
+)
+def test_hopper_kernel_with_three_consumers(case: Case) -> None:
+    """With a band, calls so long that three take turns; without one also shorter calls have three."""
+    for arguments in ({"causal": True}, {"causal": True, "softcap": 5.0}):
+        check(Case(**{**vars(case), "arguments": arguments}), "hopper", "cuda", rounds_weights=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_hopper_kernel_with_more_tiles_than_multiprocessors_gives_the_same_bits(head_dim: int) -> None:
+    case = Case(batch=6, heads=8, heads_kv=8, seq_q=1300, seq_k=1300, head_dim=head_dim, head_dim_v=head_dim)
     for arguments in ({}, {"causal": True}):
         problem = Problem(Case(**{**vars(case), "arguments": arguments}), "cuda")
         check(problem.case, "hopper", "cuda", rounds_weights=True)

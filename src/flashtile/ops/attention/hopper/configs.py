@@ -194,12 +194,15 @@ _ROWS = (
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
 _NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64)
 
-#: The same with 8-bit operands: products are added up in registers of their own, so there is no room for a third
-#: consumer, and half the bytes make room for more stages.
+#: The same with 8-bit operands: products are added up in registers of their own, and half the bytes make room for more
+#: stages.
 _ROWS_8 = (
     (128, 128, HopperConfig(2, 128, 4, 240, 168, False, 64)),
     (256, 128, HopperConfig(2, 128, 3, 240, 168, False, 64)),
 )
+
+#: Instead of it, for 64 columns: 20 % faster at 8,192 tokens, causal 9 %. Not where `_NARROW` would serve.
+_SMALL_8 = HopperConfig(3, 128, 6, 160, 128, False, 0, in_turn=True)
 
 #: Instead of the row of 65 to 128 columns, where there is no mask: 4 % fewer cycles at 8,192 tokens, causal 3 % more.
 _UNMASKED_8 = HopperConfig(2, 128, 4, 240, 168, False, 32)
@@ -217,14 +220,16 @@ def choose_config(
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
     block mask; its tiles are usually of 128 queries."""
     widest = max(head_dim, head_dim_v)
-    if dtype is FP8:
-        if 64 < widest <= 128 and not (left or right or blocks):
-            return _UNMASKED_8
-        return next(config for heads, heads_v, config in _ROWS_8 if head_dim <= heads and head_dim_v <= heads_v)
-    short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
-    if widest <= 64 and (left or blocks or short):
-        return _NARROW
-    return next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
+    rows = _ROWS_8 if dtype is FP8 else _ROWS
+    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    if widest <= 64:
+        short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
+        if left or blocks or short:
+            return row if dtype is FP8 else _NARROW
+        return _SMALL_8 if dtype is FP8 else row
+    if dtype is FP8 and widest <= 128 and not (left or right or blocks):
+        return _UNMASKED_8
+    return row
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
