@@ -13,9 +13,9 @@ tile, with `c = scale · log2(e)` (letters as in `pieces`)::
 
 and in the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change `s` (`scores`); a sink joins `l` at the
 end; where operands have 8 bits, `p` is rounded otherwise and `p v` added up otherwise (`eight_bits`). `p v` of the tile
-before is in flight while the exponentials of a tile are computed. Key tiles come from the last to the first, so that
-the masked ones of the diagonal come first. It is one loop with a branch for masks; one without it, behind a loop for
-the masked tiles, was no faster.
+before is in flight while some exponentials of a tile are computed (`AHEAD`). Key tiles come from the last to the first,
+so that the masked ones of the diagonal come first. It is one loop with a branch for masks; one without it, behind a
+loop for the masked tiles, was no faster.
 
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
