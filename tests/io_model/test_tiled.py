@@ -32,12 +32,13 @@ def test_the_portable_kernels_read_and_write_what_their_signatures_say():
 
 
 def test_the_hopper_kernels_add_up_dq_in_float32():
-    forward, begin, main, end = tiled(replace(SHAPE, dropout_p=0.0), H200).kernels
+    shape = replace(SHAPE, dropout_p=0.0, seq_q=1536)  # whole tiles of 192 and of 128 rows
+    forward, begin, main, end = tiled(shape, H200).kernels
     assert "hopper" in forward.name and forward.phase == "fwd" and {begin.phase, main.phase, end.phase} == {"bwd"}
     sums = [t for work in (begin, main, end) for t in work.transfers if t.tensor == "sums of dq"]
     assert [t.writes for t in sums] == [True, False, True, False]  # zeros; added to; read for dq
-    assert {t.size for t in sums} == {2 * SHAPE.sizes["q"]}
-    assert main.flops == 5 * 2 * SHAPE.pairs * 64 and forward.flops == 2 * 2 * SHAPE.pairs * 64
+    assert {t.size for t in sums} == {2 * shape.sizes["q"]}
+    assert main.flops == 5 * 2 * shape.pairs * 64 and forward.flops == 2 * 2 * shape.pairs * 64
 
 
 @pytest.mark.parametrize("name", io_model.DEVICES)
@@ -54,7 +55,7 @@ def test_tiles_move_a_fraction_of_the_standard_computation(name, head_dim, causa
 
 def test_recomputation_costs_products():
     """Seven instead of six with one backward kernel, nine with two."""
-    shape = io_model.Shape(1, 1, 1024, 64)
+    shape = io_model.Shape(1, 1, 1536, 64)  # whole tiles of 192 and of 128 rows
     one, standard = tiled(shape, H200).flops, io_model.standard(shape).flops
     assert one == pytest.approx(standard * 7 / 6)
     assert tiled(shape, H200, backend="triton").flops == pytest.approx(standard * 9 / 6)
