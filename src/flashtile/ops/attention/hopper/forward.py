@@ -459,12 +459,10 @@ def _visit_key_tiles(
             row_sum += row_sums(probs)
         if form.EIGHT_BITS:
             p = rounded_weights(gl.convert_layout(probs, s_layout, assert_trivial=True))
-        else:
-            p = gl.convert_layout(probs.to(dtype), p_layout)
-        if form.EIGHT_BITS:
             total, total_rest = add_product(earlier, o, o_rest, v)
             earlier = (total, total_rest, alpha)
         else:
+            p = gl.convert_layout(probs.to(dtype), p_layout)
             o, o_rest = scale_rows(o, o_rest, alpha, v)
 
     mbarrier.wait(v.full.index(stage), phase)
