@@ -240,7 +240,7 @@ def _plan(
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
     may_cut = packed or variant.has_left or variant.has_right or rows_k % config.block_n != 0
-    cut_last = may_cut and heads // heads_kv * rows_q >= _LONG_WALK and may_cut_last(variant)
+    cut_last = may_cut and heads // heads_kv * rows_q >= _LONG_WALK and _may_cut_last(variant)
     main = _launcher("main", variant._replace(may_cut=may_cut, cut_last=cut_last), device)
     end = _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
@@ -285,7 +285,7 @@ def _plan(
 _LONG_WALK = 8192
 
 
-def may_cut_last(variant: BackwardVariant) -> bool:
+def _may_cut_last(variant: BackwardVariant) -> bool:
     """Whether the steps that a mask cuts may have a loop of their own. They are the last ones where no window ends on
     the left.
 
@@ -296,8 +296,9 @@ def may_cut_last(variant: BackwardVariant) -> bool:
     """
     config = variant.config
     they_are_last = not variant.has_left and variant.block_tile is None
-    few = config.producer and config.block_m < config.block_n and config.key_stages == 1
-    return they_are_last and few and not variant.packed and not variant.scores.alibi and SUMS_PASS_LOOPS
+    they_are_few = config.block_m < config.block_n
+    registers_suffice = config.producer and not variant.packed and not variant.scores.alibi
+    return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:

@@ -205,7 +205,7 @@ _ROWS_8 = (
 _SMALL_8 = HopperConfig(3, 128, 6, 160, 128, False, 0, in_turn=True)
 
 #: Instead of the row of 65 to 128 columns, where there is no mask: 4 % fewer cycles at 8,192 tokens, causal 3 % more.
-_UNMASKED_8 = HopperConfig(2, 128, 4, 240, 168, False, 32)
+_UNMASKED_8 = _ROWS_8[0][-1]._replace(ahead=32)
 
 
 def choose_config(
