@@ -97,6 +97,7 @@ BACKWARD_FORMS = {
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
     "128": _backward(128, 128, False, False, False),
     "128-long": _backward(128, 128, False, False, False)._replace(cut_last=True),
+    "128-long-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True),
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
     "256": _backward(256, 256, False, False, False),
     "256-packed-window-ordered": _backward(256, 256, True, True, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from control_flow import unset_registers
 from flashtile import BlockMask, patterns
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import compile_kernel, pointer
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import (
@@ -285,6 +287,42 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         assert given["query_tiles"] * 128 >= 500 and given["tiles"] * 128 == 768
 
 
+@pytest.mark.parametrize(
+    "rows, keys, heads, heads_kv, head_dim, spec, cut_last",
+    [
+        (8192, 8192, 2, 2, 128, {"window_right": 0}, True),
+        (8191, 8192, 2, 2, 128, {"window_right": 0}, False),
+        (1024, 512, 8, 1, 128, {"window_right": 0}, True),
+        (1024, 512, 8, 1, 128, {"window_right": 0, "deterministic": True}, True),
+        (8192, 8100, 2, 2, 128, {}, True),
+        (8192, 8192, 2, 2, 128, {}, False),
+        (8192, 8192, 2, 2, 128, {"window_left": 99, "window_right": 0}, False),
+        (8192, 8192, 2, 2, 128, {"window_right": 0, "softcap": 9.0}, False),
+        *((8192, 8192, 2, 2, head_dim, {"window_right": 0}, False) for head_dim in (64, 192, 256)),
+    ],
+    ids=str,
+)
+def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], cut_last: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Beside ALiBi, and with a Triton that makes products wait there, they never have one."""
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
+    shapes = [torch.Size((1, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
+    strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
+    call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
+    spec = AttentionSpec(0.1, **spec)
+
+    def chosen(**changes: int) -> bool:
+        return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes).main.launch.cut_last
+
+    assert chosen() is cut_last
+    assert not chosen(alibi=2)
+    monkeypatch.setattr(backward_launch, "SUMS_PASS_LOOPS", False)
+    assert not chosen()
+
+
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
 _NUMBERS = SimpleNamespace(
     maximum=max, minimum=min, where=lambda condition, x, y: x if condition else y, cdiv=lambda x, y: -(-x // y)
@@ -466,7 +504,7 @@ def _assert_softmax_overlaps_products(instructions: list[str], config: configs.H
 
 def _assert_consumers_take_turns(instructions: list[str], variant: launch.Variant) -> None:
     """Where they do, each opens the next one's barrier once in the loop, as soon as its products are under way, and the
-    the first one's before it; with a band also where it leaves out key tiles."""
+    last the first one's before it; with a band also where it leaves out key tiles."""
     config = variant.config
     signs = {"GMMA": "H", "BAR.ARV": "t", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)

@@ -193,6 +193,18 @@ def test_three_consumers(changes: dict, arguments: dict) -> None:
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"causal": True}, {"causal": True, "align": "top_left"}, {"causal": True, "deterministic": True}, {}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("seq_q, seq_k", [(1100, 1000), (1030, 1300)])
+def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
+    """So many queries and heads for each key tile that the steps which a mask or the end of the keys cuts have a loop
+    of their own. The end of the keys cuts all steps of the last tile."""
+    sizes = {"batch": 2, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
+    check(with_arguments(replace(_LARGE, **sizes, head_dim=128, head_dim_v=128), **arguments), "hopper", "cuda")
+
+
 _BANDS = [
     {"causal": True},
     {"causal": True, "align": "top_left"},
