@@ -83,7 +83,7 @@ def _backward(
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
 ) -> BackwardVariant:
-    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None)
+    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None, left)
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
@@ -97,12 +97,23 @@ BACKWARD_FORMS = {
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
     "128": _backward(128, 128, False, False, False),
     "128-long": _backward(128, 128, False, False, False)._replace(cut_last=True),
+    "128-turns": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True),
+    "128-turns-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True, dtype=torch.float16),
+    "64-turns": _backward(64, 64, False, False, False)._replace(turns=True),
     "128-long-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True),
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
     "256": _backward(256, 256, False, False, False),
     "256-packed-window-ordered": _backward(256, 256, True, True, True),
     "192x128": _backward(192, 128, False, False, False),
-    "192x128-full": _backward(192, 128, False, False, False, right=False),
+    "64-window": _backward(64, 64, False, True, False),
+    "128-window": _backward(128, 128, False, True, False),
+    **{
+        f"{name}-uncut{suffix}": _backward(*heads, False, False, False, right=False)._replace(
+            may_cut=False, dtype=dtype
+        )
+        for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
+        for suffix, dtype in (("", torch.bfloat16), ("-fp16", torch.float16))
+    },
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
     "192": _backward(192, 192, False, False, False),
     **{

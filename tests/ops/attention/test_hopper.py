@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import math
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -307,20 +309,59 @@ def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Beside ALiBi, and with a Triton that makes products wait there, they never have one."""
-    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
-    shapes = [torch.Size((1, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
-    strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
-    call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
-    spec = AttentionSpec(0.1, **spec)
 
     def chosen(**changes: int) -> bool:
-        return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes).main.launch.cut_last
+        call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
+        return _main_variant(*call, **changes).cut_last
 
     assert chosen() is cut_last
     assert not chosen(alibi=2)
     monkeypatch.setattr(backward_launch, "SUMS_PASS_LOOPS", False)
     assert not chosen()
+
+
+@pytest.mark.parametrize(
+    "rows, keys, heads, heads_kv, spec, turns",
+    [
+        (8192, 8192, 16, 2, {"window_right": 0}, True),
+        (1024, 512, 8, 1, {"window_right": 0}, True),
+        (1023, 512, 8, 1, {"window_right": 0}, False),
+        (8192, 8192, 2, 2, {"window_right": 0}, False),
+        (8192, 8192, 16, 2, {}, False),
+        (8192, 8192, 16, 2, {"window_left": 99, "window_right": 0}, False),
+        (8192, 8192, 16, 2, {"window_right": 0, "deterministic": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_walks_of_heads_that_share_keys_turn(
+    rows: int, keys: int, heads: int, heads_kv: int, spec: dict[str, Any], turns: bool, head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    variant = _main_variant(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
+    assert variant.turns is turns
+
+
+@pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
+def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
+    scale: float, multiplied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Divided by it lse might be more than a bfloat16 holds."""
+    variant = _main_variant(512, 512, 2, 2, 128, AttentionSpec(scale), monkeypatch)
+    assert variant.config.statistics_multiplied is multiplied
+
+
+def _main_variant(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
+    monkeypatch: pytest.MonkeyPatch, **changes: int,
+) -> backward_launch.BackwardVariant:  # fmt: skip
+    """What a backward compiles for its main kernel."""
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
+    shapes = [torch.Size((1, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
+    strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
+    call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
+    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes).main.launch
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -371,6 +412,42 @@ def test_steps_of_a_key_tile_in_the_backward(
     for expected in visited:
         assert step == expected
         step = backward_walk.step_after.fn(walk, *step)
+
+
+@pytest.mark.parametrize("last, uncut, cut", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
+@pytest.mark.parametrize("up", [False, True])
+def test_tiles_of_a_walk_that_may_go_up(
+    last: int, uncut: int, cut: int, up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The uncut ones in either order, then the cut ones downwards."""
+    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
+    turned = uncut if up else 0
+    walk = SimpleNamespace(turned=last + 1 - turned, mirror=2 * last + 1 - turned)
+    form = SimpleNamespace(TURNS=True)
+    down = range(last, last - uncut - cut, -1)
+    visited = [backward_walk.turned_tile.fn(walk, tile, form) for tile in down]
+    assert visited == (list(down[:uncut])[::-1] if up else list(down[:uncut])) + list(down[uncut:])
+
+
+@pytest.mark.parametrize("tiles, lines", [(64, 16), (128, 16), (256, 16), (16, 16), (64, 1), (4, 32)])
+def test_walks_of_a_line_meet(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that take the longest walk that is left, over the query tiles of a causal square: at any time those of a
+    line are at no more than two places, one on its way down and one on its way up."""
+    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    monkeypatch.setattr(backward_walk, "_lines_together", backward_walk._lines_together.fn)
+    together = min(backward_walk._lines_together(tiles), lines)
+    ends, places = [0] * (132 // together), {}
+    for tile in range(tiles):  # of one line; the others have as many programs
+        program = min(range(len(ends)), key=ends.__getitem__)
+        steps = range(tile, tiles)
+        if not backward_walk.walks_up.fn(tile, tiles, lines, 132):
+            steps = steps[::-1]
+        for time, step in enumerate(steps, ends[program]):
+            places.setdefault(time, set()).add(step)
+        ends[program] += len(steps)
+    assert max(map(len, places.values())) <= 2
 
 
 _BANDS = [(None, None), (None, 0), (None, 70), (0, 0), (127, 0), (200, 30), (5, None)]
@@ -437,6 +514,44 @@ def test_steps_of_the_backward_that_no_mask_cuts(
             for tile in range(end - 1, begin - 1, -1)
         ]
         assert whole[:uncut] == [True] * uncut and not any(whole[uncut:])
+
+
+@pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (2100, 5000)])
+@pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
+def test_walks_visit_each_tile_of_queries_once(
+    rows: int, keys: int, m: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a causal mask, in either direction: all query tiles that see some of the keys, first those that see all of
+    them, and whose number a mask asks for is the one that is visited."""
+    numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
+    monkeypatch.setattr(backward_walk, "gl", numbers)
+    monkeypatch.setattr(backward_pieces, "gl", numbers)
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
+    for name in ("uncut_tiles", "walks_up", "_lines_together"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
+    source = inspect.getsource(backward_walk)
+    fields = re.findall(r"^    (\w+): gl.tensor$", source[source.index("class Walk:") :], re.MULTILINE)
+    monkeypatch.setattr(
+        backward_walk, "Walk", lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
+    )
+    form = SimpleNamespace(
+        PACKED=False, TOP_LEFT=False, KEYS=n, M=m, HAS_LEFT=False, HAS_RIGHT=True, TURNS=True, TILE_K=0
+    )
+    group, shift, directions = 2, keys - rows, set()
+    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None
+    for first in range(0, keys, n):
+        walk = backward_walk.walk_of.fn((first, 0, 3), call, form)
+        steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
+        tiles = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
+        last = min(first + n, keys) - 1
+        seeing = [tile for tile in range(-(-rows // m)) if min(rows, (tile + 1) * m) - 1 + shift >= first]
+        assert sorted(tiles) == sorted((head, tile) for tile in seeing for head in range(group))
+        assert all(tile * m + shift >= last and last == first + n - 1 for _, tile in tiles[: walk.uncut])
+        assert tiles[walk.uncut :] == steps[walk.uncut :]
+        directions |= {after - before for (_, before), (_, after) in itertools.pairwise(tiles[: walk.uncut])}
+    assert directions == {-1, 0, 1}
 
 
 # Coordinates of packed sequences
@@ -600,14 +715,17 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
     source = backward_launch.backward_source("main", BACKWARD_FORMS["64"])
     compile_kernel(source, _SM_90)
     compile_kernel(backward_launch.backward_source("end", BACKWARD_FORMS["64"]), _SM_90)
-    assert "constexpr" in source.types and stated == [(0,), (1,)]  # the pointers of `end`
+    sums = source.function.arg_names.index("sums_ptr")
+    assert "constexpr" in source.types and stated == [(sums,), (0,), (1,)]  # the last two are the pointers of `end`
 
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("softcap", [False, True])
-def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool) -> None:
+@pytest.mark.parametrize("left", [False, True])
+def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool) -> None:
     for head_dim, head_dim_v in _HEADS:
-        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks)
+        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left)
+        assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
         assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert config.producer or not blocks
         warpgroups = 4 if config.producer else 3
@@ -710,7 +828,15 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
         assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
-    assert main["statistics_desc"] == begin["statistics_ptr"] and main["sums_desc"] == begin["sums_ptr"]
+    assert main["statistics_desc"] == begin["statistics_ptr"]
+    assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"]
+    config = configs.choose_backward_config(head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name)
+    assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma else None)
+    assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
+    if config.statistics_multiplied:
+        rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads
+        following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
+        assert following - begin["statistics_ptr"] >= 2 * rows * configs.STATISTIC_COLUMNS * 2
     assert ("turns_ptr" in main) == arguments.get("deterministic", False)
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
     order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")

@@ -139,6 +139,37 @@ def test_nan_and_infinite_scores_stay_in_their_rows(head_dim: int, bad: float) -
     torch.testing.assert_close(out[:, ~rows], clean[:, ~rows], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_an_infinite_gradient_stays_in_its_column_of_dv(head_dim: int) -> None:
+    """delta of that row is not finite, and nor are dq and dk; its weights are."""
+    q, k, v, dout = (torch.randn(1, 300, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
+    v.requires_grad_()
+    out = flashtile.attention(q, k, v, causal=True, backend="hopper")
+    (clean,) = torch.autograd.grad(out, v, dout, retain_graph=True)
+    dout[0, 200, :, 5] = torch.inf
+    (broken,) = torch.autograd.grad(out, v, dout)
+    others = torch.arange(head_dim, device="cuda") != 5
+    torch.testing.assert_close(broken[..., others], clean[..., others])
+    assert broken[:, :201, :, 5].isinf().all() and broken[:, 201:, :, 5].isfinite().all()
+
+
+@pytest.mark.parametrize("exponent", [-40, -80])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_tiny_scales(head_dim: int, exponent: int) -> None:
+    """lse in units of scores is as much larger; below 2⁻⁶⁴ it is not an operand."""
+    q, k, v, dout = (torch.randn(1, 300, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(4))
+    q, k, v = q * 2.0 ** (-exponent / 2 - 2), k * 2.0 ** (-exponent / 2 - 2), v[..., :128]
+    dout = dout[..., :128]
+    expected, mine, eager = (
+        torch.autograd.grad(flashtile.attention(*given, scale=2.0**exponent, backend=backend), given, dout.to(dtype))
+        for dtype, backend in ((torch.float64, "reference"), (_BF16, "hopper"), (_BF16, "reference"))
+        for given in [[x.to(dtype).requires_grad_() for x in (q, k, v)]]
+    )
+    for name, exact, of_mine, of_eager in zip("qkv", expected, mine, eager):
+        scale = exact.abs().max()
+        assert_close(name, of_mine.double() / scale, exact / scale, of_eager.double() / scale, Size())
+
+
 def test_a_large_sink_and_rows_that_see_nothing_else() -> None:
     q, k, v = (torch.randn(1, 96, 2, 64, device="cuda", dtype=_BF16) for _ in range(3))
     sinks = torch.tensor([200.0, -torch.inf], device="cuda")
@@ -203,6 +234,16 @@ def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
     of their own. The end of the keys cuts all steps of the last tile."""
     sizes = {"batch": 2, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
     check(with_arguments(replace(_LARGE, **sizes, head_dim=128, head_dim_v=128), **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("changes", [{}, {"alibi_slopes": "h", "constant": ("alibi_slopes",)}], ids=["plain", "alibi"])
+@pytest.mark.parametrize("seq_q, seq_k", [(4096, 4096), (4100, 4300)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_walks_that_go_up(head_dim: int, seq_q: int, seq_k: int, changes: dict) -> None:
+    """So many key tiles on each line that programs take a second one, whose queries come in the opposite order."""
+    sizes = {"batch": 1, "heads": 16, "heads_kv": 8, "seq_q": seq_q, "seq_k": seq_k}
+    case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes)
+    check(with_arguments(case, causal=True), "hopper", "cuda")
 
 
 _BANDS = [

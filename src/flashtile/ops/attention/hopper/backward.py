@@ -36,21 +36,23 @@ from flashtile._backends.gluon import (
 )
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
+    add_to_sums,
     begin_turn,
     chunks_of,
     columns_of,
     end_turn,
     first_adder,
-    load_statistics,
+    less_statistics,
+    make_statistics,
     mask_probs,
     modified_scores,
     pack,
     products_of_sum,
+    settled_pairs,
     slice_of,
     start_sum,
     start_transposed,
     store_rows,
-    store_sums,
     unpack,
     wait_sum,
     wide_zeros,
@@ -69,6 +71,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     load_tiles,
     step_after,
     step_of,
+    turned_tile,
     walk_of,
 )
 from flashtile.ops.attention.hopper.blocks import FULL, hear, load_bits, make_news, where_shown
@@ -87,7 +90,7 @@ from flashtile.ops.attention.hopper.pieces import (
 def attention_backward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
     statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
-    turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
+    sums_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
     batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
@@ -96,7 +99,8 @@ def attention_backward_kernel(
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, STATISTICS_MULTIPLIED: gl.constexpr,
+    SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
     """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
     key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
@@ -108,7 +112,7 @@ def attention_backward_kernel(
     )  # fmt: skip
     form = Form(
         KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, CUT_LAST, TILE_Q, TILE_K,
+        MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     )  # fmt: skip
     call = (
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,
@@ -119,8 +123,10 @@ def attention_backward_kernel(
     v = make_ring(v_desc, v_rest_desc, KEY_STAGES * WARPGROUPS, 1)
     q = make_ring(q_desc, q_rest_desc, STAGES, READERS)
     dout = make_ring(dout_desc, dout_rest_desc, STAGES, READERS)
-    statistics = gl.allocate_shared_memory(gl.float32, [STAGES] + statistics_desc.block_shape, statistics_desc.layout)
-    sums = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+    statistics = make_statistics(statistics_desc, STAGES, STATISTICS_MULTIPLIED)
+    sums = (sums_ptr, sums_desc, sums_ptr)
+    if SUMS_BY_TMA:
+        sums = (sums_ptr, sums_desc, gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout))
     dscores = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS * WARPGROUPS, ROWS, M], matrix_layout(M))
     dscores_full = barriers(HANDOVERS, WARPGROUPS)
     dscores_empty = barriers(HANDOVERS, WARPGROUP)
@@ -131,13 +137,13 @@ def attention_backward_kernel(
         listing = (blocks, block_lists_ptr)
     mailbox = make_mailbox(3 if PRODUCER else 2)
     loading = (
-        q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1]
+        q, dout, statistics[0], q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1]
     )  # fmt: skip
     producing = (
         form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, mailbox, counter_ptr, call
     )  # fmt: skip
     summing = (
-        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, mailbox, call
     )  # fmt: skip
     storing = (dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
     changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
@@ -264,13 +270,14 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
     mbarrier.wait(q.full.index(stage), phase)
     for part in gl.static_range(form.PARTS):
         s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
-        lse = load_statistics(statistics.index(stage), 0, part * QUERIES, QUERIES, s_layout)
+        s, lse = less_statistics(s, statistics, stage, 0, part * QUERIES, QUERIES, form)
         if form.TILE_K > 0:
             if part == 0:
                 head, tile, kind = hear_step(listing, before + it, q, form)
         s = warpgroup_mma_wait(0, [s])
         query = tile * form.M + part * QUERIES
-        s, tanh = modified_scores(s, key, query, head, walk, changing)
+        seen = turned_tile(walk, tile, form) * form.M + part * QUERIES
+        s, tanh = modified_scores(s, key, seen, head, walk, changing)
         if form.TILE_K > 0:
             if kind != FULL:
                 column = tile * form.PARTS + part
@@ -281,14 +288,16 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
             if (tile < walk.full_begin) | (tile >= walk.full_end):
                 p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
         probs = pack(p, dtype)
+        if form.STATISTICS_MULTIPLIED and not CUT:
+            probs = settled_pairs(probs)
         factors = probs
         if changing[1] is not None:
             factors = pack(p * (1.0 - tanh * tanh), dtype)
         if part == 0:
             mbarrier.wait(dout.full.index(stage), phase)
         dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
+        dp, delta = less_statistics(dp, statistics, stage, 1, part * QUERIES, QUERIES, form)
         dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
-        delta = load_statistics(statistics.index(stage), 1, part * QUERIES, QUERIES, s_layout)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
         ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
         if part == 0:
@@ -314,7 +323,7 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     the others have done with by the time that they give the next `ds`.
     """
     (
-        form, k, dscores, dscores_full, dscores_empty, sums, sums_desc, turns_ptr, listing, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, mailbox, call
     ) = summing  # fmt: skip
     STAGES: gl.constexpr = producing[1][0].STAGES
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
@@ -346,7 +355,7 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
                 if (it > 0) & (it + STAGES - 1 < walk.total):
                     load_step(walk, it + STAGES - 1, before, producing)
             place, phase = place_of(before + it, form.HANDOVERS)
-            number = walk.place + head * walk.line + tile
+            number = walk.place + head * walk.line + turned_tile(walk, tile, form)
             if form.ORDERED and form.TILE_K == 0:
                 turn_seen = gl.load(turns_ptr + number, volatile=True)
             mbarrier.wait(dscores_full.index(place), phase)
@@ -367,7 +376,7 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
                         dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
                     if form.ORDERED and part == 0 and column == 0:
                         if it > 0:  # while this product is computed
-                            end_turn(turns_ptr + number_before)
+                            end_turn(turns_ptr + number_before, form)
                     dq = warpgroup_mma_wait(0, [dq])
                     if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
                         release(dscores_empty.index(place))
@@ -375,12 +384,12 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
                         if form.TILE_K == 0:
                             turn = walk.first // form.KEYS - first_adder(tile, walk.shift, window_left, form)
                         begin_turn(turns_ptr + number, turn_seen, turn)
-                    store_sums(sums_desc, sums, dq, (number * PARTS + part) * WIDTH + column)
+                    add_to_sums(sums, dq, (number * PARTS + part) * WIDTH + column, form)
             head, tile = step_after(walk, head, tile)
             number_before = number
         if form.ORDERED:
             if walk.total > 0:
-                end_turn(turns_ptr + number_before)
+                end_turn(turns_ptr + number_before, form)
         before += walk.total
         count += 1
         found = hear_next_keys(found, mailbox, count, form)

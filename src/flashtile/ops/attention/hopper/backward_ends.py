@@ -7,7 +7,7 @@ at `cu_seqlens_q[b] // M + b`. Letters as in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.backward_pieces import ROWS
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.pieces import locate_tile
 from flashtile.ops.attention.hopper.scores import LOG2_E
 
@@ -42,6 +42,7 @@ def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, quiet_ptr,
     sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles,
+    lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
@@ -96,12 +97,18 @@ def attention_begin_kernel(
         if HAS_DLSE and quiet_ptr is not None:
             # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
-    within = row - first
-    place = within // 16 * 16 + within % 8 // 2 * 4 + within % 16 // 8 * 2 + within % 2
-    base = statistics_ptr + number.to(gl.int64) * (2 * M)
     # +inf for rows that saw no key, so that their weights are 0; NaN stays NaN.
-    gl.store(base + place, gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E))
-    gl.store(base + M + place, delta)
+    lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    if lse_unit is not None:
+        base = statistics_ptr + number.to(gl.int64) * (2 * M * STATISTIC_COLUMNS)
+        _store_parts(base, lse * lse_unit)
+        _store_parts(base + M * STATISTIC_COLUMNS, -delta)
+    else:
+        within = row - first
+        place = within // 16 * 16 + within % 8 // 2 * 4 + within % 16 // 8 * 2 + within % 2
+        base = statistics_ptr + number.to(gl.int64) * (2 * M)
+        gl.store(base + place, lse)
+        gl.store(base + M + place, delta)
 
     if ORDERED:
         gl.store(turns_ptr + number, 0)
@@ -113,10 +120,45 @@ def attention_begin_kernel(
 
 
 @gluon.jit
+def _store_parts(base, numbers):
+    """Stores of each number three bfloat16 that it is the sum of; of one that is not finite that and zeros."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, layout))
+    high = numbers.to(gl.bfloat16)
+    finite = gl.abs(high.to(gl.float32)) < float("inf")
+    left = gl.where(finite, numbers - high.to(gl.float32), 0.0)
+    middle = left.to(gl.bfloat16)
+    low = (left - middle.to(gl.float32)).to(gl.bfloat16)
+    column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    parts = gl.where(column == 0, high[:, None], gl.where(column == 1, middle[:, None], low[:, None]))
+    parts = gl.where(column < 3, parts, 0.0)
+    row = gl.arange(0, numbers.shape[0], gl.SliceLayout(1, layout))
+    gl.store(base + row[:, None] * STATISTIC_COLUMNS + column, parts.to(gl.bfloat16))
+
+
+@gluon.jit
 def _sees_sink_alone(lse, sink, out):
     """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse, up to rounding."""
     near = gl.abs(sink - lse) <= 1e-6 + 1e-6 * gl.abs(lse)
     return near & (gl.sum(gl.abs(out.to(gl.float32)), 1) == 0.0)
+
+
+@gluon.constexpr_function
+def _rows_of_sums(COLUMNS):
+    """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
+    side, and those 4 below (`backward_pieces.add_to_sums`)."""
+    registers = [[1], [2], [4], [8], [64], *([64 << bit] for bit in range(6, (COLUMNS - 1).bit_length()))]
+    lanes = [[512], [1024], [2048], [16], [32]]
+    return gl.DistributedLinearLayout(registers, lanes, [[128], [256]], [], [ROWS.value * COLUMNS])
+
+
+@gluon.constexpr_function
+def _rows_of_dq(COLUMNS):
+    """The same by rows and columns, in the order in which a thread writes."""
+    more = [[0, 1 << bit] for bit in range(6, (COLUMNS - 1).bit_length())]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0], [4, 0], *more]
+    lanes = [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, COLUMNS])
 
 
 @gluon.jit
@@ -131,21 +173,20 @@ def attention_end_kernel(
     sequence, head, first, begin, rows, _, _ = locate_tile(
         tile, line, cu_seqlens_q_ptr, cu_seqlens_q_ptr, batch, heads, rows_q, rows_q, M, PACKED
     )
-    # A thread reads eight columns of a row, which lie side by side in either order.
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [1, 4, 1], [2, 0, 1])
     COLUMNS: gl.constexpr = _columns_together(D)
-    block = gl.arange(0, COLUMNS // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    column = block * 8 + within
+    target: gl.constexpr = _rows_of_dq(COLUMNS)
+    place = gl.arange(0, ROWS * COLUMNS, _rows_of_sums(COLUMNS))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, target))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, target))[None, :]
     for part in gl.static_range(M // ROWS):
         for left in gl.static_range(0, D, COLUMNS):
-            base = sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS
-            sums = gl.load(base + block * (8 * ROWS) + row * 8 + within)
+            sums = gl.load(sums_ptr + (number.to(gl.int64) * M + part * ROWS) * D + left * ROWS + place)
+            parts = gl.permute(gl.reshape(sums, [COLUMNS // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+            dq = gl.convert_layout(gl.reshape(parts, [ROWS, COLUMNS]), target, assert_trivial=True)
             mine = first + part * ROWS + row
             dq_row = (begin.to(gl.int64) if PACKED else sequence.to(gl.int64) * rows_q) + mine
             gl.store(
                 dq_ptr + (dq_row * heads + head) * _padded(HEAD_DIM) + (column + left),
-                (sums * scale).to(dq_ptr.dtype.element_ty),
+                (dq * scale).to(dq_ptr.dtype.element_ty),
                 mask=(mine < rows) & (column + left < HEAD_DIM),
             )

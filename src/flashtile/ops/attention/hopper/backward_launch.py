@@ -28,6 +28,7 @@ from flashtile.ops.attention.hopper.block_parameters import (
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
+    STATISTIC_COLUMNS,
     BackwardConfig,
     aligned,
     backward_chunks,
@@ -36,6 +37,7 @@ from flashtile.ops.attention.hopper.configs import (
     tile_width,
 )
 from flashtile.ops.attention.hopper.score_parameters import (
+    LOG2_E,
     ScoreVariant,
     alibi_dimensions,
     parameter_types,
@@ -78,6 +80,7 @@ class BackwardVariant(NamedTuple):
     sinks: bool = False
     may_cut: bool = True
     cut_last: bool = False
+    turns: bool = False
 
 
 class Launch(NamedTuple):
@@ -168,8 +171,9 @@ def backward(
         dv.data_ptr(),
     )  # fmt: skip
     plan.main.launch(
-        plan.main.programs, *descriptors, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists, *plan.main.scalars
-    )
+        plan.main.programs, *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists,
+        *plan.main.scalars,
+    )  # fmt: skip
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
@@ -213,7 +217,10 @@ def _plan(
     batch = q_shape[0] if sequences is None else sequences
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
-    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None)
+    has_left = spec.window_left is not None
+    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left)
+    if spec.scale < _LEAST_SCALE:
+        config = config._replace(statistics_multiplied=False)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
@@ -221,7 +228,7 @@ def _plan(
         head_dim_v,
         config,
         packed,
-        spec.window_left is not None,
+        has_left,
         spec.window_right is not None,
         spec.banded and spec.top_left,
         has_dlse,
@@ -240,8 +247,10 @@ def _plan(
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
     may_cut = packed or variant.has_left or variant.has_right or rows_k % config.block_n != 0
-    cut_last = may_cut and heads // heads_kv * rows_q >= _LONG_WALK and _may_cut_last(variant)
-    main = _launcher("main", variant._replace(may_cut=may_cut, cut_last=cut_last), device)
+    long = heads // heads_kv * rows_q >= _LONG_WALK
+    cut_last = may_cut and long and _may_cut_last(variant)
+    turns = long and heads > heads_kv and _may_turn(variant)
+    main = _launcher("main", variant._replace(may_cut=may_cut, cut_last=cut_last, turns=turns), device)
     end = _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
@@ -253,7 +262,10 @@ def _plan(
     )
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in shapes)
     tiles = query_tiles * lines
-    sums, statistics = (math.prod(shape) for shape in _buffers(variant, tiles).values())
+    sums, statistics = (
+        math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
+    )
+    lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     dout_shape = (*q_shape[:-1], head_dim_v)
     quiet = 0
     if hides_rows:
@@ -265,7 +277,7 @@ def _plan(
     turns = tiles if spec.deterministic else 0
     scratch = sums + statistics + quiet + counter + turns + (tiles if sinks else 0)
     return BackwardPlan(
-        Launch(begin, tiles, (*row_strides, *common)),
+        Launch(begin, tiles, (*row_strides, *common, lse_unit)),
         Launch(main, min(all_tiles, multiprocessors(device)) if config.producer else all_tiles, scalars),
         Launch(end, tiles, (*common, spec.scale)),
         _describer(variant, shapes, strides, dk, dv, tiles),
@@ -278,6 +290,9 @@ def _plan(
         4 * (sums + statistics + quiet + counter + turns),
     )
 
+
+#: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
+_LEAST_SCALE = 2.0**-64
 
 #: Steps of a walk, times queries of a tile, from which on two loops are faster than one. Thousands of cycles of all
 #: kernels at D 128, causal, with one loop and with two: 512 tokens 669 and 701, 2,048 1,298 and 1,312, 4,096 2,146 and
@@ -301,11 +316,24 @@ def _may_cut_last(variant: BackwardVariant) -> bool:
     return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 
+def _may_turn(variant: BackwardVariant) -> bool:
+    """Whether some walks of a call may go up (`backward_walk.walks_up`): those of a causal mask, in no order."""
+    causal = variant.has_right and not variant.has_left and not variant.packed and variant.block_tile is None
+    return causal and variant.config.producer and not variant.ordered
+
+
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
     """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
     block_m = variant.config.block_m
     rows = tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
-    return {"sums": (rows, CONSUMER_ROWS), "statistics": (2 * tiles, block_m)}
+    parts, numbers = _statistics_box(variant)
+    return {"sums": (rows, CONSUMER_ROWS), "statistics": (tiles * parts, numbers)}
+
+
+def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
+    """Statistics of one tile of queries: lse, then delta, of each query a number, or an operand's row."""
+    block_m = variant.config.block_m
+    return (2 * block_m, STATISTIC_COLUMNS) if variant.config.statistics_multiplied else (2, block_m)
 
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
@@ -315,16 +343,16 @@ _MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
 
 def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
     """What one copy moves, for each descriptor in the order of the main kernel's parameters; None where there is no
-    second chunk of columns."""
+    second chunk of columns, or where TMA does not move it."""
     config = variant.config
     outer = (1, 1) if variant.packed else (1,)
     rows = {"q": config.block_m, "dout": config.block_m}
     boxes: dict[str, tuple[int, ...] | None] = {}
     for name in _MOVED:
         if name == "statistics":
-            boxes[name] = (2, config.block_m)
+            boxes[name] = _statistics_box(variant)
         elif name == "sums":
-            boxes[name] = (config.sum_columns, CONSUMER_ROWS)
+            boxes[name] = (config.sum_columns, CONSUMER_ROWS) if config.sums_by_tma else None
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
             whole, rest = backward_chunks(head_dim)
@@ -357,9 +385,9 @@ def _describer(
     makers = [
         chunks_maker(
             _dtype_of(name, variant),
-            (boxes[name], boxes[name + "_rest"]) if _is_operand(name) else (boxes[name],),
+            tuple(boxes[part] for part in (name, name + "_rest") if part in boxes),
             layouts[name],
-            swizzled=_is_operand(name),
+            swizzled=_is_operand(name, variant),
         )
         for name in _MOVED
     ]
@@ -371,13 +399,15 @@ def _describer(
     return make
 
 
-def _is_operand(name: str) -> bool:
+def _is_operand(name: str, variant: BackwardVariant) -> bool:
     """Whether a tensor is read as an operand of matrix products, whose rows are swizzled."""
-    return name not in ("statistics", "sums")
+    return variant.config.statistics_multiplied if name == "statistics" else name != "sums"
 
 
 def _dtype_of(name: str, variant: BackwardVariant) -> torch.dtype:
-    return variant.dtype if _is_operand(name) else torch.float32
+    if not _is_operand(name, variant):
+        return torch.float32
+    return torch.bfloat16 if name == "statistics" else variant.dtype
 
 
 @functools.cache
@@ -415,6 +445,9 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "TOP_LEFT": variant.top_left,
         "MAY_CUT": variant.may_cut,
         "CUT_LAST": variant.cut_last,
+        "TURNS": variant.turns,
+        "STATISTICS_MULTIPLIED": config.statistics_multiplied,
+        "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
         **block_constants(variant.block_tile),
@@ -438,7 +471,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         box = _boxes(variant)[of]
         if box is None:
             return "constexpr", 1
-        return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of)), 1
+        return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of, variant)), 1
     of_scores = parameter_types(variant.scores)
     if name in of_scores:
         return of_scores[name], 1
@@ -453,7 +486,7 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "dq_ptr": ("*" + element, 16),
         "lse_ptr": ("*fp32", 1),
         "dlse_ptr": ("*fp32", 1) if variant.has_dlse else ("constexpr", 1),
-        "statistics_ptr": ("*fp32", 16),
+        "statistics_ptr": ("*" + ELEMENT_TYPES[_dtype_of("statistics", variant)], 16),
         "sums_ptr": ("*fp32", 16),
         "counter_ptr": ("*i32", 1),
         "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
@@ -463,4 +496,5 @@ def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
         "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
         "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
         "scale": ("fp32", 1),
+        "lse_unit": ("fp32" if variant.config.statistics_multiplied else "constexpr", 1),
     }.get(name, ("i32", 1))

@@ -21,6 +21,9 @@ from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
 
+#: Columns of statistics that are operands: three parts of a number, and zeros, for a product takes no fewer.
+STATISTIC_COLUMNS = gl.constexpr(16)
+
 
 @gluon.jit
 def query_tile_ranges(
@@ -140,18 +143,80 @@ def wait_sum(IN_FLIGHT: gl.constexpr, ring, block, rest):
 
 
 @gluon.jit
-def store_sums(sums_desc, smem, dq, line):
-    """Adds a `[64, columns]` block of dq to the sums, where it is stored as `[columns / 8, 64, 8]`, in lines of 64.
+def add_to_sums(sums, dq, line, form):
+    """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on.
 
-    So the four threads that hold eight columns of a row, and the rows, write side by side, without bank conflicts.
+    There it is `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time, what a warp has of these, what a thread has, in
+    two rows two columns each. So threads write four numbers side by side, into shared memory without bank conflicts.
     """
-    COLUMNS: gl.constexpr = dq.shape[1]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    tma_store_wait(0)  # until the block before has been read from there
-    blocks = gl.permute(gl.reshape(dq, [ROWS, COLUMNS // 8, 8]), [1, 0, 2])
-    reinterpret(smem, gl.float32, [COLUMNS // 8, ROWS, 8], plain).store(blocks)
-    fence_async_shared()
-    tma_reduce_add(sums_desc, (line, 0), smem)
+    sums_ptr, sums_desc, smem = sums
+    BLOCKS: gl.constexpr = dq.shape[1] // 8
+    if form.SUMS_BY_TMA:
+        tma_store_wait(0)  # until the block before has been read from there
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
+        parts = gl.permute(gl.reshape(dq, [4, 2, 8, BLOCKS, 4, 2]), [3, 0, 2, 4, 1, 5])
+        reinterpret(smem, gl.float32, [BLOCKS, 4, 8, 4, 2, 2], plain).store(parts)
+        fence_async_shared()
+        tma_reduce_add(sums_desc, (line, 0), smem)
+    else:
+        ADDITIONS: gl.constexpr = _additions(BLOCKS)
+        OPERANDS: gl.constexpr = _addition_operands(BLOCKS)
+        base = (sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
+        gl.inline_asm_elementwise(ADDITIONS, OPERANDS, [dq, base], dtype=gl.int32, is_pure=False, pack=4 * BLOCKS)
+
+
+@gluon.constexpr_function
+def _additions(BLOCKS):
+    """Four numbers at a time to where a thread's are. The barrier keeps ptxas from starting the next block's product
+    before: with two blocks in registers it would make all products wait for one another (C7512)."""
+    count = 4 * BLOCKS
+    place = ["mov.u32 thread, %tid.x;", "and.b32 thread, thread, 127;", "mul.wide.u32 place, thread, 16;"]
+    place += [f"add.u64 place, place, ${2 * count};"]
+    numbers = [", ".join(f"${count + 4 * block + i}" for i in range(4)) for block in range(BLOCKS)]
+    additions = [
+        f"red.relaxed.gpu.global.add.v4.f32 [place + {2048 * block}], {{{four}}};" for block, four in enumerate(numbers)
+    ]
+    results = [f"mov.b32 ${i}, 0;" for i in range(count)]  # nobody reads them
+    lines = [".reg .b32 thread;", ".reg .b64 place;", *place, *additions, "bar.warp.sync 0xffffffff;", *results]
+    return "{" + " ".join(lines) + "}"
+
+
+@gluon.constexpr_function
+def _addition_operands(BLOCKS):
+    return ",".join(["=r"] * (4 * BLOCKS) + ["f"] * (4 * BLOCKS) + ["l"] * (4 * BLOCKS))
+
+
+@gluon.jit
+def make_statistics(desc, STAGES: gl.constexpr, MULTIPLIED: gl.constexpr):
+    """Places for the statistics of tiles of queries, and where they are operands the other one: `[64, 16]` with ones in
+    the first three columns."""
+    statistics = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
+    ones = statistics
+    if MULTIPLIED:
+        ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, STATISTIC_COLUMNS], desc.layout)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+        column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
+        ones.store(gl.where(column + gl.zeros([ROWS, 1], gl.int32, layout) < 3, 1.0, 0.0).to(gl.bfloat16))
+    return statistics, ones
+
+
+@gluon.jit
+def less_statistics(
+    product, statistics, stage, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, form
+):  # fmt: skip
+    """Of `QUERIES` queries, a column each of a product that is in flight, lse (in its units; KIND 0) or delta (1).
+
+    Either another product takes them off, and what is left to do so is 0; or they are loaded, lse in units of log2.
+    """
+    smem, ones = statistics
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    if form.STATISTICS_MULTIPLIED:
+        parts = smem.index(stage).slice(KIND * form.M + FIRST, QUERIES)
+        product = warpgroup_mma(ones, parts.permute([1, 0]), product, is_async=True)
+        numbers = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(0, s_layout))
+    else:
+        numbers = _load_statistics(smem.index(stage), KIND, FIRST, QUERIES, s_layout)
+    return product, numbers
 
 
 @gluon.constexpr_function
@@ -164,7 +229,7 @@ def _statistics_layout(QUERIES):
 
 
 @gluon.jit
-def load_statistics(smem, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
+def _load_statistics(smem, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
     """lse (in units of log2; KIND 0) or delta (1) of `QUERIES` queries of a tile, a column each of `sᵀ`.
 
     Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`: what thread `t` of a row needs lies side by side.
@@ -221,6 +286,34 @@ def pack(x, dtype: gl.constexpr):
     return packed
 
 
+@gluon.constexpr_function
+def _settling(WORDS):
+    """An event if one of the first four words is negative, and all words as they are."""
+    words = [f"${WORDS + i}" for i in range(WORDS)]
+    some = f"lop3.b32 some, {words[0]}, {words[1]}, {words[2]}, 0xfe; or.b32 some, some, {words[3]};"
+    event = "setp.lt.s32 negative, some, 0; @negative pmevent 1;"
+    moves = " ".join(f"mov.b32 ${i}, {word};" for i, word in enumerate(words))
+    return "{ .reg .pred negative; .reg .b32 some; " + some + event + moves + "}"
+
+
+@gluon.constexpr_function
+def _settling_operands(WORDS):
+    return ",".join(["=r"] * WORDS + ["r"] * WORDS)
+
+
+@gluon.jit
+def settled_pairs(weights):
+    """The same rounded weights, computed before whatever comes after this; as `pieces.settled`.
+
+    ptxas moves exponentials down past the start of the next product, and has no registers then for the scores beside
+    it: it makes all products wait for one another (C7512).
+    """
+    WORDS: gl.constexpr = min(16, weights.shape[1] // 4)
+    SETTLING: gl.constexpr = _settling(WORDS)
+    OPERANDS: gl.constexpr = _settling_operands(WORDS)
+    return gl.inline_asm_elementwise(SETTLING, OPERANDS, [weights], dtype=weights.dtype, is_pure=False, pack=2 * WORDS)
+
+
 @gluon.jit
 def unpack(x, dtype: gl.constexpr):
     """The inverse of `pack`, likewise in pairs."""
@@ -272,21 +365,17 @@ def begin_turn(turn_ptr, seen, turn):
 
 
 @gluon.jit
-def end_turn(turn_ptr):
+def end_turn(turn_ptr, form):
     """Waits until what was added has arrived in device memory, and lets the next key tile add."""
-    _await_additions(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
+    _await_additions(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])), form.SUMS_BY_TMA)
     thread_barrier()
     gl.atomic_add(turn_ptr, 1, sem="release")
 
 
 @gluon.jit
-def _await_additions(anything):
+def _await_additions(anything, BY_TMA: gl.constexpr):
     """`tma_store_wait` waits only until shared memory has been read. The operand gives the instruction its threads."""
+    WAIT: gl.constexpr = "cp.async.bulk.wait_group 0;" if BY_TMA else "fence.acq_rel.gpu;"
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;",
-        "=r,r,~{memory}",
-        [anything],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+        WAIT + " mov.b32 $0, $1;", "=r,r,~{memory}", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from flashtile._backends.gluon import (
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     chunks_of,
-    load_statistics,
+    less_statistics,
     mask_probs,
     modified_scores,
     pack,
@@ -32,6 +32,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     keys_of,
     step_after,
     step_of,
+    turned_tile,
     walk_of,
 )
 from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_shown
@@ -65,11 +66,12 @@ def sum_dv(inputs):
             q_tile, q_rest = chunks_of(q, stage)
             mbarrier.wait(q.full.index(stage), phase)
             s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
-            lse = load_statistics(statistics.index(stage), 0, 0, form.M, s_layout)
+            s, lse = less_statistics(s, statistics, stage, 0, 0, form.M, form)
             if form.TILE_K > 0:
                 head, tile, kind = hear_step(listing, before + it, q, form)
             s = warpgroup_mma_wait(0, [s])
-            s, tanh = modified_scores(s, key, tile * form.M, head, walk, changing)
+            seen = turned_tile(walk, tile, form) * form.M
+            s, tanh = modified_scores(s, key, seen, head, walk, changing)
             if form.TILE_K > 0:
                 if kind != FULL:
                     bits = load_bits(listing[0], kind, walk.first, tile, form.M, form.TILE_K, form.TILE_Q)
@@ -132,7 +134,7 @@ def sum_dk(inputs):
             mbarrier.wait(dout.full.index(stage), phase)
             dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
             mbarrier.wait(q.full.index(stage), phase)
-            delta = load_statistics(statistics.index(stage), 1, 0, form.M, s_layout)
+            dp, delta = less_statistics(dp, statistics, stage, 1, 0, form.M, form)
             dp = warpgroup_mma_wait(0, [dp])
             release(dout.empty.index(stage))
             mbarrier.wait(probs_full.index(place), place_phase)

@@ -41,7 +41,8 @@ class Form:
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
     the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
     even one that is never taken, keeps ptxas from mixing what is before and behind it), CUT_LAST: what it cuts are the
-    last steps of a walk, and they have a loop of their own (`backward_launch`).
+    last steps of a walk, and they have a loop of their own (`backward_launch`), TURNS: some walks go up (`walks_up`),
+    STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`.
     """
 
     KEYS: gl.constexpr
@@ -58,13 +59,16 @@ class Form:
     TOP_LEFT: gl.constexpr
     MAY_CUT: gl.constexpr
     CUT_LAST: gl.constexpr
+    TURNS: gl.constexpr
+    STATISTICS_MULTIPLIED: gl.constexpr
+    SUMS_BY_TMA: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, CUT_LAST, TILE_Q, TILE_K,
+        MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
@@ -80,6 +84,9 @@ class Form:
         self.TOP_LEFT = gl.constexpr(TOP_LEFT)
         self.MAY_CUT = gl.constexpr(MAY_CUT)
         self.CUT_LAST = gl.constexpr(CUT_LAST)
+        self.TURNS = gl.constexpr(TURNS)
+        self.STATISTICS_MULTIPLIED = gl.constexpr(STATISTICS_MULTIPLIED)
+        self.SUMS_BY_TMA = gl.constexpr(SUMS_BY_TMA)
         self.TILE_Q = gl.constexpr(TILE_Q)
         self.TILE_K = gl.constexpr(TILE_K)
 
@@ -91,7 +98,7 @@ class Walk:
     `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
     many they are. `shift`: the key of query 0's diagonal. `last`: the query tile that comes first. Those in
     `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of the first head among all
-    tiles of statistics and sums, `line` tiles for each head.
+    tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`: as `turned_tile`.
     """
 
     first: gl.tensor
@@ -111,11 +118,13 @@ class Walk:
     place: gl.tensor
     line: gl.tensor
     uncut: gl.tensor
+    turned: gl.tensor
+    mirror: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, last, group, total,
-        full_begin, full_end, place, line, uncut,
+        full_begin, full_end, place, line, uncut, turned, mirror,
     ):  # fmt: skip
         self.first = first
         self.sequence = sequence
@@ -134,6 +143,8 @@ class Walk:
         self.place = place
         self.line = line
         self.uncut = uncut
+        self.turned = turned
+        self.mirror = mirror
 
 
 @gluon.jit
@@ -222,7 +233,7 @@ def hear_next_keys(found, mailbox, count, form):
 @gluon.jit
 def walk_of(found, call, form):
     """The walk of a tile that `find_keys` or `hear_keys` gave."""
-    _, _, _, heads_kv, group, rows_q, rows_k, _, query_tiles, window_left, window_right, _ = call
+    _, _, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, _ = call
     first, sequence, head_kv = found[0], found[1], found[2]
     head = head_kv * group
     if form.PACKED:
@@ -236,13 +247,16 @@ def walk_of(found, call, form):
         first, seq_k, shift, seq_q, window_left, window_right, form.KEYS, form.M, form.HAS_LEFT, form.HAS_RIGHT
     )
     total = group * (end - begin)
-    uncut = group * uncut_tiles(begin, full_begin, full_end, end)
+    uncut = uncut_tiles(begin, full_begin, full_end, end)
+    turned = gl.to_tensor(0)
+    if form.TURNS:
+        turned = uncut * walks_up(first // form.KEYS, tiles, batch * heads_kv, gl.num_programs(0))
     if form.TILE_K > 0:
         total = found[3]
     return Walk(
         first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, gl.to_tensor(end - 1),
         gl.to_tensor(group), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end), place,
-        gl.to_tensor(query_tiles), uncut,
+        gl.to_tensor(query_tiles), gl.to_tensor(group * uncut), end - turned, 2 * end - 1 - turned,
     )  # fmt: skip
 
 
@@ -250,6 +264,29 @@ def walk_of(found, call, form):
 def uncut_tiles(begin, full_begin, full_end, end):
     """How many query tiles, from the last one on, need no mask (ranges as of `query_tile_ranges`)."""
     return gl.where(full_end < end, 0, gl.maximum(end - gl.maximum(full_begin, begin), 0))
+
+
+@gluon.jit
+def walks_up(tile, tiles, lines, programs):
+    """Whether (1 or 0) the walk of a key tile goes up: that of every second one that a program takes in a line.
+
+    The first ones, with the longest walks, start together at the last query tile. Under a causal mask they end one
+    after the other, the one with the last keys first, and its program takes the longest walk that is left. So walks
+    that go up from their diagonal are at the same query tile at any time, although they start one after the other, and
+    end together at the last one, where those of the next round start.
+    """
+    of_a_round = gl.maximum(programs // gl.minimum(_lines_together(tiles), lines), 1)
+    return tile // of_a_round % 2
+
+
+@gluon.jit
+def turned_tile(walk, tile, form):
+    """The query tile of a step that would have `tile` if the walk went down. Where it goes up the tiles from `turned`
+    on, which are uncut, come in the opposite order, each in the place of its mirror image; so for masks `tile` will do.
+    """
+    if form.TURNS:
+        tile = gl.where(tile >= walk.turned, walk.mirror - tile, tile)
+    return tile
 
 
 @gluon.jit
@@ -261,7 +298,7 @@ def keys_of(count, WHICH: gl.constexpr, form):
 
 @gluon.jit
 def step_of(walk, it):
-    """Head (from the first one) and query tile of step `it`; with a block mask the producer tells.
+    """Head (from the first one) and query tile (`turned_tile`) of step `it`; with a block mask the producer tells.
 
     From the last tile to the first, and all heads of a tile before the next: so programs of a line that began together
     read the same queries at the same time, with or without a causal mask, and in order each follows the one before it
@@ -355,7 +392,7 @@ def load_step(walk, it, before, producing):
     """Loads queries, statistics and dout of step `it` of a walk without a list, before which there were `before`."""
     form, loading = producing[0], producing[1]
     head, tile = step_of(walk, it)
-    _load_queries(walk, form, loading, before + it, head, tile, FULL, 0)
+    _load_queries(walk, form, loading, before + it, head, turned_tile(walk, tile, form), FULL, 0)
 
 
 @gluon.jit
@@ -373,7 +410,8 @@ def _load_queries(walk, form, loading, it, head, tile, kind, turn):
         if form.ORDERED:
             tell(news, place, 3, turn)
     full = q.full.index(stage)
-    mbarrier.expect(full, 2 * form.M * (q.WIDTH + q.REST) + 8 * form.M)
+    STATISTICS: gl.constexpr = 64 if form.STATISTICS_MULTIPLIED else 8
+    mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.REST) + STATISTICS))
     place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
     tma_load(q_desc, place, full, q.tiles.index(stage))
     if q.REST > 0:
@@ -382,7 +420,7 @@ def _load_queries(walk, form, loading, it, head, tile, kind, turn):
         )  # fmt: skip
         tma_load(q_rest_desc, place, full, q.rest.index(stage))
     place = walk.place + head * walk.line + tile
-    tma_load(statistics_desc, (2 * place, 0), full, statistics.index(stage))
+    tma_load(statistics_desc, (statistics_desc.block_shape[0] * place, 0), full, statistics.index(stage))
     mbarrier.wait(dout.empty.index(stage), phase ^ 1)
     load_tile(
         dout, stage, dout_desc, dout_rest_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,

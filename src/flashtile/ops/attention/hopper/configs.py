@@ -264,6 +264,10 @@ def _shared_memory(
     return dtype.itemsize * read + 2 * written + _OVERHEAD
 
 
+#: Columns of statistics that are operands, the least that a product takes.
+STATISTIC_COLUMNS = 16
+
+
 class BackwardConfig(NamedTuple):
     """How the main backward kernel is cut.
 
@@ -281,6 +285,9 @@ class BackwardConfig(NamedTuple):
         producer: a warp of its own loads; else the warpgroup that sums dq does, which leaves the others more registers
             (not with block masks, whose lists that warp reads).
         registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
+        statistics_multiplied: lse and delta are taken off the scores and their gradients by a product more, as operands
+            of 16 columns (three bfloat16 that they are the sum of); else they are loaded, and subtracted.
+        sums_by_tma: dq goes through shared memory, and TMA adds it to the sums; else threads do, four numbers at once.
     """
 
     block_n: int
@@ -293,6 +300,8 @@ class BackwardConfig(NamedTuple):
     split_roles: bool
     producer: bool
     registers: int
+    statistics_multiplied: bool
+    sums_by_tma: bool
 
     @property
     def max_registers(self) -> int:
@@ -302,23 +311,26 @@ class BackwardConfig(NamedTuple):
 
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
-    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485).
-    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 2, 64, False, True, 208)),
-    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609.
-    (128, 128, BackwardConfig(128, 64, 1, 3, 1, 2, 64, False, True, 208)),
+    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
+    # multiplied: 3 % fewer cycles.
+    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 2, 64, False, True, 208, True, True)),
+    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
+    # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
+    (128, 128, BackwardConfig(128, 64, 1, 3, 1, 2, 64, False, True, 208, True, True)),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
-    # flight (403, causal 328; so 434 and 396).
-    (192, 128, BackwardConfig(128, 64, 2, 2, 1, 2, 64, False, False, 216)),
-    # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do.
-    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 1, 64, True, True, 208)),
+    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
+    (192, 128, BackwardConfig(128, 64, 2, 2, 1, 2, 64, False, False, 216, True, False)),
+    # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do. Sums not by TMA: 8 % fewer cycles.
+    # Statistics multiplied: 2.6 % more.
+    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 1, 64, True, True, 208, False, False)),
 )
 
 #: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 2, 64, False, True, 208)),
+    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 2, 64, False, True, 208, False, True)),
     # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, 128, BackwardConfig(64, 64, 1, 3, 1, 2, 64, True, True, 208)),
+    (128, 128, BackwardConfig(64, 64, 1, 3, 1, 2, 64, True, True, 208, False, True)),
     _BACKWARD_ROWS[-1],
 )
 
@@ -335,11 +347,15 @@ def tile_width(head_dim: int) -> int:
 
 
 def choose_backward_config(
-    head_dim: int, head_dim_v: int, softcap: bool = False, blocks: bool = False
+    head_dim: int, head_dim_v: int, softcap: bool = False, blocks: bool = False, left: bool = False
 ) -> BackwardConfig:
-    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists."""
+    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
+    a window ends on the left."""
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    if left and max(head_dim, head_dim_v) <= 64:
+        # Few steps for all the bytes of such statistics: 3 % fewer cycles without (a window of 128).
+        row = row._replace(statistics_multiplied=False)
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
@@ -349,5 +365,8 @@ def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: in
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
     kinds = 2 if config.split_roles else 1
     handed_over = config.handovers * config.block_n * config.block_m * kinds
-    floats = 2 * config.stages * config.block_m + config.sum_columns * CONSUMER_ROWS
-    return 2 * (rows + handed_over) + 4 * floats + _OVERHEAD
+    statistics = 8 * config.stages * config.block_m
+    if config.statistics_multiplied:
+        statistics = 2 * STATISTIC_COLUMNS * (2 * config.stages * config.block_m + CONSUMER_ROWS)
+    sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
+    return 2 * (rows + handed_over) + statistics + sums + _OVERHEAD
