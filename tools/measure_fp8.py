@@ -4,8 +4,9 @@
     python tools/measure_fp8.py error       # against float64: 8-bit, eager bfloat16, eager with 8-bit weights
     python tools/measure_fp8.py error --scale-log2 0    # weights rounded as they are, not times 2⁸
 
-All in one process, medians of single calls between CUDA events. Kernels compile first, in processes side by side. Needs
-an sm_90 GPU; `pytest -m hopper tests/ops/attention/test_fp8.py` says first whether results are right.
+All in one process, medians of calls between CUDA events, in turns, for `--seconds` in all: the longer, the more the
+clock is what a load sustains. Kernels compile first, in processes side by side. Needs an sm_90 GPU;
+`pytest -m hopper tests/ops/attention/test_fp8.py` says first whether results are right.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from flashtile.bench.timing import EventTimer
 from flashtile.ops.attention.hopper import configs, forward, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
 
-TOKENS, COLUMNS = 16384, 2048
+TOKENS, COLUMNS, TURNS = 16384, 2048, 4
 CUTS = {
     128: {
         "half ahead": HopperConfig(2, 128, 4, 240, 168, False, 64),
@@ -37,7 +38,7 @@ CUTS = {
         "64 keys": HopperConfig(2, 64, 8, 240, 168, False, 32),
     },
     64: {
-        "3 consumers": HopperConfig(3, 128, 6, 160, 128, False, 0),
+        "3 consumers in turn": HopperConfig(3, 128, 6, 160, 128, False, 0, in_turn=True),
         "2 consumers": HopperConfig(2, 128, 6, 240, 168, False, 64),
         "2, queries in registers": HopperConfig(2, 128, 6, 240, 168, True, 64),
     },
@@ -67,21 +68,28 @@ def compile_cut(head_dim: int, name: str, causal: bool) -> None:
     flashtile.attention(*qkv, **factors, causal=causal, backend="hopper")
 
 
-def milliseconds(function: Callable[[], object]) -> float:
-    return statistics.median(EventTimer(function).sample(seconds=0.01))
+def milliseconds(functions: dict[str, tuple[HopperConfig | None, Callable[[], object]]], seconds: float) -> list[float]:
+    """Of calls of each function, cut as it says: medians of so many seconds, in turns."""
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(TURNS):
+        for name, (config, function) in functions.items():
+            cut(config)
+            samples[name] += EventTimer(function).sample(seconds / TURNS)
+    cut(None)
+    return [statistics.median(of) for of in samples.values()]
 
 
-def speed() -> None:
+def speed(seconds: float) -> None:
     jobs = [(head_dim, name, causal) for head_dim in CUTS for name in CUTS[head_dim] for causal in (False, True)]
     with ProcessPoolExecutor(len(jobs), mp_context=multiprocessing.get_context("spawn")) as pool:
         for job in [pool.submit(compile_cut, *job) for job in jobs]:
             job.result()
     for head_dim, rows in ((128, 8192), (128, 2048), (128, 16384), (64, 8192)):
         for causal in (False, True):
-            print(speed_of(head_dim, rows, causal), flush=True)
+            print(speed_of(head_dim, rows, causal, seconds), flush=True)
 
 
-def speed_of(head_dim: int, rows: int, causal: bool) -> str:
+def speed_of(head_dim: int, rows: int, causal: bool, seconds: float) -> str:
     """One line: TFLOP/s of each."""
     batch, heads = TOKENS // rows, COLUMNS // head_dim
     qkv = random_qkv(batch, rows, rows, heads, head_dim)
@@ -90,25 +98,25 @@ def speed_of(head_dim: int, rows: int, causal: bool) -> str:
     def run(*tensors: Tensor, **factors: Tensor) -> Tensor:
         return flashtile.attention(*tensors, **factors, causal=causal, backend="hopper")
 
-    cut(None)
-    times = {
-        "bfloat16": milliseconds(lambda: run(*qkv)),
-        "8-bit as shipped": milliseconds(lambda: run(*eight, **factors)),
-    }
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        transposed = [x.transpose(1, 2) for x in qkv]
-        peer = torch.nn.functional.scaled_dot_product_attention
-        times["cuDNN bfloat16"] = milliseconds(lambda: peer(*transposed, is_causal=causal))
-    for name, config in CUTS[head_dim].items():
-        cut(config)
-        times[name] = milliseconds(lambda: run(*eight, **factors))
-    cut(None)
     spec = flashtile.ops.attention.spec.AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
     shapes, strides = zip(*((x.shape, x.stride()) for x in eight))
     plan = launch._plan(eight[0].dtype, eight[0].device, shapes, strides, None, None, rows, spec)
-    transposition = milliseconds(lambda: launch._transposed(eight[2], None, plan.transposition))
+    transposed = [x.transpose(1, 2) for x in qkv]
+
+    def run_cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*transposed, is_causal=causal)
+
+    functions = {
+        "bfloat16": (None, lambda: run(*qkv)),
+        "8-bit as shipped": (None, lambda: run(*eight, **factors)),
+        "cuDNN bfloat16": (None, run_cudnn),
+        **{name: (config, lambda: run(*eight, **factors)) for name, config in CUTS[head_dim].items()},
+        "transposition": (None, lambda: launch._transposed(eight[2], None, plan.transposition)),
+    }
+    *times, transposition = milliseconds(functions, seconds)
     work = 4 * batch * heads * rows**2 * head_dim / (2 if causal else 1) / 1e9
-    speeds = ", ".join(f"{name} {work / ms:.0f}" for name, ms in times.items())
+    speeds = ", ".join(f"{name} {work / ms:.0f}" for name, ms in zip(functions, times))
     return (
         f"D {head_dim}, {rows}, {'causal' if causal else 'full'}: {speeds}; transposition {1e3 * transposition:.0f} µs"
     )
@@ -146,10 +154,11 @@ def relative(out: Tensor, oracle: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "error"))
+    parser.add_argument("--seconds", type=float, default=0.1, help="of calls one after another, for each median")
     parser.add_argument("--scale-log2", type=float, default=8.0, help="weights are rounded times 2 to this")
     arguments = parser.parse_args()
     if arguments.what == "speed":
-        speed()
+        speed(arguments.seconds)
     else:
         error(arguments.scale_log2)
 
