@@ -14,13 +14,13 @@ transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queri
     dq += ds k                  [M, D]      over all key tiles: added up in device memory
 
 Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
-to the third, which multiplies it by the keys and lets TMA add the product to a float32 buffer. None of them waits for
-another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of up to 128 columns, or
+to the third, which multiplies it by the keys and adds the product to a float32 buffer (`backward_pieces.add_to_sums`).
+None of them waits for another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of up to 128 columns, or
 of 192 and 128 for v), each of the two takes 64 keys; the latter need the producer's registers too, and the third
 warpgroup loads. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk.
 
-The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores, so the statistics and
-the sums of dq are stored in the order in which threads hold them (`backward_pieces.load_statistics`, `store_sums`).
+The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores. So lse and delta are
+taken off by products more, or stored in the order in which threads hold them (`backward_pieces.less_statistics`).
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "FlashAttention-3" (2024), section 3.
 """
