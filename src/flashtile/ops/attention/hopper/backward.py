@@ -15,9 +15,10 @@ transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queri
 
 Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
 to the third, which multiplies it by the keys and adds the product to a float32 buffer (`backward_pieces.add_to_sums`).
-None of them waits for another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of up to 128 columns, or
-of 192 and 128 for v), each of the two takes 64 keys; the latter need the producer's registers too, and the third
-warpgroup loads. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ` and dk.
+None of them waits for another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of
+up to 128 columns, or of 192 and 128 for v), each of the two takes 64 keys; the latter need the producer's registers
+too, and the third warpgroup loads. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ`
+and dk.
 
 The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores. So lse and delta are
 taken off by products more, or stored in the order in which threads hold them (`backward_pieces.less_statistics`).
