@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from flashtile.ops.attention.hopper.backward_launch import BackwardVariant
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config
 from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
 from machine_code import Call

@@ -21,6 +21,7 @@ from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -227,7 +228,7 @@ def compile_hopper(call: Call) -> Binary:
     return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
-def compile_hopper_backward(kernel: str, variant: hopper_backward_launch.BackwardVariant) -> Binary:
+def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
     """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
     compiled = compile_kernel(hopper_backward_launch.backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
     return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)

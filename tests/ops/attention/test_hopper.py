@@ -30,6 +30,7 @@ from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import (
     backward_launch,
     backward_pieces,
+    backward_variant,
     backward_walk,
     blocks,
     configs,
@@ -316,7 +317,7 @@ def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
 
     assert chosen() is cut_last
     assert not chosen(alibi=2)
-    monkeypatch.setattr(backward_launch, "SUMS_PASS_LOOPS", False)
+    monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", False)
     assert not chosen()
 
 
@@ -354,7 +355,7 @@ def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
 def _main_variant(
     rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
     monkeypatch: pytest.MonkeyPatch, **changes: int,
-) -> backward_launch.BackwardVariant:  # fmt: skip
+) -> backward_variant.BackwardVariant:  # fmt: skip
     """What a backward compiles for its main kernel."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)

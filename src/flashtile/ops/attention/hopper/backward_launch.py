@@ -12,12 +12,12 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
 from flashtile.ops.attention.hopper.block_parameters import (
     BLOCK_MULTIPLES,
     block_constants,
@@ -29,7 +29,6 @@ from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
     STATISTIC_COLUMNS,
-    BackwardConfig,
     aligned,
     backward_chunks,
     choose_backward_config,
@@ -56,31 +55,6 @@ from flashtile.ops.attention.plans import (
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-
-
-class BackwardVariant(NamedTuple):
-    """All that decides the machine code of the backward kernels; not lengths, batch or heads. Of the strides of dout
-    only whether they pass 32 bits: the first kernel takes 66 registers then, not 62."""
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    config: BackwardConfig
-    packed: bool
-    has_left: bool
-    has_right: bool
-    top_left: bool
-    has_dlse: bool
-    ordered: bool
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    scores: ScoreVariant = ScoreVariant()
-    block_tile: tuple[int, int] | None = None
-    hides_rows: bool = False
-    wide_strides: bool = False
-    sinks: bool = False
-    may_cut: bool = True
-    cut_last: bool = False
-    turns: bool = False
 
 
 class Launch(NamedTuple):
@@ -246,11 +220,7 @@ def _plan(
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
-    may_cut = packed or variant.has_left or variant.has_right or rows_k % config.block_n != 0
-    long = heads // heads_kv * rows_q >= _LONG_WALK
-    cut_last = may_cut and long and _may_cut_last(variant)
-    turns = long and heads > heads_kv and _may_turn(variant)
-    main = _launcher("main", variant._replace(may_cut=may_cut, cut_last=cut_last, turns=turns), device)
+    main = _launcher("main", with_loops(variant, heads // heads_kv, rows_q, rows_k), device)
     end = _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
@@ -293,33 +263,6 @@ def _plan(
 
 #: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
 _LEAST_SCALE = 2.0**-64
-
-#: Steps of a walk, times queries of a tile, from which on two loops are faster than one. Thousands of cycles of all
-#: kernels at D 128, causal, with one loop and with two: 512 tokens 669 and 701, 2,048 1,298 and 1,312, 4,096 2,146 and
-#: 2,144, 8,192 3,937 and 3,861.
-_LONG_WALK = 8192
-
-
-def _may_cut_last(variant: BackwardVariant) -> bool:
-    """Whether the steps that a mask cuts may have a loop of their own. They are the last ones where no window ends on
-    the left.
-
-    Not where a tile of queries is as large as one of keys, for there they are the larger part of a short sequence; nor
-    in packed calls, where registers do not suffice in float16, or beside ALiBi, where scalars spill in either loop; nor
-    where keys have two places: ptxas 12.8 computes their addresses ahead of the first loop, which may not run, for
-    both.
-    """
-    config = variant.config
-    they_are_last = not variant.has_left and variant.block_tile is None
-    they_are_few = config.block_m < config.block_n
-    registers_suffice = config.producer and not variant.packed and not variant.scores.alibi
-    return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
-
-
-def _may_turn(variant: BackwardVariant) -> bool:
-    """Whether some walks of a call may go up (`backward_walk.walks_up`): those of a causal mask, in no order."""
-    causal = variant.has_right and not variant.has_left and not variant.packed and variant.block_tile is None
-    return causal and variant.config.producer and not variant.ordered
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:

@@ -41,7 +41,7 @@ class Form:
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
     the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
     even one that is never taken, keeps ptxas from mixing what is before and behind it), CUT_LAST: what it cuts are the
-    last steps of a walk, and they have a loop of their own (`backward_launch`), TURNS: some walks go up (`walks_up`),
+    last steps of a walk, and they have a loop of their own (`backward_variant`), TURNS: some walks go up (`walks_up`),
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`.
     """
 
