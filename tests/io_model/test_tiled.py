@@ -39,6 +39,10 @@ def test_the_hopper_kernels_add_up_dq_in_float32():
     assert [t.writes for t in sums] == [True, False, True, False]  # zeros; added to; read for dq
     assert {t.size for t in sums} == {2 * shape.sizes["q"]}
     assert main.flops == 5 * 2 * shape.pairs * 64 and forward.flops == 2 * 2 * shape.pairs * 64
+    rows = shape.batch * shape.heads * shape.seq_q
+    for (head_dim, window), size in {(64, None): 64, (64, (127, 0)): 8, (192, None): 8}.items():
+        works = tiled(replace(shape, head_dim=head_dim, window=window), H200).kernels[1:3]
+        assert [t.size / rows for work in works for t in work.transfers if t.tensor == "statistics"] == [size, size]
 
 
 @pytest.mark.parametrize("name", io_model.DEVICES)

@@ -27,6 +27,7 @@ class Cut:
         block_k: keys of a tile.
         warps: of a program; None where a program has a multiprocessor for itself.
         shared_memory: bytes of a program.
+        statistics: bytes of lse and delta of a query between the kernels of a backward.
 
     Raises:
         ValueError: a name or a backend that is not known, or a tile without rows.
@@ -38,6 +39,7 @@ class Cut:
     block_k: int
     warps: int | None = None
     shared_memory: int = 0
+    statistics: int = 8
 
     def __post_init__(self) -> None:
         both = "forward", "backward"
@@ -90,5 +92,8 @@ def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...
         warps = getattr(kernel.tiles, "num_warps", None)
         group = shape.heads // shape.kv_heads if kernel.backend == "split" else 1
         block_q = max(1, kernel.tiles.block_m // group)
-        found.append(Cut(kernel.name, kernel.backend, block_q, kernel.tiles.block_n, warps, kernel.shared_memory))
+        statistics = getattr(kernel.tiles, "statistics_bytes", Cut.statistics)
+        found.append(
+            Cut(kernel.name, kernel.backend, block_q, kernel.tiles.block_n, warps, kernel.shared_memory, statistics)
+        )
     return tuple(found)

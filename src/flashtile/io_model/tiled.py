@@ -76,7 +76,11 @@ class _Walk:
     def size(self, tensor: str) -> int:
         """Bytes of a tensor, or of the gradient of one."""
         lse = self.sizes["lse"]
-        others = {"dout": self.sizes["out"], "statistics of 16 bytes": 4 * lse, "statistics of 8 bytes": 2 * lse}
+        others = {
+            "dout": self.sizes["out"],
+            "statistics of 16 bytes": 4 * lse,
+            "statistics": self.cut.statistics // 4 * lse,
+        }
         return others.get(tensor) or self.sizes[tensor if tensor in self.sizes else tensor.removeprefix("d")]
 
     def held(self, reads: str = "", writes: str = "") -> list[Transfer]:
@@ -133,10 +137,10 @@ def _dkdv(walk: _Walk) -> list[Work]:
 def _hopper_backward(walk: _Walk) -> list[Work]:
     """Three launches: statistics and zeros, all five products, and sums of dq to dq."""
     sums = Transfer("sums of dq", walk.size("q") * 4 // walk.shape.dtype.itemsize, writes=True)
-    begin = [*walk.held("out, dout, lse", "statistics of 8 bytes"), sums]
+    begin = [*walk.held("out, dout, lse", "statistics"), sums]
     main = [
         *walk.held("k, v", "dk, dv"),
-        *walk.queries("q", "dout", "statistics of 8 bytes", sums=["dq"]),
+        *walk.queries("q", "dout", "statistics", sums=["dq"]),
     ]
     end = [Transfer(sums.tensor, sums.size), *walk.held("", "dq")]
     dtype = walk.shape.dtype

@@ -309,6 +309,11 @@ class BackwardConfig(NamedTuple):
         """Of a thread at the start: four warpgroups, three without a producer, share 64 Ki."""
         return 128 if self.producer else 168
 
+    @property
+    def statistics_bytes(self) -> int:
+        """Of lse and delta of a query: two float32, or two rows of 16-bit operands."""
+        return 4 * STATISTIC_COLUMNS if self.statistics_multiplied else 8
+
 
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
@@ -366,8 +371,8 @@ def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: in
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
     kinds = 2 if config.split_roles else 1
     handed_over = config.handovers * config.block_n * config.block_m * kinds
-    statistics = 8 * config.stages * config.block_m
+    statistics = config.statistics_bytes * config.stages * config.block_m
     if config.statistics_multiplied:
-        statistics = 2 * STATISTIC_COLUMNS * (2 * config.stages * config.block_m + CONSUMER_ROWS)
+        statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     return 2 * (rows + handed_over) + statistics + sums + _OVERHEAD
