@@ -4,7 +4,7 @@ Letters as in `pieces` and `backward`.
 """
 
 from flashtile._backends.gluon import aggregate, gl, gluon, mbarrier, tma_load
-from flashtile.ops.attention.hopper.backward_pieces import ROWS, query_tile_ranges
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS, query_tile_ranges
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
     column_in_order,
@@ -410,7 +410,7 @@ def _load_queries(walk, form, loading, it, head, tile, kind, turn):
         if form.ORDERED:
             tell(news, place, 3, turn)
     full = q.full.index(stage)
-    STATISTICS: gl.constexpr = 64 if form.STATISTICS_MULTIPLIED else 8
+    STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if form.STATISTICS_MULTIPLIED else 8
     mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.REST) + STATISTICS))
     place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
     tma_load(q_desc, place, full, q.tiles.index(stage))
