@@ -42,6 +42,12 @@ def test_forward_and_backward_may_be_of_two_backends() -> None:
     assert "128 keys, 3 computing warpgroups of which one loads" in str(wide.kernels[1])
 
 
+def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
+    usual, tiny, none = (_explain(device="sm_90", scale=scale).kernels[1] for scale in (-0.1, -1e-20, 0.0))
+    assert usual.tiles.statistics_multiplied and usual == none and not tiny.tiles.statistics_multiplied
+    assert tiny.shared_memory < usual.shared_memory
+
+
 @pytest.mark.parametrize(
     "arguments, reason",
     [

@@ -272,7 +272,8 @@ def _kernels(
     if q.dtype is FP8:
         return (KernelChoice("transpose", backend=forward), first) if forward == "hopper" else (first,)
     if backward == "hopper":
-        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, blocks, spec.window_left is not None)
+        left = spec.window_left is not None
+        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, blocks, left, spec.scale)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
     last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
     return first, portable("dq"), portable("dkdv"), *last

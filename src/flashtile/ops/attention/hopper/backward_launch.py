@@ -192,7 +192,7 @@ def _plan(
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
     has_left = spec.window_left is not None
-    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left)
+    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left, spec.scale)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
@@ -215,9 +215,6 @@ def _plan(
     key_tiles = tiles_of(whole_tiles(rows_k, tile_k), config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     tiles = query_tiles * lines
-    if spec.scale < _LEAST_SCALE or 2 * tiles * config.block_m >= _MOST_ROWS:
-        config = config._replace(statistics_multiplied=False)
-        variant = variant._replace(config=config)
     *_, dout_strides = strides
     row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
     wide = max(row_strides) >= 2**31
@@ -260,13 +257,6 @@ def _plan(
         4 * (sums + statistics + quiet + counter),
         4 * (sums + statistics + quiet + counter + turns),
     )
-
-
-#: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
-_LEAST_SCALE = 2.0**-64
-
-#: Rows of a tensor that TMA moves.
-_MOST_ROWS = 2**31
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:

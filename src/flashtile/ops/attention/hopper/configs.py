@@ -352,15 +352,24 @@ def tile_width(head_dim: int) -> int:
     return sum(backward_chunks(head_dim))
 
 
+#: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
+_LEAST_SCALE = 2.0**-64
+
+
 def choose_backward_config(
-    head_dim: int, head_dim_v: int, softcap: bool = False, blocks: bool = False, left: bool = False
+    head_dim: int,
+    head_dim_v: int,
+    softcap: bool = False,
+    blocks: bool = False,
+    left: bool = False,
+    scale: float = 1.0,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
-    a window ends on the left."""
+    a window ends on the left. Of `scale` the sign does not matter."""
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
-    if left and max(head_dim, head_dim_v) <= 64:
-        # Few steps for all the bytes of such statistics: 3 % fewer cycles without (a window of 128).
+    # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
+    if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
