@@ -83,11 +83,13 @@ def _backward(
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
 ) -> BackwardVariant:
-    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None, left)
+    config = choose_backward_config(
+        head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered
+    )
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
-        block_tile, hides_rows=packed or block_tile is not None,
+        block_tile, hides_rows=packed or block_tile is not None, alternates=ordered and right and block_tile is None,
     )  # fmt: skip
 
 
@@ -100,7 +102,17 @@ BACKWARD_FORMS = {
     "128-turns": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True),
     "128-turns-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True, dtype=torch.float16),
     "64-turns": _backward(64, 64, False, False, False)._replace(turns=True),
-    "128-long-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True),
+    "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(cut_last=True),
+    "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True, alternates=False),
+    **{
+        f"{name}-ordered{suffix}": _backward(*heads, False, False, True)._replace(dtype=dtype)
+        for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
+        for suffix, dtype in (("", torch.bfloat16), ("-fp16", torch.float16))
+    },
+    **{
+        f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False)._replace(may_cut=False)
+        for width in (64, 128, 256)
+    },
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
     "256": _backward(256, 256, False, False, False),
     "256-packed-window-ordered": _backward(256, 256, True, True, True),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import inspect
 import itertools
 import math
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -399,17 +401,18 @@ def test_order_of_the_key_tiles_of_the_backward(
     assert others[:whole] == sorted(others[:whole])
 
 
-@pytest.mark.parametrize("group, last, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
+@pytest.mark.parametrize("group, start, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
+@pytest.mark.parametrize("way", [-1, 1])
 def test_steps_of_a_key_tile_in_the_backward(
-    group: int, last: int, steps: int, monkeypatch: pytest.MonkeyPatch
+    group: int, start: int, steps: int, way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All heads of each query tile, from the last tile on; the next step is found without the number of this one."""
+    """All heads of each query tile, from the first tile on; the next step is found without the number of this one."""
     monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    walk = SimpleNamespace(group=group, last=last)
+    walk = SimpleNamespace(group=group, start=start, way=way)
     visited = [backward_walk.step_of.fn(walk, it) for it in range(group * steps)]
-    assert visited == [(head, last - tile) for tile in range(steps) for head in range(group)]
+    assert visited == [(head, start + way * tile) for tile in range(steps) for head in range(group)]
     monkeypatch.setattr(backward_walk, "gl", torch)
-    step = torch.tensor(0), torch.tensor(last)
+    step = torch.tensor(0), torch.tensor(start)
     for expected in visited:
         assert step == expected
         step = backward_walk.step_after.fn(walk, *step)
@@ -524,26 +527,12 @@ def test_walks_visit_each_tile_of_queries_once(
 ) -> None:
     """Under a causal mask, in either direction: all query tiles that see some of the keys, first those that see all of
     them, and whose number a mask asks for is the one that is visited."""
-    numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
-    monkeypatch.setattr(backward_walk, "gl", numbers)
-    monkeypatch.setattr(backward_pieces, "gl", numbers)
-    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
-    monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("uncut_tiles", "walks_up", "_lines_together"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
-    source = inspect.getsource(backward_walk)
-    fields = re.findall(r"^    (\w+): gl.tensor$", source[source.index("class Walk:") :], re.MULTILINE)
-    monkeypatch.setattr(
-        backward_walk, "Walk", lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
-    )
-    form = SimpleNamespace(
-        PACKED=False, TOP_LEFT=False, KEYS=n, M=m, HAS_LEFT=False, HAS_RIGHT=True, TURNS=True, TILE_K=0
-    )
+    walk_of = _walks(monkeypatch)
+    form = _form_of_walks(m, n, TURNS=True)
     group, shift, directions = 2, keys - rows, set()
     call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None
     for first in range(0, keys, n):
-        walk = backward_walk.walk_of.fn((first, 0, 3), call, form)
+        walk = walk_of((first, 0, 3), call, form)
         steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
         tiles = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
         last = min(first + n, keys) - 1
@@ -553,6 +542,65 @@ def test_walks_visit_each_tile_of_queries_once(
         assert tiles[walk.uncut :] == steps[walk.uncut :]
         directions |= {after - before for (_, before), (_, after) in itertools.pairwise(tiles[: walk.uncut])}
     assert directions == {-1, 0, 1}
+
+
+def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
+    """`walk_of` for Python's numbers, with all that it calls."""
+    numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
+    for module in (backward_walk, backward_pieces, pieces):
+        monkeypatch.setattr(module, "gl", numbers)
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER", "_TILES_AT_ONCE"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
+    for name in ("uncut_tiles", "walks_up", "_lines_together", "_lines_at_once", "rises"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
+    for name in ("tile_in_order", "locate_tile"):
+        monkeypatch.setattr(backward_walk, name, getattr(pieces, name).fn)
+    source = inspect.getsource(backward_walk)
+    fields = re.findall(r"^    (\w+): gl.tensor$", source[source.index("class Walk:") :], re.MULTILINE)
+    monkeypatch.setattr(
+        backward_walk, "Walk", lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
+    )
+    return backward_walk.walk_of.fn
+
+
+def _form_of_walks(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
+    """What the walks of dense calls ask of a `Form`."""
+    plain = dict(PACKED=False, TOP_LEFT=False, ORDERED=False, ALTERNATES=False, TURNS=False, TILE_K=0)
+    return SimpleNamespace(**{**plain, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
+
+
+@pytest.mark.parametrize("left, right", _BANDS)
+@pytest.mark.parametrize("rows, keys", [*(of for of in _LENGTHS if of[1]), (4100, 4100)])
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
+def test_key_tiles_add_in_one_order(
+    rows: int, keys: int, left: int | None, right: int | None, heads: int, m: int, n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """To each tile of queries, each waiting for those that were taken before it alone: so all of them end."""
+    walk_of = _walks(monkeypatch)
+    flags = left is not None, right is not None
+    form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
+    band = left or 0, right or 0
+    tiles, together = -(-keys // n), 8
+    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None
+    added: collections.Counter = collections.Counter()
+    ways = set()
+    for number in range(3 * heads * tiles):
+        found = backward_walk._locate_keys.fn(number, call, form)
+        walk = walk_of(found, call, form)
+        ways |= {walk.way} if walk.total else set()
+        for it in range(walk.total):
+            _, tile = backward_walk.step_of.fn(walk, it)
+            line = found[1], found[2], tile
+            assert backward_walk.adders_before.fn(walk, tile, *band, form) == added[line]
+            added[line] += 1
+    assert backward_walk._locate_keys.fn(3 * heads * tiles, call, form)[0] < 0
+    assert ways == ({-1, 1} if right is not None and 3 * heads > max(128 // tiles, 1) else {-1})
+    for tile in range(-(-rows // m)):
+        seen = (_visible(query, keys, keys - rows, left, right) for query in range(tile * m, min((tile + 1) * m, rows)))
+        assert added[0, 0, tile] >= len({key // n for of_a_query in seen for key in of_a_query})
 
 
 # Coordinates of packed sequences
@@ -723,9 +771,11 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("left", [False, True])
-def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool) -> None:
+@pytest.mark.parametrize("ordered", [False, True])
+def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool, ordered: bool) -> None:
     for head_dim, head_dim_v in _HEADS:
-        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left)
+        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
+        assert config.sums_by_tma or not ordered
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
         assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert config.producer or not blocks
@@ -831,14 +881,17 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
     assert main["statistics_desc"] == begin["statistics_ptr"]
     assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"]
-    config = configs.choose_backward_config(head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name)
+    ordered = arguments.get("deterministic", False)
+    config = configs.choose_backward_config(
+        head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name, ordered=ordered
+    )
     assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
     if config.statistics_multiplied:
         rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads
         following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
         assert following - begin["statistics_ptr"] >= 2 * rows * configs.STATISTIC_COLUMNS * 2
-    assert ("turns_ptr" in main) == arguments.get("deterministic", False)
+    assert ("turns_ptr" in main) == ordered
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
     order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]

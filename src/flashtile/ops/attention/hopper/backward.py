@@ -42,7 +42,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     chunks_of,
     columns_of,
     end_turn,
-    first_adder,
     less_statistics,
     make_statistics,
     mask_probs,
@@ -61,6 +60,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 from flashtile.ops.attention.hopper.backward_split import sum_dk, sum_dv
 from flashtile.ops.attention.hopper.backward_walk import (
     Form,
+    adders_before,
     await_last_sum,
     find_keys,
     hear_keys,
@@ -98,7 +98,7 @@ def attention_backward_kernel(
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
-    ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, STATISTICS_MULTIPLIED: gl.constexpr,
     SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
@@ -112,7 +112,7 @@ def attention_backward_kernel(
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
     )  # fmt: skip
     form = Form(
-        KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
+        KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
         MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     )  # fmt: skip
     call = (
@@ -332,7 +332,7 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     WIDTH: gl.constexpr = k.WIDTH + k.REST
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
-    window_left = call[9]
+    window_left, window_right = call[9], call[10]
     count = 0
     before = 0
     if LOADS:
@@ -377,20 +377,20 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
                         dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
                     if form.ORDERED and part == 0 and column == 0:
                         if it > 0:  # while this product is computed
-                            end_turn(turns_ptr + number_before, form)
+                            end_turn(turns_ptr + number_before)
                     dq = warpgroup_mma_wait(0, [dq])
                     if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
                         release(dscores_empty.index(place))
                     if form.ORDERED and part == 0 and column == 0:
                         if form.TILE_K == 0:
-                            turn = walk.first // form.KEYS - first_adder(tile, walk.shift, window_left, form)
+                            turn = adders_before(walk, tile, window_left, window_right, form)
                         begin_turn(turns_ptr + number, turn_seen, turn)
                     add_to_sums(sums, dq, (number * PARTS + part) * WIDTH + column, form)
             head, tile = step_after(walk, head, tile)
             number_before = number
         if form.ORDERED:
             if walk.total > 0:
-                end_turn(turns_ptr + number_before, form)
+                end_turn(turns_ptr + number_before)
         before += walk.total
         count += 1
         found = hear_next_keys(found, mailbox, count, form)

@@ -192,7 +192,9 @@ def _plan(
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
     has_left = spec.window_left is not None
-    config = choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left, spec.scale)
+    config = choose_backward_config(
+        head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left, spec.scale, spec.deterministic
+    )
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
@@ -387,6 +389,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
+        "ALTERNATES": variant.alternates,
         **block_constants(variant.block_tile),
     }
     names = function.arg_names

@@ -39,6 +39,7 @@ class BackwardVariant(NamedTuple):
     may_cut: bool = True
     cut_last: bool = False
     turns: bool = False
+    alternates: bool = False
 
 
 def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -> BackwardVariant:
@@ -46,16 +47,18 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
     banded = variant.packed or variant.has_left or variant.has_right
     may_cut = banded or rows_k % variant.config.block_n != 0
     long = group * rows_q >= _LONG_WALK
+    alternates = group == 1 and _may_alternate(variant)
     return variant._replace(
         may_cut=may_cut,
-        cut_last=may_cut and long and _may_cut_last(variant),
+        cut_last=may_cut and long and not alternates and _may_cut_last(variant),
         turns=long and group > 1 and _may_turn(variant),
+        alternates=alternates,
     )
 
 
 def _may_cut_last(variant: BackwardVariant) -> bool:
     """Whether the steps that a mask cuts may have a loop of their own. They are the last ones where no window ends on
-    the left.
+    the left and no line rises.
 
     Not where a tile of queries is as large as one of keys, for there they are the larger part of a short sequence; nor
     in packed calls, where registers do not suffice in float16, or beside ALiBi, where scalars spill in either loop; nor
@@ -73,3 +76,9 @@ def _may_turn(variant: BackwardVariant) -> bool:
     """Whether some walks of a call may go up (`backward_walk.walks_up`): those of a causal mask, in no order."""
     causal = variant.has_right and not variant.has_left and not variant.packed and variant.block_tile is None
     return causal and variant.config.producer and not variant.ordered
+
+
+def _may_alternate(variant: BackwardVariant) -> bool:
+    """Whether every second group of lines of a call may rise (`backward_walk.rises`). With heads that share keys the
+    programs of a line would be too far apart for the L2 cache: a query tile is as many steps as there are heads."""
+    return variant.ordered and variant.has_right and variant.block_tile is None

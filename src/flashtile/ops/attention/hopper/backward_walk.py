@@ -29,7 +29,8 @@ from flashtile.ops.attention.hopper.pieces import (
 #: What stands for the first key: there are no more tiles; a tile has no keys.
 _END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
 
-_TILES_TOGETHER = gl.constexpr(256)
+#: Key tiles that run at once, about, and key tiles whose lines take turns.
+_TILES_AT_ONCE, _TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
 
 
 @aggregate
@@ -39,10 +40,11 @@ class Form:
     KEYS: keys of a program, M: queries of a tile, PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time,
     SUM_COLUMNS: columns of dq summed at a time, HANDOVERS: places for the `dsᵀ` and `pᵀ` that one warpgroup passes on
     to another, KEY_STAGES: tiles of keys and values on chip, STAYS: programs take one key tile after another, ORDERED:
-    the key tiles add to dq in their order, MAY_CUT: a band or the end of the keys may cut a tile (a branch for that,
-    even one that is never taken, keeps ptxas from mixing what is before and behind it), CUT_LAST: what it cuts are the
-    last steps of a walk, and they have a loop of their own (`backward_variant`), TURNS: some walks go up (`walks_up`),
-    STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`.
+    the key tiles add to dq in order, ALTERNATES: those of every second group of lines in the opposite one (`rises`),
+    MAY_CUT: a band or the end of the keys may cut a tile (a branch for that, even one that is never taken, keeps ptxas
+    from mixing what is before and behind it), CUT_LAST: what it cuts are the last steps of a walk, and they have a loop
+    of their own (`backward_variant`), TURNS: some walks go up (`walks_up`), STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in
+    `BackwardConfig`.
     """
 
     KEYS: gl.constexpr
@@ -53,6 +55,7 @@ class Form:
     KEY_STAGES: gl.constexpr
     STAYS: gl.constexpr
     ORDERED: gl.constexpr
+    ALTERNATES: gl.constexpr
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
@@ -67,7 +70,7 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
+        self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
         MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
@@ -78,6 +81,7 @@ class Form:
         self.KEY_STAGES = gl.constexpr(KEY_STAGES)
         self.STAYS = gl.constexpr(STAYS)
         self.ORDERED = gl.constexpr(ORDERED)
+        self.ALTERNATES = gl.constexpr(ALTERNATES)
         self.PACKED = gl.constexpr(PACKED)
         self.HAS_LEFT = gl.constexpr(HAS_LEFT)
         self.HAS_RIGHT = gl.constexpr(HAS_RIGHT)
@@ -96,7 +100,8 @@ class Walk:
     """What a program does for one key tile: `total` steps, of `group` heads from `first_head` on for each query tile.
 
     `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
-    many they are. `shift`: the key of query 0's diagonal. `last`: the query tile that comes first. Those in
+    many they are. `shift`: the key of query 0's diagonal. `start`: the query tile that comes first, `way`: 1 or
+    -1, to the next one. Those in
     `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of the first head among all
     tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`: as `turned_tile`.
     """
@@ -110,7 +115,8 @@ class Walk:
     begin_k: gl.tensor
     seq_k: gl.tensor
     shift: gl.tensor
-    last: gl.tensor
+    start: gl.tensor
+    way: gl.tensor
     group: gl.tensor
     total: gl.tensor
     full_begin: gl.tensor
@@ -123,7 +129,7 @@ class Walk:
 
     @gluon.constexpr_function
     def __init__(
-        self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, last, group, total,
+        self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, start, way, group, total,
         full_begin, full_end, place, line, uncut, turned, mirror,
     ):  # fmt: skip
         self.first = first
@@ -135,7 +141,8 @@ class Walk:
         self.begin_k = begin_k
         self.seq_k = seq_k
         self.shift = shift
-        self.last = last
+        self.start = start
+        self.way = way
         self.group = group
         self.total = total
         self.full_begin = full_begin
@@ -172,15 +179,15 @@ def _locate_keys(number, call, form):
     lines = heads_kv if form.PACKED else batch * heads_kv
     valid = number < tiles * lines
     number = gl.minimum(number, tiles * lines - 1)
-    # In order the key tiles of a line wait for one another, so many lines are under way.
-    together = PAIRS_TOGETHER if form.ORDERED else _lines_together(tiles)
+    together = _lines_at_once(tiles) if form.ALTERNATES else _lines_together(tiles)
     if form.TILE_K > 0 and not form.ORDERED:
         tile, line = column_in_order(number, tiles, lines, together, form.TILE_K // form.KEYS)
     else:
         tile, line = tile_in_order(number, tiles, lines, together, UNEVEN or form.ORDERED)
-        if form.ORDERED or (form.HAS_RIGHT and not form.PACKED):
-            # The first keys are seen by the most queries; and in order, programs wait for those with earlier keys only,
-            # which have smaller numbers.
+        if form.ALTERNATES:
+            tile = gl.where(rises(line, lines, together) != 0, tile, tiles - 1 - tile)
+        elif form.ORDERED or (form.HAS_RIGHT and not form.PACKED):
+            # The first keys are seen by the most queries. In order, programs wait for those with smaller numbers only.
             tile = tiles - 1 - tile
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
         tile, line, cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q, form.KEYS, form.PACKED
@@ -211,6 +218,25 @@ def _lines_together(tiles):
     the GPU idle.
     """
     return gl.minimum(gl.maximum(_TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+
+
+@gluon.jit
+def _lines_at_once(tiles):
+    """How many lines have all their key tiles under way at once, at least one."""
+    return gl.maximum(_TILES_AT_ONCE // tiles, 1)
+
+
+@gluon.jit
+def rises(line, lines, together):
+    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on, and walks go up.
+
+    Walks that start together at their diagonals are, each, where the one with the next keys was before, which is the
+    one that they wait for; and they end one after another, that with the last keys first. So the next line's start one
+    after another, with the first keys and the longest walk first; down from the last query tile each then follows the
+    one with the keys before, and they end together. So lines go up and down in turn, and the last ones down. If all
+    went up, programs would drift apart, and end apart; if all went down, those that start together would wait.
+    """
+    return ((lines - 1) // together - line // together) % 2
 
 
 @gluon.jit
@@ -251,10 +277,15 @@ def walk_of(found, call, form):
     turned = gl.to_tensor(0)
     if form.TURNS:
         turned = uncut * walks_up(first // form.KEYS, tiles, batch * heads_kv, gl.num_programs(0))
+    start, way = gl.to_tensor(end - 1), gl.to_tensor(-1)
+    if form.ALTERNATES:
+        line, lines = (head_kv, heads_kv) if form.PACKED else (sequence * heads_kv + head_kv, batch * heads_kv)
+        if rises(line, lines, _lines_at_once(tiles)) != 0:
+            start, way = gl.to_tensor(begin), gl.to_tensor(1)
     if form.TILE_K > 0:
         total = found[3]
     return Walk(
-        first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, gl.to_tensor(end - 1),
+        first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, start, way,
         gl.to_tensor(group), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end), place,
         gl.to_tensor(query_tiles), gl.to_tensor(group * uncut), end - turned, 2 * end - 1 - turned,
     )  # fmt: skip
@@ -300,18 +331,32 @@ def keys_of(count, WHICH: gl.constexpr, form):
 def step_of(walk, it):
     """Head (from the first one) and query tile (`turned_tile`) of step `it`; with a block mask the producer tells.
 
-    From the last tile to the first, and all heads of a tile before the next: so programs of a line that began together
-    read the same queries at the same time, with or without a causal mask, and in order each follows the one before it
-    by a single step.
+    From the last tile to the first, unless the line rises, and all heads of a tile before the next: so programs of a
+    line that began together read the same queries at the same time, with or without a causal mask, and in order each
+    follows the one before it by a single step.
     """
-    return it % walk.group, walk.last - it // walk.group
+    return it % walk.group, walk.start + walk.way * (it // walk.group)
 
 
 @gluon.jit
 def step_after(walk, head, tile):
     """The step that follows one, without a division."""
     done = head + 1 == walk.group
-    return gl.where(done, 0, head + 1), tile - done.to(gl.int32)
+    return gl.where(done, 0, head + 1), tile + gl.where(done, walk.way, 0)
+
+
+@gluon.jit
+def adders_before(walk, tile, window_left, window_right, form):
+    """How many key tiles add to the dq of a query tile before this walk's does, without a block mask."""
+    number = walk.first // form.KEYS
+    before = number
+    if form.HAS_LEFT:
+        before = number - gl.maximum(tile * form.M + walk.shift - window_left, 0) // form.KEYS
+    if form.ALTERNATES:
+        last_key = tile * form.M + form.M - 1 + walk.shift + window_right  # that the tile's last query sees
+        last = gl.minimum(last_key // form.KEYS, gl.cdiv(walk.seq_k, form.KEYS) - 1)
+        before = gl.where(walk.way > 0, last - number, before)
+    return before
 
 
 @gluon.jit

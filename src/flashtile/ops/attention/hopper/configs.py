@@ -363,14 +363,18 @@ def choose_backward_config(
     blocks: bool = False,
     left: bool = False,
     scale: float = 1.0,
+    ordered: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
-    a window ends on the left. Of `scale` the sign does not matter."""
+    a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
+    takes TMA, whose additions can be awaited without a fence (`backward_pieces.end_turn`)."""
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
+    if ordered:
+        row = row._replace(sums_by_tma=True)
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
