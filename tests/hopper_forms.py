@@ -83,9 +83,7 @@ def _backward(
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
 ) -> BackwardVariant:
-    config = choose_backward_config(
-        head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered
-    )
+    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered)
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,

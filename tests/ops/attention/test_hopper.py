@@ -566,8 +566,8 @@ def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
 
 def _form_of_walks(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
     """What the walks of dense calls ask of a `Form`."""
-    plain = dict(PACKED=False, TOP_LEFT=False, ORDERED=False, ALTERNATES=False, TURNS=False, TILE_K=0)
-    return SimpleNamespace(**{**plain, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
+    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "TILE_K"), False)
+    return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
 
 @pytest.mark.parametrize("left, right", _BANDS)
@@ -583,7 +583,7 @@ def test_key_tiles_add_in_one_order(
     flags = left is not None, right is not None
     form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
     band = left or 0, right or 0
-    tiles, together = -(-keys // n), 8
+    tiles = -(-keys // n)
     call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None
     added: collections.Counter = collections.Counter()
     ways = set()

@@ -112,8 +112,8 @@ def attention_backward_kernel(
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
     )  # fmt: skip
     form = Form(
-        KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
+        KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT,
+        TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     )  # fmt: skip
     call = (
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,

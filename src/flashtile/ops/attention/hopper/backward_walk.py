@@ -70,8 +70,8 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT,
-        MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
+        self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, ALTERNATES, PACKED, HAS_LEFT,
+        HAS_RIGHT, TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
@@ -179,7 +179,12 @@ def _locate_keys(number, call, form):
     lines = heads_kv if form.PACKED else batch * heads_kv
     valid = number < tiles * lines
     number = gl.minimum(number, tiles * lines - 1)
-    together = _lines_at_once(tiles) if form.ALTERNATES else _lines_together(tiles)
+    if form.ALTERNATES:
+        together = _lines_at_once(tiles)
+    elif form.ORDERED and form.TILE_K > 0:
+        together = PAIRS_TOGETHER  # tiles of a line wait for one another in no regular way: other lines go on
+    else:
+        together = _lines_together(tiles)
     if form.TILE_K > 0 and not form.ORDERED:
         tile, line = column_in_order(number, tiles, lines, together, form.TILE_K // form.KEYS)
     else:

@@ -1,0 +1,74 @@
+"""Small attention calls in both directions, for compute-sanitizer, which takes seconds for what takes microseconds.
+
+    compute-sanitizer --tool memcheck --kernel-name kns=attention python tools/sanitize_attention.py [--backend hopper]
+
+All rows of the kernels' tables, with and without masks, a soft cap, a fixed order of sums, packing and 8-bit inputs.
+A run without compute-sanitizer before it fills the cache of compiled kernels. What racecheck reports is in
+docs/kernels.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+import flashtile
+
+_HEADS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def run(backend: str, head_dim: int, head_dim_v: int, seq: int, heads_kv: int = 2, group: int = 1, **options) -> None:
+    """One dense call. `dtype` beside the options of `flashtile.attention`."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    shapes = ((group * heads_kv, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v))
+    q, k, v = (_random(1, seq, *shape, dtype=dtype) for shape in shapes)
+    _backward(flashtile.attention(q, k, v, backend=backend, **options), q, k, v)
+    print("dense", head_dim, head_dim_v, seq, options, flush=True)
+
+
+def run_packed(backend: str, head_dim: int, lengths: tuple[int, ...]) -> None:
+    """One causal call with packed sequences."""
+    cu_seqlens = torch.tensor([0, *lengths], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    q, k, v = (_random(sum(lengths), 2, head_dim) for _ in range(3))
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    _backward(flashtile.attention_varlen(q, k, v, cu_seqlens, causal=True, backend=backend, **longest), q, k, v)
+    print("packed", head_dim, lengths, flush=True)
+
+
+def run_8_bit(backend: str, head_dim: int) -> None:
+    """One forward with 8-bit inputs."""
+    q, k, v = (_random(1, 400, 2, head_dim).detach().to(torch.float8_e4m3fn) for _ in range(3))
+    assert flashtile.attention(q, k, v, backend=backend).isfinite().all()
+    print("8 bits", head_dim, flush=True)
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype).requires_grad_()
+
+
+def _backward(out: Tensor, *inputs: Tensor) -> None:
+    grads = torch.autograd.grad(out, inputs, torch.randn_like(out))
+    assert all(tensor.isfinite().all() for tensor in (out, *grads))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="hopper")
+    backend = parser.parse_args().backend
+    torch.manual_seed(0)
+    for heads in _HEADS:
+        run(backend, *heads, 333)
+        run(backend, *heads, 333, causal=True)
+        run(backend, *heads, 260, group=2, causal=True, deterministic=True)
+        run(backend, *heads, 260, 1, causal=True, deterministic=True)
+        run(backend, *heads, 260, 1, 2, causal=True, window=(70, None), dtype=torch.float16)
+        run(backend, *heads, 260, 1, 2, softcap=5.0)
+    for head_dim in (64, 128):
+        run_packed(backend, head_dim, (1, 130, 0, 200))
+        run_8_bit(backend, head_dim)
+
+
+if __name__ == "__main__":
+    main()
