@@ -35,6 +35,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from flashtile.ops.attention.hopper.backward_loads import hear_step, load_keys, load_step, load_tiles
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     add_to_sums,
@@ -65,11 +66,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     find_keys,
     hear_keys,
     hear_next_keys,
-    hear_step,
     keys_of,
-    load_keys,
-    load_step,
-    load_tiles,
     step_after,
     step_of,
     turned_tile,

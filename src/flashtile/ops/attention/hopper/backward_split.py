@@ -11,6 +11,7 @@ from flashtile._backends.gluon import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
+from flashtile.ops.attention.hopper.backward_loads import hear_step
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     chunks_of,
@@ -28,7 +29,6 @@ from flashtile.ops.attention.hopper.backward_walk import (
     await_last_sum,
     hear_keys,
     hear_next_keys,
-    hear_step,
     keys_of,
     step_after,
     step_of,

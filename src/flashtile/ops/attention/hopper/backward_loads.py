@@ -1,0 +1,134 @@
+"""The producer of the Hopper backward: tiles of keys, and for each the tiles of queries that its walk visits.
+
+Letters as in `pieces` and `backward`.
+"""
+
+from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
+from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
+from flashtile.ops.attention.hopper.backward_walk import find_keys, keys_of, step_of, turned_tile, walk_of
+from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, listed_rank, listed_tile, tell
+from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, next_number, place_of
+
+
+@gluon.jit
+def load_tiles(producing):
+    """Finds the key tiles of this program, and loads what they need as soon as there is a place for it. Where there is
+    one place for keys and values the first queries come before them, for the gradients of the tile before leave it
+    last."""
+    form, loading, _, _, _, _, _, _, mailbox, counter_ptr, call = producing
+    q = loading[0]
+    count = 0
+    before = 0
+    number, found = find_keys(gl.program_id(0), (mailbox, count, counter_ptr, call), form)
+    while found[0] >= 0:
+        walk = walk_of(found, call, form)
+        if form.TILE_K > 0:
+            _load_listed(walk, count, before, producing)
+        else:
+            ahead = 0
+            if form.KEY_STAGES == 1:
+                ahead = gl.minimum(walk.total, q.STAGES)
+            for it in range(ahead):
+                load_step(walk, it, before, producing)
+            load_keys(walk, count, producing)
+            for it in range(ahead, walk.total):
+                load_step(walk, it, before, producing)
+        count += 1
+        before += walk.total
+        number = next_number(number, counter_ptr, 1)
+        number, found = find_keys(number, (mailbox, count, counter_ptr, call), form)
+
+
+@gluon.jit
+def _load_listed(walk, count, before, producing):
+    """The loads of a key tile with a block mask."""
+    form, loading, call = producing[0], producing[1], producing[10]
+    group, blocks = call[4], call[11]
+    AHEAD: gl.constexpr = loading[0].STAGES if form.KEY_STAGES == 1 else 0
+    it = 0
+    for head in range(group):
+        entry, last_entry = line_entries(blocks, walk.sequence, walk.first_head + head, walk.first // form.TILE_K)
+        steps = (last_entry - entry) * (form.TILE_Q // form.M)
+        for step in range(steps):
+            if it == AHEAD:
+                load_keys(walk, count, producing)
+            turn = 0
+            if form.ORDERED:
+                step = steps - 1 - step
+                rank = listed_rank(blocks, entry, step, form.M, form.TILE_Q)
+                turn = rank * (form.TILE_K // form.KEYS) + walk.first % form.TILE_K // form.KEYS
+            tile, kind = listed_tile(blocks, entry, step, True, form.M, form.TILE_Q)
+            _load_queries(walk, form, loading, before + it, head, tile, kind, turn)
+            it += 1
+    if it <= AHEAD:
+        load_keys(walk, count, producing)
+
+
+@gluon.jit
+def load_keys(walk, count, producing):
+    """Loads keys and values of the `count`-th tile."""
+    form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, _ = producing
+    _load_rows_of_keys(k, k_desc, k_rest_desc, walk, count, form)
+    _load_rows_of_keys(v, v_desc, v_rest_desc, walk, count, form)
+
+
+@gluon.jit
+def _load_rows_of_keys(ring, desc, rest_desc, walk, count, form):
+    for which in gl.static_range(form.KEYS // ROWS):
+        row = walk.first + which * ROWS
+        place, phase = keys_of(count, which, form)
+        mbarrier.wait(ring.empty.index(place), phase ^ 1)
+        load_tile(
+            ring, place, desc, rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
+        )  # fmt: skip
+
+
+@gluon.jit
+def load_step(walk, it, before, producing):
+    """Loads queries, statistics and dout of step `it` of a walk without a list, before which there were `before`."""
+    form, loading = producing[0], producing[1]
+    head, tile = step_of(walk, it)
+    _load_queries(walk, form, loading, before + it, head, turned_tile(walk, tile, form), FULL, 0)
+
+
+@gluon.jit
+def _load_queries(walk, form, loading, it, head, tile, kind, turn):
+    """What step `it`, counted from the first tile of the program, needs of a query tile."""
+    q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, news = loading
+    stage, phase = place_of(it, q.STAGES)
+    row = tile * form.M
+    mbarrier.wait(q.empty.index(stage), phase ^ 1)
+    if form.TILE_K > 0:
+        place = it % (q.STAGES + form.HANDOVERS)
+        tell(news, place, 0, tile)
+        tell(news, place, 1, kind)
+        tell(news, place, 2, head)
+        if form.ORDERED:
+            tell(news, place, 3, turn)
+    full = q.full.index(stage)
+    STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if form.STATISTICS_MULTIPLIED else 8
+    mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.REST) + STATISTICS))
+    place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
+    tma_load(q_desc, place, full, q.tiles.index(stage))
+    if q.REST > 0:
+        place = coordinates(
+            walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, q.WIDTH, form.PACKED
+        )  # fmt: skip
+        tma_load(q_rest_desc, place, full, q.rest.index(stage))
+    place = walk.place + head * walk.line + tile
+    tma_load(statistics_desc, (statistics_desc.block_shape[0] * place, 0), full, statistics.index(stage))
+    mbarrier.wait(dout.empty.index(stage), phase ^ 1)
+    load_tile(
+        dout, stage, dout_desc, dout_rest_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
+        form.PACKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def hear_step(listing, it, q, form):
+    """Head (from the first one), query tile and kind of step `it`, counted from the first tile of the program."""
+    news = listing[1]
+    place = it % (q.STAGES + form.HANDOVERS)
+    tile = hear(news, place, 0)
+    kind = hear(news, place, 1)
+    return hear(news, place, 2), tile, kind
