@@ -578,14 +578,15 @@ def test_key_tiles_add_in_one_order(
     rows: int, keys: int, left: int | None, right: int | None, heads: int, m: int, n: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """To each tile of queries, each waiting for those that were taken before it alone: so all of them end."""
+    """To each tile of queries, each waiting for those that were taken before it alone: so all of them end. Lines that
+    rise visit what the others do: whatever a query sees."""
     walk_of = _walks(monkeypatch)
     flags = left is not None, right is not None
     form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
     band = left or 0, right or 0
     tiles = -(-keys // n)
     call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None
-    added: collections.Counter = collections.Counter()
+    added: collections.defaultdict = collections.defaultdict(list)
     ways = set()
     for number in range(3 * heads * tiles):
         found = backward_walk._locate_keys.fn(number, call, form)
@@ -593,14 +594,16 @@ def test_key_tiles_add_in_one_order(
         ways |= {walk.way} if walk.total else set()
         for it in range(walk.total):
             _, tile = backward_walk.step_of.fn(walk, it)
-            line = found[1], found[2], tile
-            assert backward_walk.adders_before.fn(walk, tile, *band, form) == added[line]
-            added[line] += 1
+            adders = added[found[1], found[2], tile]
+            assert backward_walk.adders_before.fn(walk, tile, *band, form) == len(adders)
+            adders.append(walk.first // n)
     assert backward_walk._locate_keys.fn(3 * heads * tiles, call, form)[0] < 0
     assert ways == ({-1, 1} if right is not None and 3 * heads > max(128 // tiles, 1) else {-1})
     for tile in range(-(-rows // m)):
         seen = (_visible(query, keys, keys - rows, left, right) for query in range(tile * m, min((tile + 1) * m, rows)))
-        assert added[0, 0, tile] >= len({key // n for of_a_query in seen for key in of_a_query})
+        needed = {key // n for of_a_query in seen for key in of_a_query}
+        visiting = {tuple(sorted(added[sequence, head, tile])) for sequence in range(3) for head in range(heads)}
+        assert len(visiting) == 1 and needed <= set(*visiting) and len(*visiting) == len(set(*visiting))
 
 
 # Coordinates of packed sequences
