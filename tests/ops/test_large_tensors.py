@@ -97,7 +97,7 @@ _ATTENTION: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "batch": ((3, 2 * _ROWS, _HEADS, _D), None),
     "rows_apart": ((1, 4096, 2, _D), (_D, 2**31 + 8, 2**20, 1)),
     "heads_first": ((2, 2**25, 2, _D), (2**33, _D, 2**32, 1)),
-    # Of four times as many rows the Hopper backward's sums of dq, 64 columns each, would be 512 GiB.
+    # Of twice as many rows the Hopper backward's sums of dq, 64 columns each, would be 256 GiB.
     "narrow": ((4, 2**27, 1, 8), None),
 }
 _PACKED = ((2**25, 2, _D), (3 * 2**31, 2**31, 1))
