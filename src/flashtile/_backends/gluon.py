@@ -43,8 +43,8 @@ else:
 
 
 #: Whether products stay asynchronous where two loops, one behind the other, add to sums that fill most registers. With
-#: Triton 3.9 ptxas makes them wait for one another; 3.8 was not tried.
-SUMS_PASS_LOOPS = triton.__version__.startswith(("3.6.", "3.7."))
+#: Triton 3.9 ptxas makes them wait for one another.
+SUMS_PASS_LOOPS = triton.__version__.startswith(("3.6.", "3.7.", "3.8."))
 
 
 @builtin
