@@ -272,8 +272,7 @@ def _kernels(
     if q.dtype is FP8:
         return (KernelChoice("transpose", backend=forward), first) if forward == "hopper" else (first,)
     if backward == "hopper":
-        left = spec.window_left is not None
-        cut = hopper.choose_backward_config(*heads, spec.softcap > 0, blocks, left, spec.scale, spec.deterministic)
+        cut = hopper.backward_config_of(*heads, spec)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
     last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
     return first, portable("dq"), portable("dkdv"), *last

@@ -31,7 +31,7 @@ from flashtile.ops.attention.hopper.configs import (
     STATISTIC_COLUMNS,
     aligned,
     backward_chunks,
-    choose_backward_config,
+    backward_config_of,
     padded_strides,
     tile_width,
 )
@@ -191,10 +191,7 @@ def _plan(
     batch = q_shape[0] if sequences is None else sequences
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
-    has_left = spec.window_left is not None
-    config = choose_backward_config(
-        head_dim, head_dim_v, spec.softcap > 0, blocks is not None, has_left, spec.scale, spec.deterministic
-    )
+    config = backward_config_of(head_dim, head_dim_v, spec)
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     variant = BackwardVariant(
         dtype,
@@ -202,7 +199,7 @@ def _plan(
         head_dim_v,
         config,
         packed,
-        has_left,
+        spec.window_left is not None,
         spec.window_right is not None,
         spec.banded and spec.top_left,
         has_dlse,

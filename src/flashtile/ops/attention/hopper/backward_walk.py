@@ -90,10 +90,10 @@ class Walk:
     """What a program does for one key tile: `total` steps, of `group` heads from `first_head` on for each query tile.
 
     `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
-    many they are. `shift`: the key of query 0's diagonal. `start`: the query tile that comes first, `way`: 1 or
-    -1, to the next one. Those in
-    `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of the first head among all
-    tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`: as `turned_tile`.
+    many they are. `shift`: the key of query 0's diagonal. `start`: the query tile that comes first, `way`: 1 or -1,
+    to the next one. Those in `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of
+    the first head among all tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`: as
+    `turned_tile`.
     """
 
     first: gl.tensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile.ops.attention.spec import FP8
+from flashtile.ops.attention.spec import FP8, AttentionSpec
 
 Phase = Literal["forward", "backward"]
 
@@ -376,6 +376,12 @@ def choose_backward_config(
     if ordered:
         row = row._replace(sums_by_tma=True)
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
+
+
+def backward_config_of(head_dim: int, head_dim_v: int, spec: AttentionSpec) -> BackwardConfig:
+    """The row of a call, for who launches it and for who tells what it would launch."""
+    blocks, left = spec.block_shape is not None, spec.window_left is not None
+    return choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks, left, spec.scale, spec.deterministic)
 
 
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:
