@@ -14,14 +14,18 @@ _HEADS = {
     "16": Call(head_dim=16, head_dim_v=16),
     "64": Call(),
     "64-short": Call(seq_q=256, seq_k=256),
+    "64-middle": Call(seq_q=512, seq_k=512),
     "80": Call(head_dim=80, head_dim_v=80),
     "96": Call(head_dim=96, head_dim_v=96),
     "64x128": Call(head_dim=64, head_dim_v=128),
     "128": Call(head_dim=128, head_dim_v=128),
+    "128-short": Call(head_dim=128, head_dim_v=128, seq_q=512, seq_k=512),
     "192x128": Call(head_dim=192, head_dim_v=128),
+    "192x128-short": Call(head_dim=192, head_dim_v=128, seq_q=512, seq_k=512),
     "192": Call(head_dim=192, head_dim_v=192),
     "256x192": Call(head_dim=256, head_dim_v=192),
     "256": Call(head_dim=256, head_dim_v=256),
+    "256-short": Call(head_dim=256, head_dim_v=256, seq_q=512, seq_k=512),
 }
 _MASKS = {
     "full": {},
@@ -31,7 +35,7 @@ _MASKS = {
 }
 
 #: Heads that share a row of the table with one that is compiled with every mask; a band adds the same to each.
-_SHARE_A_ROW = ("16", "80", "96", "64x128", "256x192")
+_SHARE_A_ROW = ("16", "64-middle", "80", "96", "64x128", "192x128-short", "256x192", "256-short")
 
 #: "<head>-<mask>" -> call.
 FORMS = {

@@ -220,12 +220,23 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"seq_q": 5001, "seq_k": 777}, {"batch": 7}, {"heads": 8}, {"row_stride": 8192}, {"window_right": 5}],
+    [{"seq_q": 5001, "seq_k": 1777}, {"batch": 7}, {"heads": 8}, {"row_stride": 8192}, {"window_right": 5}],
     ids=str,
 )
 def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     call = _CALL._replace(window_right=0)
     assert hopper_plan(call._replace(**change)).launch == hopper_plan(call).launch
+
+
+@pytest.mark.parametrize(
+    "change, steady",
+    [({}, True), ({"seq_k": 1023}, False), ({"window_right": 0}, True), ({"window_left": 5000}, False),
+     ({"sequences": 3}, True), ({"sequences": 30, "seq_q": 900}, False), ({"block_tile": (256, 128)}, False),
+     ({"dtype": torch.float8_e4m3fn}, False), ({"dtype": torch.float16}, True)],
+    ids=str,
+)  # fmt: skip
+def test_which_calls_take_chances(change: dict, steady: bool) -> None:
+    assert hopper_plan(_CALL._replace(**change)).launch.steady is steady
 
 
 @pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])
@@ -627,9 +638,9 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 # Machine code
 
 
-#: Bytes of a thread that may lie in device memory: scalars that the inner loop does not use. Three consumers have 160
-#: registers each; with all that may change the scores some of them in the branch for masks.
-_SPILLS = {3: 96, 2: 24}
+#: Bytes of a thread that may lie in device memory: scalars that the inner loops do not use, and what lives while only
+#: one of two loops runs. Three consumers have 160 registers each, and some more of that in the branch for masks.
+_SPILLS = {3: 168, 2: 48}
 #: With 8-bit operands a product has registers of its own: a few scalars too, and with all that may change the scores
 #: some in the branch for masks.
 _SPILLS_8 = 160
@@ -648,44 +659,58 @@ def test_machine_code(form: str) -> None:
     assert binary.spilled <= (_SPILLS_8 if call.dtype is torch.float8_e4m3fn else _SPILLS[config.consumers])
     assert not serialises_products(binary)
     assert unset_registers(sass(binary)) == []
-    _assert_softmax_overlaps_products(_instructions(binary), config)
+    _assert_softmax_overlaps_products(_instructions(binary), binary.variant)
     _assert_consumers_take_turns(_instructions(binary), binary.variant)
     if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
-        _assert_the_loop_without_a_band_is_in_one_piece(_instructions(binary), config)
+        _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.variant)
     if call.block_tile:
         _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), config)
 
 
-def _assert_softmax_overlaps_products(instructions: list[str], config: configs.HopperConfig) -> None:
-    """In the loop over key tiles, as many exponentials as the row says stand before the wait for `p v`, and after that
+def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.Variant) -> None:
+    """In the loops over key tiles, as many exponentials as the row says stand before the wait for `p v`, and after that
     for the scores.
 
     Of its two waits for products the first leaves `p v` in flight, the second none. A thread has a quarter of two rows:
-    half as many exponentials as columns, and two that rescale. Each consumer has its own copy of the code.
+    half as many exponentials as columns, and with running maxima two that rescale. Each consumer has its own copy of
+    the code.
     """
+    config = variant.config
     signs = {"GMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    ahead = [len(before) for before in re.findall(r"H+W(e*)W", events)]
-    assert ahead == [config.ahead and config.ahead // 2 + 2] * config.consumers
+    found = [len(before) for before in re.findall(r"H+W(e*)W", events)]
+    expected = [config.ahead and config.ahead // 2 + 2] + [config.steady_ahead // 2] * variant.steady
+    assert sorted(found) == sorted(expected * config.consumers)
 
 
 def _assert_consumers_take_turns(instructions: list[str], variant: launch.Variant) -> None:
-    """Where they do, each opens the next one's barrier once in the loop, as soon as its products are under way, and the
+    """Where they do, each opens the next one's barrier once in a loop, as soon as its products are under way, and the
     last the first one's before it; with a band also where it leaves out key tiles."""
     config = variant.config
     signs = {"GMMA": "H", "BAR.ARV": "t", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    assert len(re.findall("HtW", events)) == config.consumers * config.in_turn
-    once = (config.consumers + 1) * config.in_turn
+    loops = config.consumers * (1 + variant.steady) * config.in_turn
+    assert len(re.findall("HtW", events)) == loops
+    once = loops + config.in_turn
     skips = (variant.has_left or variant.has_right) and variant.block_tile is None and config.block_m > config.block_n
     assert events.count("t") > once if skips and config.in_turn else events.count("t") == once
 
 
-def _assert_the_loop_without_a_band_is_in_one_piece(instructions: list[str], config: configs.HopperConfig) -> None:
-    """Between its products (scores, a wait for values, `p v`) and the exponentials there is no branch."""
+def _assert_loops_without_a_band_are_in_one_piece(instructions: list[str], variant: launch.Variant) -> None:
+    """Between their products (scores, a wait for values, `p v`) and the exponentials there is no branch."""
     signs = {"GMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "BRA": "b"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    assert len(re.findall("HbH+W+e", events)) == config.consumers
+    assert len(re.findall("HbH+W+e", events)) == variant.config.consumers * (1 + variant.steady)
+
+
+def test_a_steady_loop_has_no_maxima() -> None:
+    """Nor shuffles: a third fewer instructions than the loop with running maxima. Both are there once per consumer."""
+    signs = {"GMMA": "H", "FMNMX": "m", "SHFL": "s", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
+    lines = _instructions(compile_hopper(FORMS["128-full"]))
+    events = "".join(sign for line in lines for name, sign in signs.items() if name in line)
+    loops = re.findall(r"H{8}H{8}W([mse]*)W([mse]*)", events)
+    assert len(loops) == 2 * 2
+    assert sum("m" in before + after[:32] for before, after in loops) == 2
 
 
 def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], config: configs.HopperConfig) -> None:

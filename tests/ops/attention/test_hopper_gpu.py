@@ -124,17 +124,81 @@ def test_scores_that_move_along_the_keys(course: str, head_dim: int, arguments: 
         assert_close(f"{course}: {name}", *values, size)
 
 
+_LEAPING = {
+    "none": [],
+    "one": [(0, 3)],
+    "some": [(0, 0), (1, 2), (1, 5)],
+    "all": [(batch_entry, head) for batch_entry in (0, 1) for head in range(8)],
+}
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("heads", _LEAPING)
+def test_tiles_that_are_computed_once_more(
+    heads: str, head_dim: int, head_dim_v: int, arguments: dict, dtype: torch.dtype
+) -> None:
+    """The scores of the first keys, which are visited last, are larger than those before by more than sums can hold;
+    for so many tiles that programs take chances no longer, and for few of them."""
+    torch.manual_seed(5)
+    q, k = (torch.randn(2, 2700, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+    v = torch.randn(2, 2700, 8, head_dim_v, device="cuda", dtype=dtype)
+    q[..., 0] = 50.0
+    k[..., 0] = 0.0
+    for batch_entry, head in _LEAPING[heads]:
+        k[batch_entry, :9, head, 0] = 50.0
+    out, lse = flashtile.attention(q, k, v, return_lse=True, backend="hopper", **arguments)
+    again, _ = flashtile.attention(q, k, v, return_lse=True, backend="hopper", **arguments)
+    assert torch.equal(out, again)
+    for first in (0, 4):  # the scores of all heads at once would fill the memory
+        part = [t[:, :, first : first + 4] for t in (q, k, v)]
+        oracle = flashtile.attention(*(t.double() for t in part), return_lse=True, backend="reference", **arguments)
+        eager = flashtile.attention(*part, return_lse=True, backend="reference", **arguments)
+        assert_close("out", out[:, :, first : first + 4], oracle[0], eager[0], Size())
+        assert_close("lse", lse[:, first : first + 4], oracle[1], eager[1], Size(1, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_values_beside_scores_that_rise(causal: bool) -> None:
+    """Sums of weights alone would fit, their products with such values would not."""
+    q, k = (torch.zeros(1, 2000, 2, 64, device="cuda", dtype=_BF16) for _ in range(2))
+    q[..., 0] = 1.0
+    k[:, :700, :, 0] = 160.0  # times 1/8: weights up to 2^28.9
+    v = torch.full_like(q, 2.0**105)
+    out = flashtile.attention(q, k, v, causal=causal, backend="hopper")
+    torch.testing.assert_close(out, v)
+
+
+def test_packed_sequences_of_which_some_are_computed_once_more() -> None:
+    torch.manual_seed(6)
+    lengths = torch.tensor([1300, 40, 0, 2100, 900])
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to("cuda", torch.int32)
+    q, k, v = (torch.randn(int(lengths.sum()), 4, 128, device="cuda", dtype=_BF16) for _ in range(3))
+    q[..., 0] = 50.0
+    k[..., 0] = 0.0
+    k[1400:1500, 1::2, 0] = 50.0  # the first keys of the fourth sequence
+    call = {"max_seqlen_q": 2100, "max_seqlen_k": 2100, "causal": True, "return_lse": True}
+    out, lse = flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, backend="hopper", **call)
+    wide = [t.double() for t in (q, k, v)]
+    oracle = flashtile.attention_varlen(*wide, cu_seqlens, cu_seqlens, backend="reference", **call)
+    eager = flashtile.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, backend="reference", **call)
+    assert_close("out", out, oracle[0], eager[0], Size())
+    assert_close("lse", lse, oracle[1], eager[1], Size(1, 1))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_nan_and_infinite_scores_stay_in_their_rows(head_dim: int, bad: float) -> None:
-    q, k, v = (torch.randn(1, 700, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
+    q, k, v = (torch.randn(1, 1700, 2, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
     k[..., 0] = k[..., 0].abs() + 0.1
     clean = flashtile.attention(q, k, v, causal=True, backend="hopper")
     broken = q.clone()
-    broken[0, (3, 200, 699), :, 0] = bad
+    seen = [3, 200, 699, 1500]
+    broken[0, seen, :, 0] = bad
     out, lse = flashtile.attention(broken, k, v, causal=True, return_lse=True, backend="hopper")
-    rows = torch.zeros(700, dtype=torch.bool, device="cuda")
-    rows[[3, 200, 699]] = True
+    rows = torch.zeros(1700, dtype=torch.bool, device="cuda")
+    rows[seen] = True
     assert out[:, rows].isnan().all() and lse[..., rows].isnan().all()
     torch.testing.assert_close(out[:, ~rows], clean[:, ~rows], atol=2e-2, rtol=2e-2)
 

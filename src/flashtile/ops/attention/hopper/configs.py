@@ -31,6 +31,9 @@ PRODUCER_REGISTERS = 24
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
 SHORT, SHORT_CAUSAL = 256, 2048
 
+#: Keys from which on there are enough key tiles for chances to pay.
+LONG_ENOUGH = 1024
+
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
@@ -50,6 +53,7 @@ class HopperConfig(NamedTuple):
         q_in_registers: a consumer takes its queries into registers; their place is free for the next tile at once.
         ahead: columns of a tile whose exponentials come while the product of the tile before is in flight, a power of
             two or 0; the others come after it.
+        steady_ahead: the same in the loop without running maxima (`takes_chances`).
         in_turn: consumers start their products one after the other.
     """
 
@@ -60,6 +64,7 @@ class HopperConfig(NamedTuple):
     max_registers: int
     q_in_registers: bool
     ahead: int
+    steady_ahead: int = 0
     in_turn: bool = False
 
     @property
@@ -177,22 +182,22 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
     # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
-    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, in_turn=True)),
+    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, 0, in_turn=True)),
     # Half of the exponentials ahead: up to 3 % more cycles. None: 6 to 11 % more. Four stages of half the keys, or keys
     # and values released together: nothing gained. Queries in registers: such products take longer to issue (622 for
     # 648).
-    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 32)),
+    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 32, 64)),
     # Shared memory: the output of one consumer after the other goes through one place.
-    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 32)),
-    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 8)),
+    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 32, 64)),
+    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 8, 64)),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 8, in_turn=True)),
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 8, 64, in_turn=True)),
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
 #: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
-_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64)
+_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64, 64)
 
 #: The same with 8-bit operands: products are added up in registers of their own, and half the bytes make room for more
 #: stages.
@@ -231,6 +236,13 @@ def choose_config(
     if dtype is FP8 and widest <= 128 and not (left or right or blocks):
         return _UNMASKED_8
     return row
+
+
+def takes_chances(dtype: torch.dtype, keys: int, left: bool, blocks: bool) -> bool:
+    """Whether the forward computes tiles against one reference, without running maxima (`forward_walk`), where a
+    sequence has about so many keys. Not 8-bit weights: they hold too few powers of two. In a window, or where a block
+    mask lists tiles, the first tile shows most rows nothing."""
+    return dtype is not FP8 and keys >= LONG_ENOUGH and not (left or blocks)
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -27,6 +27,8 @@ class Form:
     CONSUMERS: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
     AHEAD: gl.constexpr
+    STEADY_AHEAD: gl.constexpr
+    STEADY: gl.constexpr
     IN_TURN: gl.constexpr
     OUT_PLACES: gl.constexpr
     QUERY_PLACES: gl.constexpr
@@ -39,13 +41,15 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED, HAS_LEFT,
-        HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, STEADY_AHEAD, STEADY, IN_TURN, OUT_PLACES, QUERY_PLACES,
+        PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.AHEAD = gl.constexpr(AHEAD)
+        self.STEADY_AHEAD = gl.constexpr(STEADY_AHEAD)
+        self.STEADY = gl.constexpr(STEADY)
         self.IN_TURN = gl.constexpr(IN_TURN)
         self.OUT_PLACES = gl.constexpr(OUT_PLACES)
         self.QUERY_PLACES = gl.constexpr(QUERY_PLACES)

@@ -34,6 +34,7 @@ from flashtile.ops.attention.hopper.configs import (
     column_chunks,
     out_places,
     query_places,
+    takes_chances,
     tile_width,
 )
 from flashtile.ops.attention.hopper.eight_bits import attention_transpose_kernel
@@ -88,6 +89,7 @@ class Variant(NamedTuple):
     scores: ScoreVariant
     block_tile: tuple[int, int] | None = None
     descales: tuple[bool, ...] = (False, False, False)
+    steady: bool = False
 
 
 class Transposition(NamedTuple):
@@ -243,6 +245,7 @@ def _plan(
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
         block_tile,
         tuple(strides is not None for strides in descales),
+        takes_chances(dtype, max_seqlen_q if packed else rows_k, left, blocks is not None),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -343,6 +346,8 @@ def kernel_source(variant: Variant) -> KernelSource:
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "Q_IN_REGISTERS": config.q_in_registers,
         "AHEAD": config.ahead,
+        "STEADY_AHEAD": config.steady_ahead,
+        "STEADY": variant.steady,
         "IN_TURN": config.in_turn,
         "OUT_PLACES": variant.out_places,
         "QUERY_PLACES": variant.query_places,

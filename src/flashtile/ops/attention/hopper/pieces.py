@@ -269,9 +269,8 @@ def tell_tile(mailbox, count, numbers):
     first."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     for field in gl.static_range(len(numbers)):
-        mailbox.numbers.index(slot * FIELDS + field).store(gl.full([1], 0, gl.int32, layout) + numbers[field])
+        write_number(mailbox.numbers.index(slot * FIELDS + field), numbers[field])
     mbarrier.arrive(mailbox.full.index(slot), count=1)
 
 
@@ -280,17 +279,32 @@ def hear_tile(mailbox, count, COUNT: gl.constexpr):
     """The others' side: the `COUNT` numbers that were told of the `count`-th tile."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(mailbox.full.index(slot), phase)
-    numbers = (_heard(mailbox, slot, 0),)
+    numbers = (read_number(mailbox.numbers.index(slot * FIELDS)),)
     for field in gl.static_range(1, COUNT):
-        numbers = numbers + (_heard(mailbox, slot, field),)
+        numbers = numbers + (read_number(mailbox.numbers.index(slot * FIELDS + field)),)
     release(mailbox.empty.index(slot))
     return numbers
 
 
 @gluon.jit
-def _heard(mailbox, slot, FIELD: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(mailbox.numbers.index(slot * FIELDS + FIELD).load(layout), 0)
+def write_number(place, number):
+    """Every warp of the caller writes a scalar to a place `[1]` in shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place.store(gl.full([1], 0, gl.int32, layout) + number)
+
+
+@gluon.jit
+def read_number(place):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(place.load(layout), 0)
+
+
+@gluon.jit
+def await_stores():
+    """Until all that the caller stored by TMA is in place; `tma_store_wait` waits only until it has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
