@@ -236,7 +236,10 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     ids=str,
 )  # fmt: skip
 def test_which_calls_take_chances(change: dict, steady: bool) -> None:
-    assert hopper_plan(_CALL._replace(**change)).launch.steady is steady
+    plan = hopper_plan(_CALL._replace(**change))
+    assert plan.launch.steady is steady
+    tiles, lines = plan.scalars[5:7]
+    assert plan.links == plan.launch.config.consumers * tiles * lines * steady
 
 
 @pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])

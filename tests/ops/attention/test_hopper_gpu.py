@@ -139,8 +139,7 @@ _LEAPING = {
 def test_tiles_that_are_computed_once_more(
     heads: str, head_dim: int, head_dim_v: int, arguments: dict, dtype: torch.dtype
 ) -> None:
-    """The scores of the first keys, which are visited last, are larger than those before by more than sums can hold;
-    for so many tiles that programs take chances no longer, and for few of them."""
+    """The scores of the first keys, which are visited last, are larger than those before by more than sums can hold."""
     torch.manual_seed(5)
     q, k = (torch.randn(2, 2700, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2))
     v = torch.randn(2, 2700, 8, head_dim_v, device="cuda", dtype=dtype)
@@ -157,6 +156,20 @@ def test_tiles_that_are_computed_once_more(
         eager = flashtile.attention(*part, return_lse=True, backend="reference", **arguments)
         assert_close("out", out[:, :, first : first + 4], oracle[0], eager[0], Size())
         assert_close("lse", lse[:, first : first + 4], oracle[1], eager[1], Size(1, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_how_a_tile_is_computed_does_not_depend_on_others(causal: bool) -> None:
+    """Programs take tiles as they come; every third head has tiles that fail, many for each program."""
+    torch.manual_seed(7)
+    q, k, v = (torch.randn(8, 4096, 12, 64, device="cuda", dtype=_BF16) for _ in range(3))
+    q[..., 0] = 50.0
+    k[..., 0] = 0.0
+    k[:, :9, ::3, 0] = 50.0
+    runs = [flashtile.attention(q, k, v, causal=causal, backend="hopper") for _ in range(8)]
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    alone = flashtile.attention(q[:1, :, :3], k[:1, :, :3], v[:1, :, :3], causal=causal, backend="hopper")
+    assert torch.equal(alone, runs[0][:1, :, :3])
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -65,11 +65,11 @@ from flashtile.ops.attention.hopper.pieces import (
 )
 from flashtile.ops.attention.hopper.repeats import (
     NOTHING,
-    REPEATS,
     end_of_notes,
+    last_noted,
     make_repeats,
     note_repeat,
-    noted_repeat,
+    noted_before,
 )
 from flashtile.ops.attention.hopper.scores import load_slope
 
@@ -77,7 +77,7 @@ from flashtile.ops.attention.hopper.scores import load_slope
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
-    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
+    lse_ptr, counter_ptr, links_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
     descale_q_ptr, descale_k_ptr, descale_v_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     scale_log2, cap_scale, stride_alibi_batch,
@@ -115,7 +115,7 @@ def attention_forward_kernel(
     mailbox = make_mailbox(CONSUMERS)
     repeats = mailbox
     if STEADY:
-        repeats = make_repeats(CONSUMERS)
+        repeats = make_repeats(links_ptr, tiles * lines, CONSUMERS)
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
         stride_block_batch, stride_block_head, block_order,
@@ -172,11 +172,13 @@ def _producer(inputs):
     tell_tile(mailbox, told, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
     finish_numbers(counter_ptr, dynamic)
     if form.STEADY:
-        mbarrier.wait(repeats.noted.index(0), 0)
-        for place in range(repeats.COUNT):
-            number = noted_repeat(repeats, place)
-            if number != NOTHING:
+        mbarrier.wait(repeats.said.index(0), 0)
+        for which in range(form.CONSUMERS):
+            number = last_noted(repeats, which)
+            while number != NOTHING:
+                before = noted_before(repeats, which, number)
                 told, pair, _ = _bring(number, told, pair, True, inputs)
+                number = before
         tell_tile(mailbox, told + 1, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
 
 
@@ -269,7 +271,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
     ROUNDS: gl.constexpr = 2 if form.STEADY else 1
     heard = 0
     pair = 0
-    noted = 0
+    noted = gl.to_tensor(-1)
     if form.IN_TURN and WHICH == form.CONSUMERS - 1:
         end_turn(WHICH, form.CONSUMERS)
     for again in range(ROUNDS):
@@ -278,7 +280,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
             heard += 1
             tile, pair, noted = _compute(tile, heard, again, pair, noted, WHICH, inputs)
         if form.STEADY:
-            end_of_notes(repeats)
+            end_of_notes(repeats, WHICH, noted)
     tma_store_wait(0)
 
 
@@ -291,7 +293,7 @@ def _told(form):
 @gluon.jit
 def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile,
-    the number of key tiles taken from the rings so far, and that of the tiles noted to be brought again."""
+    the number of key tiles taken from the rings so far, and the last tile noted to be brought again."""
     (
         form, q, k, v, mailbox, repeats, out, out_rest, out_free, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr,
         sinks_ptr, batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
@@ -345,7 +347,7 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     note = 0
     if form.STEADY:
         note = tile[_told(form) - 1]
-        steady = (note != NOTHING) & (noted < REPEATS) & (key_end - key_begin >= LEAST_TILES)
+        steady = (note != NOTHING) & (key_end - key_begin >= LEAST_TILES)
     p, o, o_rest, earlier, row_sum, m_scaled, pair, last_stage, last_phase = visit_key_tiles(
         q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, steady, form, WHICH
     )
@@ -393,6 +395,6 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
         if steady:
             fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
             if gl.min(fine.to(gl.int32), 0) == 0:
-                note_repeat(repeats, WHICH, noted, note)
-                noted += 1
+                note_repeat(repeats, WHICH, note, noted, row, my_first)
+                noted = note
     return tile, pair, noted

@@ -126,7 +126,7 @@ def trustworthy(row_sum, o, o_rest, v, dtype: gl.constexpr):
 
     No weight is larger than their sum. Below, a sum is small only where the first tile showed a row nothing.
     """
-    MOST: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**40
+    MOST: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**64
     LEAST: gl.constexpr = 2.0**-9 if dtype == gl.float16 else 2.0**-40
     overflow = gl.convert_layout(gl.sum(o * 0.0, 1), row_sum.type.layout)  # 0, or not a number
     if v.REST > 0:

@@ -107,6 +107,7 @@ class Plan(NamedTuple):
     Attributes:
         programs: 0 where there is nothing to launch; outputs are then filled.
         dynamic: programs take tiles as they come, and the launch needs counters.
+        links: int32 numbers for tiles that are to be computed once more (`repeats`); 0 where no chances are taken.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         transposition: of 8-bit values, which the kernel reads transposed; else None.
@@ -115,6 +116,7 @@ class Plan(NamedTuple):
     launch: Callable[..., None]
     programs: int
     dynamic: bool
+    links: int
     makers: tuple[Callable[[int], tuple], ...]
     scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
@@ -145,6 +147,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.transposition is not None:
         v = _transposed(v, cu_seqlens_k, plan.transposition)
+    links = empty((plan.links,), (1,), torch.int32, q.device) if plan.links else None
     of_q, of_k, of_v, of_out = plan.makers
     plan.launch(
         plan.programs,
@@ -154,7 +157,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *of_out(out.data_ptr()),
         lse.data_ptr(),
         _counter(q.device).data_ptr() if plan.dynamic else None,
-        *map(pointer, (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)),
+        *map(
+            pointer,
+            (links, cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales),
+        ),
         *plan.scalars,
     )
     return out, lse
@@ -254,7 +260,7 @@ def _plan(
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
     if not programs:
-        return Plan(_launch_nothing, 0, False, (), (), outputs)
+        return Plan(_launch_nothing, 0, False, 0, (), (), outputs)
     scalars = (
         *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
         *clipped_window(spec),
@@ -275,7 +281,8 @@ def _plan(
         chunks_maker(_dtype_of(name, variant), boxes, layout)
         for name, boxes, layout in zip(_MOVED, _boxes(variant), layouts)
     )
-    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs, transposition)
+    links = config.consumers * tiles * lines if variant.steady else 0
+    return Plan(_launcher(variant, device), programs, dynamic, links, makers, scalars, outputs, transposition)
 
 
 def _transposition(
@@ -331,7 +338,8 @@ def kernel_source(variant: Variant) -> KernelSource:
         name: "constexpr" if box is None else descriptor_type(dtype, box) for name, (dtype, box) in zip(names, moved)
     }
     cu_seqlens = variant.index_dtypes or (None, None)
-    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"} | parameter_types(variant.scores)
+    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32", "links_ptr": "*i32" if variant.steady else "constexpr"}
+    types |= parameter_types(variant.scores)
     types |= block_parameter_types(variant.block_tile is not None)
     types |= {
         f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
