@@ -38,6 +38,7 @@ from flashtile.ops.attention.hopper import (
     configs,
     launch,
     pieces,
+    repeats,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
@@ -240,6 +241,35 @@ def test_which_calls_take_chances(change: dict, steady: bool) -> None:
     assert plan.launch.steady is steady
     tiles, lines = plan.scalars[5:7]
     assert plan.links == plan.launch.config.consumers * tiles * lines * steady
+
+
+@pytest.mark.parametrize("failed", [[], [5], [0, 2, 3, 7], list(range(8))], ids=str)
+def test_noted_tiles_are_found_again(failed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and those of one consumer apart from the other's; the memory for notes holds anything before."""
+    total, memory = 8, dict.fromkeys(range(100, 116), 10**9)
+
+    def store(places: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> None:
+        memory.update(zip(places[mask].tolist(), values[mask].tolist(), strict=True))
+
+    class Number(int):
+        def to(self, dtype: None) -> Number:
+            return self
+
+    monkeypatch.setattr(repeats, "gl", SimpleNamespace(store=store, load=memory.__getitem__, int64=None))
+    notes = SimpleNamespace(links_ptr=100, total=Number(total))
+    last = {0: -1, 1: -1}
+    for which, numbers in ((0, failed), (1, range(1, total, 3))):
+        for number in numbers:
+            first = 128 * number + 64 * which
+            repeats.note_repeat.fn(notes, which, number, last[which], torch.arange(first, first + 64), first)
+            last[which] = number
+    for which, numbers in ((0, failed), (1, range(1, total, 3))):
+        found, number = [], last[which]
+        while number != -1:
+            found.append(number)
+            number = repeats.noted_before.fn(notes, which, number)
+        assert found == list(reversed(numbers))
+    assert sum(value != 10**9 for value in memory.values()) == len(failed) + 3
 
 
 @pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])
