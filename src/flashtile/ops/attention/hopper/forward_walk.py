@@ -10,7 +10,7 @@ Per key tile, with `c = scale · log2(e)` (letters as in `pieces`), the online s
     o     = alpha·o + p v             [M, E]
 
 `c·m` cancels out of `o / l`: it is there only to keep powers of two within range. So any reference near the maximum
-will do, and a floating-point weight has as many bits whatever its exponent. `visit_steadily` takes the maximum over the
+will do, and a floating-point weight has as many bits whatever its exponent. `_steadily` takes the maximum over the
 first key tile for all of them: a third of the instructions (comparisons, shuffles, rescaling) are not there, and
 exponentials begin as soon as there are scores. It takes a chance: a later score may be so much larger that sums
 overflow, and a row that sees nothing of the first tile has no reference at all. What came out tells (`trustworthy`),
