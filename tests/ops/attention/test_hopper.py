@@ -673,7 +673,7 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 
 #: Bytes of a thread that may lie in device memory: scalars that the inner loops do not use, and what lives while only
 #: one of two loops runs. Three consumers have 160 registers each, and some more of that in the branch for masks.
-_SPILLS = {3: 168, 2: 48}
+_SPILLS = {3: 168, 2: 80}
 #: With 8-bit operands a product has registers of its own: a few scalars too, and with all that may change the scores
 #: some in the branch for masks.
 _SPILLS_8 = 160
