@@ -145,7 +145,11 @@ def _chunks(operands: LinearOperands) -> Iterator[tuple[slice, Tensor]]:
     x, weight, bias, _ = operands
     (rows, _), columns = x.shape, weight.shape[0]
     step, padded = _cut(operands)
-    memory = torch.empty(min(step, rows), padded, dtype=x.dtype, device=x.device)[:, :columns]
+    memory = torch.empty(min(step, rows), padded, dtype=x.dtype, device=x.device)
+    if x.device.type == "cpu":
+        # oneDNN's bfloat16 products on CPUs with AMX multiply what lies behind a row by 0, and NaN times 0 is NaN.
+        memory[:, columns:] = 0
+    memory = memory[:, :columns]
     for first in range(0, rows, step):
         chunk = slice(first, min(first + step, rows))
         logits = memory[: chunk.stop - first]
