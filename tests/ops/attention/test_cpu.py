@@ -193,16 +193,18 @@ def test_padding_may_be_anything(packed, small_tiles):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads_kv", [2, 1], ids=["torch", "tiles"])
-def test_nan_and_inf_propagate_as_in_eager(which, value, dtype, heads_kv, small_tiles):
+def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, small_tiles):
+    """Not as in the eager computation of the same dtype: PyTorch's bfloat16 products have more NaN on CPUs with AMX."""
     case = AttentionCase(batch=1, seq_q=70, seq_k=70, heads_kv=heads_kv, dtype=dtype, arguments={"causal": True})
     inputs = make_inputs(case)
     getattr(inputs, which)[0, 40, 0, 3] = value
     actual = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="cpu")
-    eager = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="reference")
+    wide = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
+    expected = flashtile.attention(*wide, causal=True, return_lse=True, backend="reference")
     rows = slice(40, None)  # those that see the value; what a hidden one does to the others is nobody's promise
-    assert torch.equal(actual[0][:, rows].isfinite(), eager[0][:, rows].isfinite())
-    assert torch.equal(actual[1][..., rows].isnan(), eager[1][..., rows].isnan())
-    assert torch.equal(actual[1][..., rows].isposinf(), eager[1][..., rows].isposinf())
+    assert torch.equal(actual[0][:, rows].isfinite(), expected[0][:, rows].isfinite())
+    assert torch.equal(actual[1][..., rows].isnan(), expected[1][..., rows].isnan())
+    assert torch.equal(actual[1][..., rows].isposinf(), expected[1][..., rows].isposinf())
     if which != "v":
         assert actual[0][:, :40].isfinite().all()
 
