@@ -15,7 +15,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.pieces import coordinates, matrix
+from flashtile.ops.attention.hopper.pieces import await_stores, coordinates, matrix
 from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
@@ -361,15 +361,6 @@ def end_turn(turn_ptr):
 
     So the turn needs no release, whose fence would wait for whatever the program has under way: 16 % of all cycles.
     """
-    _await_additions(gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0])))
+    await_stores()
     thread_barrier()
     gl.atomic_add(turn_ptr, 1, sem="relaxed")
-
-
-@gluon.jit
-def _await_additions(anything):
-    """`tma_store_wait` waits only until shared memory has been read. The operand gives the instruction its threads."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r,~{memory}", [anything], dtype=gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip

@@ -12,7 +12,7 @@ the lists, where in them the parts are that the kernel reads, and how far a batc
 """
 
 from flashtile._backends.gluon import gl, gluon
-from flashtile.ops.attention.hopper.pieces import M
+from flashtile.ops.attention.hopper.pieces import M, number_places, read_number, write_number
 
 #: As in `flashtile.ops.attention.tile_lists`.
 FULL = gl.constexpr(-1)
@@ -81,20 +81,18 @@ def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def make_news(PLACES: gl.constexpr):
     """Room for the news of so many tiles."""
-    return gl.allocate_shared_memory(gl.int32, [PLACES * NEWS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return number_places(PLACES * NEWS)
 
 
 @gluon.jit
 def tell(news, place, FIELD: gl.constexpr, number):
     """The producer's side; before it announces the tile that the news is of."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    news.index(place * NEWS + FIELD).store(gl.full([1], 0, gl.int32, layout) + number)
+    write_number(news.index(place * NEWS + FIELD), number)
 
 
 @gluon.jit
 def hear(news, place, FIELD: gl.constexpr):
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.max(news.index(place * NEWS + FIELD).load(layout), 0)
+    return read_number(news.index(place * NEWS + FIELD))
 
 
 @gluon.constexpr_function

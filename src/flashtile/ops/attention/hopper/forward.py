@@ -271,7 +271,7 @@ def _consumer(WHICH: gl.constexpr, inputs):
     ROUNDS: gl.constexpr = 2 if form.STEADY else 1
     heard = 0
     pair = 0
-    noted = gl.to_tensor(-1)
+    noted = gl.to_tensor(NOTHING)
     if form.IN_TURN and WHICH == form.CONSUMERS - 1:
         end_turn(WHICH, form.CONSUMERS)
     for again in range(ROUNDS):
@@ -343,11 +343,11 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     view = (
         row, shift, seq_k, window_left, window_right, full_begin, full_end, my_first, listing, seq_k - seq_q,
     )  # fmt: skip
-    steady = False
-    note = 0
     if form.STEADY:
         note = tile[_told(form) - 1]
         steady = (note != NOTHING) & (key_end - key_begin >= LEAST_TILES)
+    else:
+        steady: gl.constexpr = False
     p, o, o_rest, earlier, row_sum, m_scaled, pair, last_stage, last_phase = visit_key_tiles(
         q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, steady, form, WHICH
     )
@@ -391,10 +391,9 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     if form.OUT_PLACES == 1:
         tma_store_wait(0)
         release(out_free.index((WHICH + 1) % form.CONSUMERS))
-    if form.STEADY:
-        if steady:
-            fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
-            if gl.min(fine.to(gl.int32), 0) == 0:
-                note_repeat(repeats, WHICH, note, noted, row, my_first)
-                noted = note
+    if steady:
+        fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
+        if gl.min(fine.to(gl.int32), 0) == 0:
+            note_repeat(repeats, WHICH, note, noted, row, my_first)
+            noted = note
     return tile, pair, noted

@@ -104,15 +104,10 @@ def visit_key_tiles(
         p = gl.convert_layout(first_probs.to(dtype), p_layout)
 
     walk = (q_tile, q_rest, k, v, key_begin, key_end, scale_log2, zeros, view)
-    if form.STEADY:
-        if steady:
-            p, o, o_rest, row_sum, pair, stage, phase = _steadily(
-                walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m_scaled, form, WHICH
-            )
-        else:
-            p, o, o_rest, earlier, row_sum, m_scaled, pair, stage, phase = _with_running_maxima(
-                walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, earlier, row_sum, m, m_scaled, form, WHICH
-            )
+    if steady:
+        p, o, o_rest, row_sum, pair, stage, phase = _steadily(
+            walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m_scaled, form, WHICH
+        )
     else:
         p, o, o_rest, earlier, row_sum, m_scaled, pair, stage, phase = _with_running_maxima(
             walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, earlier, row_sum, m, m_scaled, form, WHICH
@@ -141,13 +136,9 @@ def _steadily(
     """The loop over the key tiles after the first one, against one reference."""
     _, _, _, v, key_begin, key_end, scale_log2, _, _ = walk
     for done in range(key_begin + 1, key_end):
-        n = key_begin + key_end - 1 - done
         v_stage = stage
-        v_phase = phase
-        pair += 1
-        stage, phase = place_of(pair, v.STAGES)
-        s, o, o_rest = _scores_beside_values(
-            walk, cap_scale, slope, n, stage, phase, v_stage, v_phase, p, o, o_rest, form, WHICH
+        s, o, o_rest, pair, stage, phase = _scores_beside_values(
+            walk, cap_scale, slope, done, pair, stage, phase, p, o, o_rest, form, WHICH
         )
         probs, row_sum, o, o_rest = _weights_beside_values(
             s, scale_log2, m_scaled, row_sum, o, o_rest, v, v_stage, form.STEADY_AHEAD
@@ -164,13 +155,9 @@ def _with_running_maxima(
     """The loop over the key tiles after the first one, against the maximum so far."""
     _, _, _, v, key_begin, key_end, scale_log2, _, _ = walk
     for done in range(key_begin + 1, key_end):
-        n = key_begin + key_end - 1 - done
         v_stage = stage
-        v_phase = phase
-        pair += 1
-        stage, phase = place_of(pair, v.STAGES)
-        s, o, o_rest = _scores_beside_values(
-            walk, cap_scale, slope, n, stage, phase, v_stage, v_phase, p, o, o_rest, form, WHICH
+        s, o, o_rest, pair, stage, phase = _scores_beside_values(
+            walk, cap_scale, slope, done, pair, stage, phase, p, o, o_rest, form, WHICH
         )
         m_new = gl.maximum(m, row_maximum(s))
         m_scaled = finite(m_new * scale_log2)
@@ -194,14 +181,18 @@ def _with_running_maxima(
 
 @gluon.jit
 def _scores_beside_values(
-    walk, cap_scale, slope, n, stage, phase, v_stage, v_phase, p, o, o_rest, form, WHICH: gl.constexpr
+    walk, cap_scale, slope, done, pair, v_stage, v_phase, p, o, o_rest, form, WHICH: gl.constexpr
 ):  # fmt: skip
-    """Starts the scores of the key tile in place `stage` and `p v` of the one before, and waits for the scores."""
-    q_tile, q_rest, k, v, _, _, _, zeros, view = walk
+    """Starts the scores of the next key tile and `p v` of the one in place `v_stage`, and waits for the scores. Returns
+    these, `o` with that product in flight, and how many tiles came out of the rings before the next one, and where that
+    is."""
+    q_tile, q_rest, k, v, key_begin, key_end, _, zeros, view = walk
     PRODUCTS: gl.constexpr = 2 if v.REST > 0 else 1
     # Without a band only the last tile of keys can be cut, and that comes first. A branch that is never taken would
     # still keep the loop in pieces, which costs 7 % at 64 columns.
     MAY_CUT: gl.constexpr = form.HAS_LEFT or form.HAS_RIGHT or form.TILE_Q > 0
+    pair += 1
+    stage, phase = place_of(pair, k.STAGES)
     mbarrier.wait(k.full.index(stage), phase)
     if form.IN_TURN:
         begin_turn(WHICH)
@@ -210,11 +201,11 @@ def _scores_beside_values(
     o, o_rest = start_values(p, o, o_rest, v, v_stage, form)
     if form.IN_TURN:
         end_turn(WHICH, form.CONSUMERS)
-    n, kind, bits = _tile_of(n, view, stage, k, form)
+    n, kind, bits = _tile_of(key_begin + key_end - 1 - done, view, stage, k, form)
     s = warpgroup_mma_wait(PRODUCTS, [scores])
     release(k.empty.index(stage))
     s = _seen(s, n, kind, bits, cap_scale, slope, view, MAY_CUT, form)
-    return s, o, o_rest
+    return s, o, o_rest, pair, stage, phase
 
 
 @gluon.jit

@@ -117,8 +117,7 @@ def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr, TRAN
 
 @gluon.jit
 def make_mailbox(READERS: gl.constexpr):
-    numbers = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Mailbox(numbers, barriers(2, 1), barriers(2, READERS * WARPGROUP))
+    return Mailbox(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP))
 
 
 @gluon.jit
@@ -287,6 +286,12 @@ def hear_tile(mailbox, count, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def number_places(COUNT: gl.constexpr):
+    """Room in shared memory for so many int32."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def write_number(place, number):
     """Every warp of the caller writes a scalar to a place `[1]` in shared memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -301,10 +306,14 @@ def read_number(place):
 
 @gluon.jit
 def await_stores():
-    """Until all that the caller stored by TMA is in place; `tma_store_wait` waits only until it has been read."""
+    """Until all that a warpgroup stored or added by TMA is in place; `tma_store_wait` waits only for its being read.
+
+    The operand gives the instruction its threads.
+    """
     gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r,~{memory}",
+        [gl.arange(0, WARPGROUP, gl.BlockedLayout([1], [32], [4], [0]))], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

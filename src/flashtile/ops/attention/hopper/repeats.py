@@ -6,7 +6,15 @@ depends on others, and equal calls give equal bits, whichever program takes it.
 """
 
 from flashtile._backends.gluon import aggregate, gl, gluon
-from flashtile.ops.attention.hopper.pieces import WARPGROUP, await_stores, barriers, read_number, release, write_number
+from flashtile.ops.attention.hopper.pieces import (
+    WARPGROUP,
+    await_stores,
+    barriers,
+    number_places,
+    read_number,
+    release,
+    write_number,
+)
 
 #: In the place of a tile's number: none.
 NOTHING = gl.constexpr(-1)
@@ -34,8 +42,7 @@ class Repeats:
 
 @gluon.jit
 def make_repeats(links_ptr, total, CONSUMERS: gl.constexpr):
-    last = gl.allocate_shared_memory(gl.int32, [CONSUMERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Repeats(last, barriers(1, CONSUMERS * WARPGROUP), links_ptr, total)
+    return Repeats(number_places(CONSUMERS), barriers(1, CONSUMERS * WARPGROUP), links_ptr, total)
 
 
 @gluon.jit
