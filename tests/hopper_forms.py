@@ -33,29 +33,37 @@ _MASKS = {
     "window": {"window_left": 127, "window_right": 0},
     "packed": {"window_right": 0, "sequences": 5},
 }
+_LONG_WINDOW = {"window_left": 4095, "window_right": 0}
 
 #: Heads that share a row of the table with one that is compiled with every mask; a band adds the same to each.
 _SHARE_A_ROW = ("16", "64-middle", "80", "96", "64x128", "192x128-short", "256x192", "256-short")
 
 #: "<head>-<mask>" -> call.
-FORMS = {
-    f"{head}-{mask}": call._replace(**changes)
-    for head, call in _HEADS.items()
-    for mask, changes in _MASKS.items()
-    if head not in _SHARE_A_ROW or mask == "full"
-} | {
-    f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
-    for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"))
-}
+FORMS = (
+    {
+        f"{head}-{mask}": call._replace(**changes)
+        for head, call in _HEADS.items()
+        for mask, changes in _MASKS.items()
+        if head not in _SHARE_A_ROW or mask == "full"
+    }
+    | {
+        f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
+        for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"))
+    }
+    | {f"{head}-long-window": _HEADS[head]._replace(**_LONG_WINDOW) for head in ("64", "128", "192x128", "256")}
+)
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {
     f"{head}-{mask}-scores": _HEADS[head]._replace(**_MASKS[mask], softcap=30.0, alibi=2, sinks=True)
     for head in ("64", "128", "192x128", "256")
     for mask in ("full", "packed")
 }
-#: With a block mask, and beside a band.
+#: With a block mask, and beside a band; and of whole tiles only.
 BLOCK_FORMS = {
     "64-blocks": _HEADS["64"]._replace(block_tile=(128, 128)),
+    "64-whole-blocks": _HEADS["64"]._replace(block_tile=(128, 128), patterns=False),
+    "128-whole-blocks": _HEADS["128"]._replace(block_tile=(256, 128), patterns=False),
+    "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
 }
 #: 8-bit operands: each row of their table, and all that a call may have.

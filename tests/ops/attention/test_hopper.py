@@ -231,8 +231,9 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
 
 @pytest.mark.parametrize(
     "change, steady",
-    [({}, True), ({"seq_k": 1023}, False), ({"window_right": 0}, True), ({"window_left": 5000}, False),
-     ({"sequences": 3}, True), ({"sequences": 30, "seq_q": 900}, False), ({"block_tile": (256, 128)}, False),
+    [({}, True), ({"seq_k": 1023}, False), ({"window_right": 0}, True), ({"window_left": 5000}, True),
+     ({"window_left": 1000}, False), ({"sequences": 3}, True), ({"sequences": 30, "seq_q": 900}, False),
+     ({"block_tile": (256, 128)}, False), ({"block_tile": (256, 128), "patterns": False}, True),
      ({"dtype": torch.float8_e4m3fn}, False), ({"dtype": torch.float16}, True)],
     ids=str,
 )  # fmt: skip
@@ -697,7 +698,7 @@ def test_machine_code(form: str) -> None:
     if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
         _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.variant)
     if call.block_tile:
-        _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), config)
+        _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), binary.variant)
 
 
 def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.Variant) -> None:
@@ -746,10 +747,11 @@ def test_a_steady_loop_has_no_maxima() -> None:
     assert sum("m" in before + after[:32] for before, after in loops) == 2
 
 
-def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], config: configs.HopperConfig) -> None:
-    """Each consumer reads those of its first tile and those of the others, a load for each of a thread's two rows."""
+def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], variant: launch.Variant) -> None:
+    """Each consumer reads those of its first tile and, in either loop, those of the others, a load for each of a
+    thread's two rows."""
     loads = sum("LDG.E.128" in line for line in instructions)
-    assert loads == 4 * config.consumers
+    assert loads == (4 + 2 * variant.steady) * variant.config.consumers
 
 
 def test_8_bit_weights_are_rounded_in_place() -> None:

@@ -107,7 +107,7 @@ def _course(name: str, keys: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1030, 0)}, {"window": (1030, 50)}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("course", ["rising", "falling", "jump", "steps"])
 def test_scores_that_move_along_the_keys(course: str, head_dim: int, arguments: dict, dtype: torch.dtype) -> None:
@@ -133,7 +133,7 @@ _LEAPING = {
 
 
 @pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (1900, 0)}], ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 @pytest.mark.parametrize("heads", _LEAPING)
 def test_tiles_that_are_computed_once_more(
@@ -156,6 +156,30 @@ def test_tiles_that_are_computed_once_more(
         eager = flashtile.attention(*part, return_lse=True, backend="reference", **arguments)
         assert_close("out", out[:, :, first : first + 4], oracle[0], eager[0], Size())
         assert_close("lse", lse[:, first : first + 4], oracle[1], eager[1], Size(1, 1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_whole_tiles_of_a_block_mask_that_are_computed_once_more(head_dim: int, causal: bool) -> None:
+    """A list begins with any tile of keys, and may hold none or too few to take a chance."""
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 2700, 4, head_dim, device="cuda", dtype=_BF16) for _ in range(3))
+    q[..., 0] = 50.0
+    k[..., 0] = 0.0
+    k[:, 300:320, 1:3, 0] = 50.0
+    layout = torch.rand(4, 11, 11, generator=torch.Generator().manual_seed(1)) < 0.4
+    layout[:, 5] = False
+    layout[:, 7] = True
+    arguments = {
+        "block_mask": BlockMask.from_layout(layout[None].cuda(), (256, 256), 2700, 2700),
+        "causal": causal, "return_lse": True,
+    }  # fmt: skip
+    results = [
+        flashtile.attention(*(t.to(wide) for t in (q, k, v)), backend=backend, **arguments)
+        for wide, backend in ((_BF16, "hopper"), (torch.float64, "reference"), (_BF16, "reference"))
+    ]
+    for name, size, values in zip(("out", "lse"), (Size(), Size(1, 1)), zip(*results)):
+        assert_close(name, *values, size)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -238,11 +238,12 @@ def choose_config(
     return row
 
 
-def takes_chances(dtype: torch.dtype, keys: int, left: bool, blocks: bool) -> bool:
+def takes_chances(dtype: torch.dtype, keys: int, window_left: int | None, patterns: int) -> bool:
     """Whether the forward computes tiles against one reference, without running maxima (`forward_walk`), where a
-    sequence has about so many keys. Not 8-bit weights: they hold too few powers of two. In a window, or where a block
-    mask lists tiles, the first tile shows most rows nothing."""
-    return dtype is not FP8 and keys >= LONG_ENOUGH and not (left or blocks)
+    sequence has about so many keys. Not 8-bit weights: they hold too few powers of two. Nor where tiles of a block mask
+    have patterns, as the first may show many rows nothing."""
+    visible = keys if window_left is None else min(keys, window_left)
+    return dtype is not FP8 and visible >= LONG_ENOUGH and not patterns
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

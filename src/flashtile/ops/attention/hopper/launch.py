@@ -251,7 +251,7 @@ def _plan(
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
         block_tile,
         tuple(strides is not None for strides in descales),
-        takes_chances(dtype, max_seqlen_q if packed else rows_k, left, blocks is not None),
+        takes_chances(dtype, max_seqlen_q if packed else rows_k, spec.window_left, blocks[1] if blocks else 0),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
