@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import flashtile
 from flashtile._backends.gluon import gl
 from flashtile.bench.timing import EventTimer
-from flashtile.ops.attention.hopper import configs, forward, launch
+from flashtile.ops.attention.hopper import configs, forward_walk, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
 
 TOKENS, COLUMNS, TURNS = 16384, 2048, 4
@@ -124,7 +124,7 @@ def speed_of(head_dim: int, rows: int, causal: bool, seconds: float) -> str:
 
 def error(scale_log2: float) -> None:
     """Root mean square of the error by that of out, of 256 queries."""
-    forward.WEIGHT_SCALE_LOG2 = gl.constexpr(scale_log2)
+    forward_walk.WEIGHT_SCALE_LOG2 = gl.constexpr(scale_log2)
     for kind, shift, sharpness in (("normal", 0, 1), ("values around 1", 1, 1), ("peaked", 0, 5)):
         for keys in (2048, 8192, 65536):
             q, k, v = random_qkv(1, 256, keys, 2, 128)
