@@ -135,9 +135,11 @@ def attention_forward_kernel(
         counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
         batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
     )  # fmt: skip
+    sizes = (batch, heads, rows_q, rows_k)
+    units = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
+    places = (out, out_rest, out_free, out_desc, out_rest_desc)
     consuming = (
-        form, q, k, v, mailbox, repeats, out, out_rest, out_free, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr,
-        sinks_ptr, batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
+        form, q, k, v, mailbox, repeats, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     )  # fmt: skip
     if CONSUMERS == 2:
@@ -295,10 +297,10 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile,
     the number of key tiles taken from the rings so far, and the last tile noted to be brought again."""
     (
-        form, q, k, v, mailbox, repeats, out, out_rest, out_free, out_desc, out_rest_desc, lse_ptr, alibi_slopes_ptr,
-        sinks_ptr, batch, heads, rows_q, rows_k, window_left, window_right, scale_log2, cap_scale, stride_alibi_batch,
+        form, q, k, v, mailbox, repeats, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     ) = inputs  # fmt: skip
+    batch, _heads, rows_q, rows_k = sizes
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
     # Where a tile has more rows than a key tile has keys, a band often hides whole key tiles from a consumer.
     SKIPS: gl.constexpr = (form.HAS_LEFT or form.HAS_RIGHT) and form.TILE_Q == 0 and form.CONSUMERS * M > k.ROWS
@@ -324,18 +326,20 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     if form.TILE_Q > 0:
         key_begin = 0
         key_end = gl.maximum(tile[3], 1)
+    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch = units
+    seen = sequence < batch
     unit = scale_log2
     cap_unit = cap_scale
     if form.EIGHT_BITS:
-        factor = load_descale(descales[0], sequence, head, sequence < batch)
-        factor *= load_descale(descales[1], sequence, head, sequence < batch)
+        factor = load_descale(descales[0], sequence, head, seen)
+        factor *= load_descale(descales[1], sequence, head, seen)
         if cap_scale is not None:
             cap_unit = cap_scale * factor
         else:
             unit = scale_log2 * factor
     slope = alibi_slopes_ptr  # None stays None
     if alibi_slopes_ptr is not None:
-        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, sequence < batch)
+        slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, seen)
     place, phase = place_of(heard - 1, form.QUERY_PLACES)
     mine = place * form.CONSUMERS + WHICH
     mbarrier.wait(q.full.index(mine), phase)
@@ -357,6 +361,31 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
         release(q.empty.index(mine))
     # While the last product is in flight: what comes next, and the statistics.
     tile = hear_tile(mailbox, heard + again, _told(form))
+    summed, inverse = _statistics(
+        row_sum, m_scaled, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
+    )
+    o, o_rest = wait_values(o, o_rest, v)
+    release(v.empty.index(last_stage))
+    pair += 1
+    if SKIPS and form.HAS_LEFT:
+        pair = skip_key_tiles(after, k, v, pair, form, WHICH)
+    if form.EIGHT_BITS:
+        o, o_rest = add_product(earlier, o, o_rest, v)
+    _hand_out(o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH)
+    if steady:
+        fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
+        if gl.min(fine.to(gl.int32), 0) == 0:
+            note_repeat(repeats, WHICH, note, noted, row, my_first)
+            noted = note
+    return tile, pair, noted
+
+
+@gluon.jit
+def _statistics(
+    row_sum, m_scaled, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
+):  # fmt: skip
+    """Stores lse. Returns the row sums `[M]` without a sink, and what `o` is to be multiplied by."""
+    batch, heads, rows_q, _ = sizes
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
     summed = row_sum
     own = 1.0
@@ -371,13 +400,15 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     else:
         offset = (sequence.to(gl.int64) * heads + head) * rows_q
     gl.store(lse_ptr + offset + row, lse, mask=row < seq_q)
-    o, o_rest = wait_values(o, o_rest, v)
-    release(v.empty.index(last_stage))
-    pair += 1
-    if SKIPS and form.HAS_LEFT:
-        pair = skip_key_tiles(after, k, v, pair, form, WHICH)
-    if form.EIGHT_BITS:
-        o, o_rest = add_product(earlier, o, o_rest, v)
+    return summed, inverse
+
+
+@gluon.jit
+def _hand_out(
+    o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH: gl.constexpr
+):  # fmt: skip
+    """Stores 64 rows of out through the consumer's place, or through the one that all share, each in its turn."""
+    out, out_rest, out_free, out_desc, out_rest_desc = places
     if form.OUT_PLACES > 1:
         OUT: gl.constexpr = WHICH
     else:
@@ -391,9 +422,3 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     if form.OUT_PLACES == 1:
         tma_store_wait(0)
         release(out_free.index((WHICH + 1) % form.CONSUMERS))
-    if steady:
-        fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
-        if gl.min(fine.to(gl.int32), 0) == 0:
-            note_repeat(repeats, WHICH, note, noted, row, my_first)
-            noted = note
-    return tile, pair, noted
