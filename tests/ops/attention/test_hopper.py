@@ -698,7 +698,7 @@ def test_machine_code(form: str) -> None:
     if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
         _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.variant)
     if call.block_tile:
-        _assert_bits_come_in_words_of_sixteen_bytes(_instructions(binary), binary.variant)
+        _assert_bits_of_a_row_come_at_once(_instructions(binary), binary.variant)
 
 
 def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.Variant) -> None:
@@ -747,10 +747,10 @@ def test_a_steady_loop_has_no_maxima() -> None:
     assert sum("m" in before + after[:32] for before, after in loops) == 2
 
 
-def _assert_bits_come_in_words_of_sixteen_bytes(instructions: list[str], variant: launch.Variant) -> None:
-    """Each consumer reads those of its first tile and, in either loop, those of the others, a load for each of a
-    thread's two rows."""
-    loads = sum("LDG.E.128" in line for line in instructions)
+def _assert_bits_of_a_row_come_at_once(instructions: list[str], variant: launch.Variant) -> None:
+    """Each consumer reads those of its first tile and, in either loop, those of the others: for each of a thread's two
+    rows a load of as many bits as the tile has keys."""
+    loads = sum(f"LDG.E.{variant.config.block_n}" in line for line in instructions)
     assert loads == (4 + 2 * variant.steady) * variant.config.consumers
 
 
