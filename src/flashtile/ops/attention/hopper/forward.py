@@ -130,21 +130,21 @@ def attention_forward_kernel(
         (descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, descale_group),
     )
     fence_async_shared()
+    order = (counter_ptr, tiles, lines, dynamic)
     producing = (
-        form, q, k, v, mailbox, repeats, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-        counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
+        form, mailbox, order, q, k, v, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right, listing,
     )  # fmt: skip
     sizes = (batch, heads, rows_q, rows_k)
     units = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
     places = (out, out_rest, out_free, out_desc, out_rest_desc)
     consuming = (
-        form, q, k, v, mailbox, repeats, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, mailbox, repeats, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (0, consuming)), (_consumer, (1, consuming)), (_producer, (producing,))],
+            [(_consumer, (0, consuming)), (_consumer, (1, consuming)), (_producer, (repeats, producing))],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
@@ -154,7 +154,7 @@ def attention_forward_kernel(
                 (_consumer, (0, consuming)),
                 (_consumer, (1, consuming)),
                 (_consumer, (2, consuming)),
-                (_producer, (producing,)),
+                (_producer, (repeats, producing)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -162,16 +162,16 @@ def attention_forward_kernel(
 
 
 @gluon.jit
-def _producer(inputs):
+def _producer(repeats, inputs):
     """Finds the tiles of this program, and loads what they need as soon as there is a place for it."""
-    form, mailbox, repeats = inputs[0], inputs[4], inputs[5]
-    counter_ptr, tiles, lines, dynamic = inputs[12], inputs[20], inputs[21], inputs[22]
+    form, mailbox, order = inputs[:3]
+    counter_ptr, tiles, lines, dynamic = order
     told = 0
     pair = 0
     number = gl.program_id(0)
     while number < tiles * lines:
         told, pair, number = _bring(number, told, pair, False, inputs)
-    tell_tile(mailbox, told, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
+    _tell_end(mailbox, told, form)
     finish_numbers(counter_ptr, dynamic)
     if form.STEADY:
         mbarrier.wait(repeats.said.index(0), 0)
@@ -181,7 +181,13 @@ def _producer(inputs):
                 before = noted_before(repeats, which, number)
                 told, pair, _ = _bring(number, told, pair, True, inputs)
                 number = before
-        tell_tile(mailbox, told + 1, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
+        _tell_end(mailbox, told + 1, form)
+
+
+@gluon.jit
+def _tell_end(mailbox, count, form):
+    """Tells the consumers that a round has no more tiles."""
+    tell_tile(mailbox, count, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
 
 
 @gluon.jit
@@ -189,10 +195,10 @@ def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
     """Tells the consumers of a tile, if it has rows, and loads it. Returns how many they have been told of, how many
     key tiles were loaded, and, unless it is brought again, the number of the next tile."""
     (
-        form, q, k, v, mailbox, _repeats, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
-        counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
-        batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right, listing,
+        form, mailbox, order, q, k, v, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right, listing,
     ) = inputs  # fmt: skip
+    counter_ptr, tiles, lines, dynamic = order
     ROWS: gl.constexpr = form.CONSUMERS * M
     UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT or form.TILE_Q > 0
     following = number
@@ -269,7 +275,7 @@ def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, note, form):
 @gluon.jit
 def _consumer(WHICH: gl.constexpr, inputs):
     """Computes the `WHICH`-th 64 rows of each tile. It visits the key tiles that some of these rows see."""
-    form, mailbox, repeats = inputs[0], inputs[4], inputs[5]
+    form, mailbox, repeats = inputs[:3]
     ROUNDS: gl.constexpr = 2 if form.STEADY else 1
     heard = 0
     pair = 0
@@ -297,7 +303,7 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile,
     the number of key tiles taken from the rings so far, and the last tile noted to be brought again."""
     (
-        form, q, k, v, mailbox, repeats, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, mailbox, repeats, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     ) = inputs  # fmt: skip
     batch, _heads, rows_q, rows_k = sizes

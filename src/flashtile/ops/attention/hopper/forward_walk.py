@@ -13,9 +13,9 @@ Per key tile, with `c = scale · log2(e)` (letters as in `pieces`), the online s
 will do, and a floating-point weight has as many bits whatever its exponent. `_steadily` takes the maximum over the
 first key tile for all of them: a third of the instructions (comparisons, shuffles, rescaling) are not there, and
 exponentials begin as soon as there are scores. It takes a chance: a later score may be so much larger that sums
-overflow, and a row that sees nothing of the first tile has no reference at all. What came out tells (`trustworthy`),
-and a tile where it went wrong is computed once more with running maxima (`repeats`). So results depend on the inputs
-alone, and are as exact as the others.
+overflow, and a row that sees nothing of the first tile has 0 for a reference, from which scores may be far. What came
+out tells (`trustworthy`), and a tile where it went wrong is computed once more with running maxima (`repeats`). So
+results depend on the inputs alone, and are as exact as the others.
 
 `p v` of the tile before is in flight while some exponentials of a tile are computed (`AHEAD`, `STEADY_AHEAD`). Key
 tiles come from the last to the first, so that the masked ones of the diagonal come first. Each way is one loop with a
