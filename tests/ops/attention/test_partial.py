@@ -223,6 +223,12 @@ def test_a_part_is_differentiable():
         (AttentionPart(0, 1, 8, 8), {}, "part: expected columns 1 to 9 within the 8"),
         (AttentionPart(0, 0, 8, 8, head=1), {}, "part: expected heads 1 to 3 within the 2"),
         (AttentionPart(0, 0, 8, 8), {"dropout_p": 0.1}, "dropout_seed: expected a seed beside dropout_p"),
+        # A bound of a dense call was taken for the size of its mask.
+        (
+            AttentionPart(0, 0, 8, 8),
+            {"max_seqlen": 4, "mask": torch.ones(4, 4, dtype=torch.bool)},
+            "max_seqlen: expected it beside cu_seqlens only, got 4",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(part, arguments, message):
@@ -253,6 +259,10 @@ def test_backward_of_keys_with_lengths_of_their_own():
         assert torch.equal(grad, expected[f"d{name}"])
     with pytest.raises(ValueError, match="cu_seqlens_k: expected None without cu_seqlens"):
         attention_backward(inputs.dout, q, k, v, expected["out"], expected["lse"], cu_seqlens_k=lengths["cu_seqlens_k"])
+    with pytest.raises(ValueError, match="max_seqlen_k: expected it beside cu_seqlens_k only, got 7"):
+        attention_backward(
+            inputs.dout, q, k, v, expected["out"], expected["lse"], cu_seqlens=lengths["cu_seqlens_q"], max_seqlen_k=7
+        )
 
 
 def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():

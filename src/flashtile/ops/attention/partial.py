@@ -84,7 +84,7 @@ def attention_part(
         part: where these lie in the larger call.
         cu_seqlens: `[sequences + 1]`, of queries and keys alike: whole packed sequences, so that row and column of the
             part must be 0, and seq_q and seq_k say nothing.
-        max_seqlen: upper bound of their lengths, as for `attention_varlen`.
+        max_seqlen: upper bound of their lengths, as for `attention_varlen`; None without cu_seqlens.
         dropout_seed: must be given where dropout_p is not 0, the same to all parts.
         key_lengths: `[batch]`, counted in the larger call's keys.
         bias: the rectangle of the larger call's, broadcasts to `[batch, heads_q, rows, columns]`; mask likewise.
@@ -154,7 +154,7 @@ def attention_backward(
         part: where these lie in a larger call; None = they are all of it.
         dlse: gradient of lse, in its shape; None = 0.
         cu_seqlens_k: `[sequences + 1]`, those of the keys where they are not cu_seqlens; not with `part`.
-        max_seqlen_k: upper bound of their lengths.
+        max_seqlen_k: upper bound of their lengths; None without cu_seqlens_k.
         bias: its gradient comes back where it requires one; likewise alibi_slopes and sinks.
         sinks: `[heads_q]`: the sinks that lse counts. Their gradient is of the rows: ask one part of each row for it.
 
@@ -217,6 +217,7 @@ def _described(
             "call, and cu_seqlens are those of its queries"
         )
     if cu_seqlens_k is None:
+        _check_bounds(cu_seqlens, max_seqlen, max_seqlen_k)
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
     checks.check_tensors(q=q, k=k, v=v)
     checks.check_qkv(q, k, v, DENSE_LAYOUT if cu_seqlens is None else PACKED_LAYOUT)
@@ -249,6 +250,19 @@ def _described(
         sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     return side, spec
+
+
+def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_k: int | None) -> None:
+    """Where keys have no cu_seqlens of their own, they have no bound of their own either; a dense call has none."""
+    if max_seqlen_k is not None:
+        raise ValueError(
+            f"max_seqlen_k: expected it beside cu_seqlens_k only, got {max_seqlen_k!r}; max_seqlen is the bound of "
+            "queries and keys alike"
+        )
+    if cu_seqlens is None and max_seqlen is not None:
+        raise ValueError(
+            f"max_seqlen: expected it beside cu_seqlens only, got {max_seqlen!r}; leave it out of a dense call"
+        )
 
 
 def _placed(
