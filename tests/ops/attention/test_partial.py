@@ -237,6 +237,21 @@ def test_what_does_not_fit_is_refused(part, arguments, message):
         attention_part(q, q, q, part, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ((0, 0, 8, 8), "part: expected a flashtile.AttentionPart, got tuple"),
+        (AttentionPart(0.0, 0, 8, 8), "part: expected an int as row, got 0.0"),  # type: ignore[arg-type]
+        (AttentionPart(0, 0, 8, 8, head=0.5, heads=4), "part: expected an int as head, got 0.5"),  # type: ignore[arg-type]
+        (AttentionPart(0, 0, 8, 8, heads=True), "part: expected an int as heads, got True"),
+    ],
+)
+def test_a_part_of_wrong_types_is_refused(part, message):
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(TypeError, match=message):
+        attention_part(q, q, q, part, alibi_slopes=torch.ones(2))
+
+
 def test_results_that_do_not_fit_are_refused():
     q = torch.randn(1, 8, 2, 4)
     out, lse = flashtile.attention(q, q, q, return_lse=True)

@@ -269,6 +269,7 @@ def _placed(
     spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, alibi: bool
 ) -> AttentionSpec:
     """The spec of a part: the band shifted, and where positions matter otherwise, the place."""
+    _check_numbers(part)
     if packed:
         if part.row or part.column:
             raise ValueError(
@@ -292,6 +293,21 @@ def _placed(
         return spec
     matrix = part.sequence * all_heads + part.head
     return spec._replace(origin=Origin(part.row, part.column, distance, matrix, all_heads))
+
+
+def _check_numbers(part: AttentionPart) -> None:
+    if not isinstance(part, AttentionPart):
+        raise TypeError(
+            f"part: expected a flashtile.AttentionPart, got {type(part).__name__}; write AttentionPart(row, column, "
+            "seq_q, seq_k)"
+        )
+    numbers = {
+        "row": part.row, "column": part.column, "seq_q": part.seq_q, "seq_k": part.seq_k, "head": part.head,
+        "heads": 1 if part.heads is None else part.heads, "sequence": part.sequence,
+    }  # fmt: skip
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, (int, torch.SymInt)):
+            raise TypeError(f"part: expected an int as {name}, got {number!r}; use int(...)")
 
 
 def _check_place(part: AttentionPart, rows: int, columns: int) -> None:
