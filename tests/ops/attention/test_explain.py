@@ -119,3 +119,35 @@ def test_bad_calls_raise_as_the_call_itself() -> None:
         _explain(device="sm_90", window=(-1, 0))
     with pytest.raises(ValueError, match="dropout_p"):
         _explain(device="sm_90", dropout_p=1.5)
+
+
+_CU_SEQLENS = torch.tensor([0, 4, 10])
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "arguments", "error", "message"),
+    [
+        ([0, 4, 10], {}, TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
+        (_CU_SEQLENS.float(), {}, TypeError, "cu_seqlens_q: expected dtype int32 or int64"),
+        (_CU_SEQLENS, {"max_seqlen_q": 5.5}, TypeError, "max_seqlen_q: expected an int, got 5.5"),
+        (_CU_SEQLENS, {"key_lengths": torch.tensor([1, 2, 3])}, ValueError, r"key_lengths: expected shape \(2,\)"),
+        (_CU_SEQLENS, {"mask": torch.ones(1, 1, dtype=torch.bool)}, ValueError, "max_seqlen_q, max_seqlen_k: expected"),
+        (_CU_SEQLENS, {"block_mask": patterns.causal(10)}, ValueError, "block_mask: expected None beside cu_seqlens_q"),
+        (None, {"cu_seqlens_k": _CU_SEQLENS}, ValueError, "cu_seqlens_k: expected it beside cu_seqlens_q only"),
+        (None, {"max_seqlen_k": 10}, ValueError, "max_seqlen_k: expected it beside cu_seqlens_q only, got 10"),
+        (None, {"key_lengths": [10]}, TypeError, "key_lengths: expected an int32 or int64 tensor, got list"),
+        (None, {"dropout_p": 0.1, "dropout_seed": 7}, TypeError, "dropout_seed: expected an int64 tensor, got int"),
+    ],
+)
+def test_bad_lengths_raise_as_the_call_itself(cu_seqlens, arguments, error, message) -> None:
+    rows = torch.empty(10, 2, 64)
+    rows = rows[None] if cu_seqlens is None else rows
+    with pytest.raises(error, match=message):
+        flashtile.explain(rows, rows, rows, cu_seqlens, **arguments)
+
+
+def test_under_autocast_it_tells_of_the_dtype_that_the_call_has() -> None:
+    rows = torch.empty(1, 10, 2, 64)
+    with torch.autocast("cpu", torch.float16):
+        found = flashtile.explain(rows, rows, rows, causal=True)
+    assert "torch.float16" in found.reason and "longer in float16" in found.kernels[0].name

@@ -331,6 +331,39 @@ def build_spec(
     return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
 
 
+def lengths_of(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    key_lengths: Tensor | None,
+) -> tuple[SideInputs, int]:
+    """The lengths of a call that is packed where it has `cu_seqlens_q`, and how many batch entries or sequences it has.
+
+    For functions that serve both; `attention` and `attention_varlen` know which they are.
+    """
+    if cu_seqlens_q is None:
+        given = {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        for name, argument in given.items():
+            if argument is not None:
+                raise ValueError(
+                    f"{name}: expected it beside cu_seqlens_q only, got {argument!r}; leave it out of a dense call"
+                )
+        batch, rows_q, rows_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+        batch, rows_q, rows_k = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device), q.shape[0], k.shape[0]
+        checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
+        checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+    if key_lengths is not None:
+        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry or sequence")
+    longest_q = rows_q if max_seqlen_q is None else max_seqlen_q
+    longest_k = rows_k if max_seqlen_k is None else max_seqlen_k
+    return SideInputs(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, key_lengths), batch
+
+
 def add_score_inputs(
     side: SideInputs,
     q: Tensor,
@@ -360,6 +393,8 @@ def add_block_mask(
     side: SideInputs, spec: AttentionSpec, q: Tensor, block_mask: BlockMask
 ) -> tuple[SideInputs, AttentionSpec]:
     """Side inputs and spec of a dense call with a block mask."""
+    if side.packed:
+        raise ValueError("block_mask: expected None beside cu_seqlens_q, got one; block masks are for dense calls")
     checks.check_block_mask(block_mask, q, side.max_seqlen_k)
     batch, heads = block_mask.shape[:2]
     side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)

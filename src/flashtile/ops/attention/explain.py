@@ -18,6 +18,8 @@ from flashtile.ops.attention.api import (
     add_descales,
     add_score_inputs,
     build_spec,
+    checked_qkv,
+    lengths_of,
 )
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.hopper import configs as hopper
@@ -146,29 +148,23 @@ def explain(
             "gfx942". Default: q's.
 
     The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not
-    change the choice; with `deterministic`, gradients come from kernels that sum in a fixed order.
+    change the choice; with `deterministic`, gradients come from kernels that sum in a fixed order. Under
+    `torch.autocast` the answer is for the dtype that the call would run in, and q, k and v are cast to it.
 
     Raises:
         TypeError, ValueError: as the call itself would, and for a device that is not known.
     """
     packed = cu_seqlens_q is not None
-    checks.check_tensors(q=q, k=k, v=v)
-    checks.check_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
+    q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     dropout_p = checks.resolve_dropout(
-        dropout_p, dropout_seed, dropout_seed.device if dropout_seed is not None else q.device
+        dropout_p, dropout_seed, dropout_seed.device if isinstance(dropout_seed, Tensor) else q.device
     )
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
-    rows_q, rows_k = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
-    side = SideInputs(
-        cu_seqlens_q,
-        cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k,
-        rows_q if max_seqlen_q is None else max_seqlen_q,
-        rows_k if max_seqlen_k is None else max_seqlen_k,
-        key_lengths,
-        dropout_seed,
-    )
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths)
+    side = side._replace(dropout_seed=dropout_seed)
     if any(tensor is not None for tensor in (bias, mask, alibi_slopes, sinks)):
+        if packed and not (bias is None and mask is None):
+            checks.check_longest(max_seqlen_q, max_seqlen_k)
         sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     if block_mask is not None:

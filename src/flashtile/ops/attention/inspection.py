@@ -17,6 +17,7 @@ from flashtile.ops.attention.api import (
     add_score_inputs,
     build_spec,
     checked_qkv,
+    lengths_of,
 )
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.column_sums import run_column_sums
@@ -166,49 +167,14 @@ def attention_column_sums(
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
     spec = build_spec(q, causal, align, window, scale, 0.0, True, backend, softcap)
-    if cu_seqlens_q is None:
-        _check_absent(cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        side, batch = SideInputs(None, None, q.shape[1], k.shape[1]), q.shape[0]
-    else:
-        side, batch = _packed_side(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        if bias is not None or mask is not None:
-            checks.check_longest(max_seqlen_q, max_seqlen_k)
-    if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry or sequence")
-        side = side._replace(key_lengths=key_lengths)
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths)
+    if packed and not (bias is None and mask is None):
+        checks.check_longest(max_seqlen_q, max_seqlen_k)
     sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
     side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, None, batch)
     if block_mask is not None:
-        if packed:
-            raise ValueError("block_mask: expected None beside cu_seqlens_q, got one; block masks are for dense calls")
         side, spec = add_block_mask(side, spec, q, block_mask)
     return run_column_sums(q, k, lse, side, spec, backend)
-
-
-def _check_absent(**arguments: Tensor | int | None) -> None:
-    for name, given in arguments.items():
-        if given is not None:
-            raise ValueError(
-                f"{name}: expected it beside cu_seqlens_q only, got {given!r}; leave it out of a dense call"
-            )
-
-
-def _packed_side(
-    q: Tensor,
-    k: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-) -> tuple[SideInputs, int]:
-    """The lengths of a packed call, and how many sequences there are."""
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    batch = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device)
-    checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
-    longest_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
-    longest_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
-    return SideInputs(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k), batch
 
 
 def _check_lse(lse: Tensor, q: Tensor) -> None:
