@@ -716,6 +716,14 @@ def test_vmap_equals_loop(dims: tuple[int | None, ...], options: dict[str, Any],
     torch.testing.assert_close(torch.func.vmap(function, in_dims=dims)(*mapped), tuple(expected))
 
 
+@pytest.mark.parametrize("samples, batch", [(0, 2), (3, 0), (0, 0)], ids=str)
+def test_vmap_over_nothing(samples: int, batch: int) -> None:
+    q, k = torch.randn(samples, batch, 5, 2, 4), torch.randn(batch, 7, 2, 4)
+    one = torch.func.grad(lambda q: flashtile.attention(q, k, k).sum())
+    assert torch.func.vmap(lambda q: flashtile.attention(q, k, k))(q).shape == q.shape
+    assert torch.func.vmap(one)(q).shape == q.shape
+
+
 def test_vmap_over_key_lengths() -> None:
     inputs = [t.detach() for t in dense_inputs(2, 5)]
     lengths = torch.tensor([[1, 2], [3, 4], [5, 0]])

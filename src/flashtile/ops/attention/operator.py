@@ -395,7 +395,8 @@ def _vmap_rule(op: Callable, first_side: int) -> Callable:
             for argument, dim in zip(arguments, in_dims, strict=True)
         ]
         outputs = op(*folded)
-        mapped = tuple(t.unflatten(0, (info.batch_size, -1)) if t.dim() > 1 else t for t in outputs)
+        sizes = info.batch_size, arguments[0].shape[1 if in_dims[0] == 0 else 0]  # either may be 0
+        mapped = tuple(t.unflatten(0, sizes) if t.dim() > 1 else t for t in outputs)
         return mapped, tuple(0 if t.dim() > 1 else None for t in outputs)
 
     return rule
