@@ -200,3 +200,27 @@ def test_interpreted_side_inputs_of_any_layout() -> None:
 @pytest.mark.gpu
 def test_side_inputs_of_any_layout() -> None:
     _side_inputs_of_any_layout("cuda")
+
+
+def _lengths_past_32_bits_show_all_keys(backend: str, device: str) -> None:
+    """In 32 bits the first would be 0, and the second negative."""
+    q, k = torch.randn(2, 3, 2, 16, device=device), torch.randn(2, 300, 2, 16, device=device)
+    q.requires_grad_()
+    lengths = torch.tensor([2**40, 2**31 + 7], device=device)
+    out, lse = flashtile.attention(q, k, k, key_lengths=lengths, return_lse=True, backend=backend)
+    expected = flashtile.attention(q, k, k, return_lse=True, backend="reference")
+    torch.testing.assert_close((out, lse), expected)
+    (grad,), (wanted,) = (torch.autograd.grad(o.sin().sum(), q) for o in (out, expected[0]))
+    torch.testing.assert_close(grad, wanted)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("backend", ["triton", "split"])
+def test_interpreted_lengths_past_32_bits_show_all_keys(backend: str) -> None:
+    _lengths_past_32_bits_show_all_keys(backend, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "split"])
+def test_lengths_past_32_bits_show_all_keys(backend: str) -> None:
+    _lengths_past_32_bits_show_all_keys(backend, "cuda")

@@ -114,7 +114,9 @@ def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.cons
     valid = seq_k
     if HAS_KEY_LENGTHS:
         # The sequence of the rows past the end (number `batch`) has no keys, and no length either.
-        valid = tl.minimum(seq_k, tl.load(key_lengths_ptr + sequence, mask=sequence < batch, other=0).to(tl.int32))
+        # A length may be far more than there are keys, so it is 32 bits wide only after that.
+        length = tl.load(key_lengths_ptr + sequence, mask=sequence < batch, other=0)
+        valid = tl.minimum(length, seq_k).to(tl.int32)
     return valid
 
 

@@ -11,7 +11,8 @@ def sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity):
     """Rows of a sequence before and after appending. The second is never outside of the cache."""
     before = length
     if lengths_ptr is not None:
-        before = tl.load(lengths_ptr + sequence).to(tl.int32)
+        # A length may be far more than there are rows, so it is 32 bits wide only after that.
+        before = tl.minimum(tl.load(lengths_ptr + sequence), capacity).to(tl.int32)
     return before, tl.minimum(tl.maximum(before + seq_new, 0), capacity)
 
 
