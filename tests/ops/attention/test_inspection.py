@@ -45,6 +45,7 @@ def test_weights_are_those_that_multiply_the_values(case: AttentionCase) -> None
 CHOICES: dict[str, tuple[Any, list[int]]] = {
     "slice": (slice(3, 30, 4), list(range(3, 30, 4))),
     "backwards": (slice(None, 4, -7), list(range(36, 4, -7))),
+    "empty slice": (slice(5, 2), []),
     "list": ([36, 0, 5, 5], [36, 0, 5, 5]),
     "tensor": (torch.tensor([7, 2], dtype=torch.int32), [7, 2]),
     "range": (range(2, 4), [2, 3]),

@@ -194,8 +194,9 @@ def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device)
     if chosen is None:
         return None
     if isinstance(chosen, slice):
-        chosen = range(*chosen.indices(size))
-        return torch.arange(chosen.start, chosen.stop, chosen.step, device=device)
+        numbers = range(*chosen.indices(size))
+        # Not from start to stop: of an empty slice they need not lie in the direction of the step.
+        return numbers.start + numbers.step * torch.arange(len(numbers), device=device)
     if isinstance(chosen, Tensor):
         if chosen.dtype not in INDEX_DTYPES:
             remedy = "use mask.nonzero().squeeze(1)" if chosen.dtype is torch.bool else "cast it"
