@@ -104,6 +104,16 @@ def test_merge_has_gradients() -> None:
     assert gradcheck(lambda a, b, c, d: flashtile.logsumexp_merge([a, b], [c, d]), (*outs, *lses))
 
 
+def test_a_row_that_no_part_has_seen_has_gradients_of_0() -> None:
+    """As in the sinks of a merge: -inf is none, and bottom-right causal rows may see no key."""
+    outs = [torch.randn(1, 2, 1, 3, requires_grad=True) for _ in range(2)]
+    lses = [torch.tensor([[[float("-inf"), 1.0]]], requires_grad=True) for _ in range(2)]
+    out, lse = flashtile.logsumexp_merge(outs, lses)
+    grads = torch.autograd.grad(out.sin().sum() + lse[..., 1].sum(), (*outs, *lses))
+    assert all(grad.isfinite().all() for grad in grads)
+    assert not any(grad[:, 0].any() for grad in grads[:2]) and not any(grad[..., 0].any() for grad in grads[2:])
+
+
 def test_online_softmax_in_steps() -> None:
     scores, values = normal(2, 4, 10), normal(2, 10, 3, seed=1)
     scores[0, 1, :7] = float("-inf")

@@ -110,8 +110,10 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
             )
     dtype = compute_dtype(outs[0].dtype)
     each = torch.stack([lse.to(dtype) for lse in lses])
-    lse = torch.logsumexp(each, dim=0)
-    against = lse.masked_fill(lse == float("-inf"), 0)
+    # In a row that no part has seen, the derivative of logsumexp would be NaN, and so would 0 times it.
+    blind = each.isneginf().all(dim=0)
+    lse = torch.logsumexp(each.masked_fill(blind, 0), dim=0).masked_fill(blind, float("-inf"))
+    against = lse.masked_fill(blind, 0)
     weights = (each - against).exp().transpose(-1, -2)[..., None]  # [parts, ..., seq, heads, 1]
     merged = torch.zeros_like(outs[0], dtype=dtype)
     for weight, out in zip(weights, outs):
