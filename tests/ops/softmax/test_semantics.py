@@ -81,6 +81,7 @@ def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
     parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     outs, lses = zip(*(flashtile.attention(q, k[:, part], v[:, part], return_lse=True) for part in parts))
+    torch.testing.assert_close(flashtile.logsumexp_merge(torch.stack(outs), torch.stack(lses)), (out, lse))
     if packed:
         out, lse, outs, lses = out[0], lse[0], [t[0] for t in outs], [t[0] for t in lses]
     merged, merged_lse = flashtile.logsumexp_merge(outs, lses)
@@ -165,12 +166,27 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         (lambda: flashtile.scaled_causal_softmax(torch.randn(5)), "x: expected shape (..., seq_q, seq_k), got (5,)"),
         (lambda: flashtile.logsumexp_merge([], []), "lses: expected as many as outs, and at least one"),
         (lambda: flashtile.logsumexp_merge([_X], [_X]), "outs[0], lses[0]: expected shapes"),
-        (lambda: flashtile.online_softmax(_X, _X), "values: expected 5 rows, one for each key of scores"),
+        (lambda: flashtile.logsumexp_merge([_X[0, 0]], [_X[0, 0]]), "outs[0]: expected [batch, seq, heads"),
+        (lambda: flashtile.online_softmax(_X, _X), "scores, values: expected [..., rows, keys] and"),
+        (lambda: flashtile.online_softmax(_X, _X[0, 0, 0]), "scores, values: expected [..., rows, keys] and"),
     ],
-    ids=range(4),
+    ids=range(6),
 )
 def test_more_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: flashtile.logsumexp_merge([_X.int()], [_X]), "outs: expected dtype float16"),
+        (lambda: flashtile.online_softmax(_X, _X.mT, (_X, _X, _X)), "state: expected a flashtile.OnlineSoftmax"),
+    ],
+    ids=range(2),
+)
+def test_wrong_types_in_a_merge(call: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
         call()
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common import backends
-from flashtile.ops.common.checks import check_choice, check_tensors
+from flashtile.ops.common.checks import check_choice, check_float_dtype, check_tensors
 from flashtile.ops.softmax.spec import compute_dtype
 
 
@@ -57,13 +57,19 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         The new state, in float32 (float64 for float64); `finish()` gives the result.
 
     Raises:
-        TypeError: an argument is not a tensor.
+        TypeError: an argument is not a tensor, or state no OnlineSoftmax.
         ValueError: the numbers of keys differ.
     """
     check_tensors(scores=scores, values=values)
-    if scores.shape[-1] != values.shape[-2]:
+    if state is not None and not isinstance(state, OnlineSoftmax):
+        raise TypeError(
+            f"state: expected a flashtile.OnlineSoftmax or None, got {type(state).__name__}; pass what the step before "
+            "returned"
+        )
+    if scores.dim() < 1 or values.dim() < 2 or scores.shape[-1] != values.shape[-2]:
         raise ValueError(
-            f"values: expected {scores.shape[-1]} rows, one for each key of scores, got shape {tuple(values.shape)}"
+            "scores, values: expected [..., rows, keys] and [..., keys, columns], got shapes "
+            f"{tuple(scores.shape)} and {tuple(values.shape)}; each key has a column of scores and a row of values"
         )
     dtype = compute_dtype(scores.dtype)
     scores, values = scores.to(dtype), values.to(dtype)
@@ -94,13 +100,19 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         out in the dtype of the first, and lse in float32 (float64 for float64): what one call over all keys gives.
 
     Raises:
-        TypeError: something is not a tensor.
+        TypeError: something is not a tensor, or outs are no floats.
         ValueError: there is nothing to merge, or shapes do not match.
     """
-    if len(outs) != len(lses) or not outs:
+    if len(outs) != len(lses) or not len(outs):  # both may be tensors that stack the parts
         raise ValueError(f"lses: expected as many as outs, and at least one, got {len(outs)} outs and {len(lses)} lses")
     check_tensors(**{f"outs[{index}]": out for index, out in enumerate(outs)})
     check_tensors(**{f"lses[{index}]": lse for index, lse in enumerate(lses)})
+    check_float_dtype("outs", outs[0].dtype)
+    if outs[0].dim() < 3:
+        raise ValueError(
+            f"outs[0]: expected [batch, seq, heads, head_dim] or [total, heads, head_dim], got shape "
+            f"{tuple(outs[0].shape)}; insert dimensions of size 1"
+        )
     expected = (*outs[0].shape[:-3], outs[0].shape[-2], outs[0].shape[-3])
     for index, (out, lse) in enumerate(zip(outs, lses)):
         if out.shape != outs[0].shape or lse.shape != expected:
