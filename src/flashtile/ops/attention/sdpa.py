@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
-from flashtile.ops.common.checks import FLOAT_DTYPES, check_device, check_tensors, raise_not_bool
+from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
 
 
 def scaled_dot_product_attention(
@@ -56,8 +56,9 @@ def scaled_dot_product_attention(
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
     """
     _check(query, key, value)
-    if not isinstance(is_causal, bool):
-        raise_not_bool(is_causal=is_causal)
+    if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
+        raise_not_bool(is_causal=is_causal, enable_gqa=enable_gqa)
+    dropout_p = as_float("dropout_p", dropout_p, "reading it would synchronise, pass a Python float")
     align = "top_left"
     if attn_mask is not None:
         if is_causal:
