@@ -97,6 +97,19 @@ OTHERS = {
         "image_size": 12, "patch_size": 4, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "image"),
 }  # fmt: skip
 ALL = {**LANGUAGE, **OTHERS}
+#: Models whose own code reads the masks, beside attention.
+READERS = {
+    "bigbird-pegasus": Tiny("BigBirdPegasusConfig", "AutoModelForSeq2SeqLM", {
+        **bart_sizes(), "max_position_embeddings": 64, "attention_type": "original_full"}, "text to text"),
+    "nllb-moe": Tiny("NllbMoeConfig", "AutoModelForSeq2SeqLM", {
+        **bart_sizes(), "max_position_embeddings": 64, "num_experts": 4, "encoder_sparse_step": 1,
+        "decoder_sparse_step": 1, "expert_capacity": 64}, "text to text"),
+    "lasr": Tiny("LasrCTCConfig", "AutoModelForCTC", {
+        "vocab_size": VOCABULARY, "encoder_config": {
+            "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,
+            "num_mel_bins": 16, "subsampling_conv_channels": 16, "dropout": 0.0, "attention_dropout": 0.0,
+            "activation_dropout": 0.0, "layerdrop": 0.0, "conv_kernel_size": 4}}, "heard text"),
+}  # fmt: skip
 
 
 class Float64(TorchFunctionMode):
@@ -134,6 +147,10 @@ def make_inputs(tiny: Tiny, padding: str = "none") -> dict[str, Tensor]:
         pixels = torch.randn(2, 3, 12, 12, generator=generator, dtype=torch.float64)
         return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
     tokens = torch.randint(3, VOCABULARY, (2, SEQ), generator=generator)
+    if tiny.kind == "heard text":
+        features = torch.randn(2, 80, 16, generator=generator, dtype=torch.float64)
+        heard = torch.arange(80) < torch.tensor([[80], [80 if padding == "none" else 48]])
+        return {"input_features": features, "attention_mask": heard, "labels": tokens[:, :4].clone()}
     if tiny.kind == "speech":
         features = torch.randn(2, 8, 24, generator=generator, dtype=torch.float64)
         return {"input_features": features, "labels": tokens[:, :7].clone()}

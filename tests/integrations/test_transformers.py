@@ -16,6 +16,7 @@ from flashtile.integrations.transformers import register, unregister
 from transformers_cases import (
     ALL,
     LANGUAGE,
+    READERS,
     SEQ,
     VOCABULARY,
     Tiny,
@@ -71,6 +72,13 @@ class Watch(TorchDispatchMode):
 )
 def test_logits_loss_and_gradients_are_those_of_eager(name: str, padding: str) -> None:
     check(ALL[name], make_inputs(ALL[name], padding))
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_models_that_read_masks_themselves_get_those_that_they_know(name: str, padding: str) -> None:
+    check(READERS[name], make_inputs(READERS[name], padding))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -15,6 +15,10 @@ from transformers import masking_utils
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import Band
 
+#: Types of models that read masks in code of their own too, as additions to scores: eager attention's is the only one
+#: that they know.
+_READERS = frozenset({"bigbird_pegasus", "lasr_encoder", "nllb-moe"})
+
 
 def make_mask(
     batch_size: int,
@@ -36,12 +40,16 @@ def make_mask(
     Returns:
         A compact mask, of at most `[B, 8, 1, K]` (see `compact`), where the pattern is causal or full, with or without
         a window, over padded or packed sequences. Elsewhere, where the model asks for a whole one, and for one query
-        at a cache of fixed size, that of transformers, bool `[B, 1, Q, K]`.
+        at a cache of fixed size, that of transformers, bool `[B, 1, Q, K]`; for models that read it themselves the one
+        that is added to scores, of the dtype of the model.
     """
     found: Tensor | None = None
     tracing = torch.compiler.is_compiling()  # functions that are being traced do not show what they are made of
     packed = None if tracing else _packed_sequences(mask_function)
-    if packed is not None and attention_mask is None:
+    make_whole: Any = masking_utils.sdpa_mask
+    if getattr(config, "model_type", None) in _READERS:
+        make_whole = masking_utils.eager_mask
+    elif packed is not None and attention_mask is None:
         pattern, sequence_of_row = packed
         band = _recognised(pattern)
         if band is not None:
@@ -55,11 +63,11 @@ def make_mask(
             found = _compact(band, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     if found is not None:
         return found
-    whole: Any = masking_utils.sdpa_mask(
+    whole: Tensor = make_whole(
         batch_size,
         q_length,
         kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]
+        q_offset=q_offset,
         kv_offset=kv_offset,
         mask_function=mask_function,
         attention_mask=attention_mask,
