@@ -199,6 +199,7 @@ def test_other_architectures_and_options_are_refused():
             "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         ),
         "expected is_decoder False, got True": config("bert", is_decoder=True),
+        "expected tie_word_embeddings True, got False": config("bert", tie_word_embeddings=False),
     }.items():
         with pytest.raises(ValueError, match=message):
             config_from_hugging_face(given)

@@ -102,6 +102,7 @@ def _llama_config(given: dict[str, Any]) -> GPTConfig:
 
 def _bert_config(given: dict[str, Any]) -> BertConfig:
     _expect(given, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    _expect(given, tie_word_embeddings=True)
     return BertConfig(
         context=given["max_position_embeddings"],
         layers=given["num_hidden_layers"],
