@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flashtile.models import (
     GPT,
+    BertConfig,
     BertForPreTraining,
     GPTConfig,
     config_from_hugging_face,
@@ -203,6 +204,26 @@ def test_other_architectures_and_options_are_refused():
     }.items():
         with pytest.raises(ValueError, match=message):
             config_from_hugging_face(given)
+
+
+def test_configurations_that_are_none_or_lack_an_option_are_named():
+    with pytest.raises(TypeError, match="config: expected a configuration of transformers or a dict, got str"):
+        config_from_hugging_face("gpt2")
+    given = transformers.LlamaConfig().to_dict()
+    del given["mlp_bias"]
+    with pytest.raises(ValueError, match="config: expected a value of 'mlp_bias', got none"):
+        config_from_hugging_face(given)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_configurations_of_another_model_are_refused(architecture):
+    other = GPTConfig() if architecture == "bert" else BertConfig()
+    message = f"config: expected a .* for '{architecture}', got {type(other).__name__}"
+    with pytest.raises(ValueError, match=message):
+        to_hugging_face({}, other, architecture)
+    theirs = make_theirs(architecture, GPT2 if architecture == "gpt2" else OTHERS)
+    with pytest.raises(ValueError, match=message):
+        from_hugging_face(theirs.state_dict(), other)
 
 
 def test_states_of_another_model_are_refused():

@@ -61,7 +61,7 @@ def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig | BertConfi
         The tensors under our names; those that are the same share memory.
 
     Raises:
-        ValueError: a name is missing, or one is there that the model has no place for.
+        ValueError: a name is missing, or one is there that the model has no place for; a config of another model.
     """
     architecture = next((a for a, prefix in _PREFIXES.items() if any(name.startswith(prefix) for name in state)), "")
     if not architecture:
@@ -69,7 +69,7 @@ def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig | BertConfi
             f"state: expected names that begin with one of {', '.join(map(repr, _PREFIXES.values()))}, got "
             f"{sorted(state)[:3]}; take the state dict of the model with its head"
         )
-    entries = list(_ENTRIES[architecture](config))
+    entries = _entries(architecture, config)
     expected = {name for entry in entries for name in entry.theirs}
     missing = sorted(expected - state.keys())
     unknown = sorted(
@@ -98,7 +98,7 @@ def to_hugging_face(
     """
     if architecture not in _ENTRIES:
         raise ValueError(f"architecture: expected one of {', '.join(map(repr, _ENTRIES))}, got {architecture!r}")
-    entries = list(_ENTRIES[architecture](config))
+    entries = _entries(architecture, config)
     different = sorted({entry.ours for entry in entries} ^ state.keys())
     if different:
         raise ValueError(
@@ -109,6 +109,16 @@ def to_hugging_face(
     for entry in entries:
         theirs |= zip(entry.theirs, _to_theirs(entry, state[entry.ours], config.heads))
     return theirs | {copy: theirs[name] for copy, name in _copies(architecture, config).items()}
+
+
+def _entries(architecture: str, config: GPTConfig | BertConfig) -> list[_Entry]:
+    expected = BertConfig if architecture == "bert" else GPTConfig
+    if not isinstance(config, expected):
+        raise ValueError(
+            f"config: expected a {expected.__name__} for {architecture!r}, got {type(config).__name__}; take config "
+            "and state from one model"
+        )
+    return list(_ENTRIES[architecture](config))
 
 
 def _to_ours(entry: _Entry, theirs: list[Tensor], heads: int) -> Tensor:

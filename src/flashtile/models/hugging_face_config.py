@@ -23,13 +23,21 @@ def config_from_hugging_face(config: Any) -> GPTConfig | BertConfig:
         config: of GPT-2, GPT-NeoX, Llama or BERT: an object of transformers, or its `to_dict()`.
 
     Raises:
-        ValueError: another architecture, or an option that the models here do not have.
+        TypeError: neither of these.
+        ValueError: another architecture, an option that the models here do not have, or one that is left out.
     """
+    if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
+        raise TypeError(f"config: expected a configuration of transformers or a dict, got {type(config).__name__}")
     given = dict(config if isinstance(config, Mapping) else config.to_dict())
     architecture = given.get("model_type")
     if architecture not in _CONFIGS:
         raise ValueError(f"config: expected model_type {', '.join(map(repr, _CONFIGS))}, got {architecture!r}")
-    return _CONFIGS[architecture](given)
+    try:
+        return _CONFIGS[architecture](given)
+    except KeyError as option:
+        raise ValueError(
+            f"config: expected a value of {option}, got none; pass the object itself, or its to_dict()"
+        ) from None
 
 
 def _gpt2_config(given: dict[str, Any]) -> GPTConfig:
