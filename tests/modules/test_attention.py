@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.modules import FlashCrossAttention, FlashSelfAttention, alibi_slopes
@@ -117,6 +118,16 @@ def test_slopes_follow_the_device_and_stay_wide():
     torch.testing.assert_close(module(qkv), torch.cat(expected))
     torch.testing.assert_close(module(qkv.double()), torch.cat(expected).double(), rtol=1e-4, atol=1e-5)
     assert not module.state_dict()
+
+
+def test_slopes_outlive_a_call_without_values():
+    qkv = torch.randn(2, 6, 3, 2, 8)
+    module = FlashSelfAttention(alibi_slopes=alibi_slopes(2))
+    expected = module(qkv)
+    assert module(qkv.to("meta")).is_meta
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module(mode.from_tensor(qkv.double()))
+    assert torch.equal(module(qkv), expected)
 
 
 def test_mistakes_are_explained():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.modules import RotaryEmbedding
@@ -41,6 +42,15 @@ def test_tables_are_made_once_and_grow() -> None:
     leaf = torch.randn(1, 20, 3, 2, 16, requires_grad=True)
     module(leaf * 1).sum().backward()
     assert leaf.grad is not None and not module.state_dict()
+
+
+def test_tables_of_a_fake_call_are_not_kept() -> None:
+    """Such a call asks for shapes alone: the next one must find angles."""
+    qkv = torch.randn(1, 5, 3, 2, 16)
+    module, expected = RotaryEmbedding(16), RotaryEmbedding(16)(qkv.clone())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module(mode.from_tensor(qkv))
+    assert torch.equal(module(qkv), expected)
 
 
 def test_offsets_in_a_tensor_need_a_length() -> None:

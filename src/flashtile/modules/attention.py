@@ -80,11 +80,14 @@ class _Attention(nn.Module):
         return options
 
     def _slopes_for(self, q: Tensor) -> Tensor | None:
-        """The slopes on q's device, where they stay."""
-        if self._alibi_slopes is not None:
-            wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-            self._alibi_slopes = self._alibi_slopes.to(q.device, wide)
-        return self._alibi_slopes
+        """The slopes on q's device, where they stay; but for a device, or a q, that holds no values."""
+        if self._alibi_slopes is None:
+            return None
+        wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+        slopes = self._alibi_slopes.to(q.device, wide)
+        if type(slopes) is Tensor and not slopes.is_meta:
+            self._alibi_slopes = slopes
+        return slopes
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, window_size={self.window_size}, attention_dropout={self.attention_dropout}"

@@ -47,7 +47,9 @@ class RotaryEmbedding(nn.Module):
             return self._make_tables(positions, device)  # tables of some length would bound that of the exported model
         made = self._tables
         if made is None or made[0].shape[0] < positions or made[0].device != device:
-            self._tables = made = self._make_tables(positions, device)
+            made = self._make_tables(positions, device)
+            if type(made[0]) is Tensor:  # fake ones, of a call that only asks for shapes, hold no values to keep
+                self._tables = made
         return made
 
     def _make_tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
