@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -261,6 +262,13 @@ def test_greedy_generation_from_an_encoder_is_that_of_eager(name: str) -> None:
     inputs = make_inputs(ALL[name], "left" if name != "whisper" else "none")
     inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
     assert torch.equal(generated(build(ALL[name], "flashtile"), inputs), generated(build(ALL[name], "eager"), inputs))
+
+
+def test_an_encoder_generates_over_more_keys_than_its_mask_was_made_for() -> None:
+    """Its mask hides nothing, and knows nothing of the cache."""
+    bert = replace(ALL["bert"], auto="AutoModelForCausalLM")
+    inputs = make_inputs(bert)
+    assert torch.equal(generated(build(bert, "flashtile"), inputs), generated(build(bert, "eager"), inputs))
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"use_cache": False}, {"prefill_chunk_size": 5}], ids=str)

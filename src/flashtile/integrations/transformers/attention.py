@@ -211,6 +211,8 @@ def _window_of(module: nn.Module, passed: int | None, causal: bool) -> int:
 
 
 def _keys_in_use(mask: CompactMask, seq_k: int) -> int:
+    if mask.visible is None and not (mask.band.causal or mask.band.windowed):
+        return seq_k  # it hides nothing, whatever number of keys it was made for
     keys = mask.visible.shape[-1] if mask.visible is not None else mask.keys
     assert keys is not None
     if keys != seq_k and not (mask.band.prefix and keys < seq_k):
