@@ -87,6 +87,8 @@ def test_mistakes_are_explained():
     model, (tokens, mask, segments) = make(), batch()
     with pytest.raises(ValueError, match="expected at most 16 in a row"):
         model(tokens.repeat(1, 2))
+    with pytest.raises(ValueError, match=r"tokens: expected \[batch, seq\], got shape \(12,\)"):
+        model(tokens[0])
     with pytest.raises(ValueError, match=r"segments: expected the shape of tokens, \(3, 12\), got \(3, 5\)"):
         model(tokens, mask, segments[:, :5])
     with pytest.raises(ValueError, match=r"labels: expected the shape of tokens, \(3, 12\), got \(3, 5\)"):

@@ -196,6 +196,10 @@ def test_more_mistakes_are_explained():
         make(None).generate(tokens(length=30), 4)
     with pytest.raises(ValueError, match=r"tokens: expected \[batch, seq\] with at least one token"):
         make(None).generate(tokens(length=0), 4)
+    with pytest.raises(ValueError, match="new_tokens: expected at least 0, got -1"):
+        make(None).generate(tokens(length=3), -1)
+    with pytest.raises(ValueError, match=r"tokens: expected \[batch, seq\], got shape \(6,\)"):
+        make(None)(tokens(length=6)[0])
     with pytest.raises(ValueError, match=r"temperature: expected at least 0, got -1.0"):
         make(None).generate(tokens(length=3), 4, temperature=-1.0)
     with pytest.raises(ValueError, match="top_k, generator: expected None with temperature=0"):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashtile
-from flashtile.models.config import BertConfig, make_mlp
+from flashtile.models.config import BertConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, LayerNorm, Unpadded, pad_input, unpad_input
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,6 +84,7 @@ class Bert(nn.Module):
 
     def hidden(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Unpadded | None]:
         """Hidden states `[B, S, W]`; with a mask those of the kept tokens, `[T, W]`, and where these are."""
+        check_tokens(tokens)
         length = tokens.shape[1]
         if length > self.config.context:
             raise ValueError(f"tokens: expected at most {self.config.context} in a row (the context), got {length}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from flashtile.modules import FusedMlp
 
@@ -132,6 +132,11 @@ def check_heads(width: int, heads: int) -> None:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens: expected [batch, seq], got shape {tuple(tokens.shape)}; add a batch of 1")
 
 
 def make_mlp(config: GPTConfig | BertConfig, bias: bool, **where: Any) -> Callable[[int], nn.Module]:

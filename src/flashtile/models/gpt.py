@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashtile
-from flashtile.models.config import GPTConfig, make_mlp
+from flashtile.models.config import GPTConfig, check_tokens, make_mlp
 from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMSNorm, add_norm
 
 #: Causal self-attention: (q, k, v) -> out, each `[B, S, H, D]`.
@@ -107,6 +107,7 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
         """What the logits are made from: the last norm's output, `[B, S, W]`; arguments as `forward`."""
+        check_tokens(tokens)
         before = 0 if cache is None else cache[0].length
         end = before + tokens.shape[1]
         if end > self.config.context:
@@ -168,9 +169,14 @@ class GPT(nn.Module):
 
         Returns:
             `[B, S + new_tokens]`.
+
+        Raises:
+            ValueError: no prompt, more tokens than the context has, or choices that do not go together.
         """
         if tokens.dim() != 2 or not tokens.shape[1]:
             raise ValueError(f"tokens: expected [batch, seq] with at least one token, got shape {tuple(tokens.shape)}")
+        if new_tokens < 0:
+            raise ValueError(f"new_tokens: expected at least 0, got {new_tokens}; it is how many follow the prompt")
         if not temperature >= 0:
             raise ValueError(f"temperature: expected at least 0, got {temperature}; 0 takes the most probable token")
         if not temperature and not (top_k is None and generator is None):
