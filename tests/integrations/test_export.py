@@ -203,6 +203,31 @@ def test_a_model_of_transformers_exports_and_decomposes() -> None:
     unregister()
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, padded: bool) -> None:
+    pytest.importorskip("transformers")
+    from flashtile.integrations.transformers import register, unregister
+    from transformers_cases import ALL, VOCABULARY, build, make_inputs
+
+    register()
+    model = build(ALL[name], "flashtile", use_cache=False)
+    inputs = make_inputs(ALL[name], "left")
+    tokens = torch.randint(3, VOCABULARY, (3, 19))
+    longer = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    longer["attention_mask"][1, :6] = 0
+    names = ["input_ids", "attention_mask"] if padded else ["input_ids"]
+    inputs, longer = ({key: given[key] for key in names} for given in (inputs, longer))
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={key: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for key in names}
+    )
+    real = longer.get("attention_mask", torch.ones_like(tokens)).bool()
+    expected = model(**longer).logits[real]
+    for exported in (program, decompose(program)):
+        torch.testing.assert_close(exported.module()(**longer).logits[real], expected, rtol=1e-5, atol=1e-5)
+    unregister()
+
+
 # --- what has no equivalent -----------------------------------------------------------------------------------------
 
 

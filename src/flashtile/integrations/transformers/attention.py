@@ -165,7 +165,7 @@ def visible_keys(
         return Visible(seq_k, band.causal, window, ends=mask.ends)
     keys = _keys_in_use(mask, seq_k)
     # One query at the last key sees everything before it.
-    causal = band.causal and (seq_q > 1 or window is not None)
+    causal = band.causal and bool(seq_q > 1 or window is not None)
     return Visible(keys, causal, window, mask=mask.visible)
 
 
@@ -189,7 +189,7 @@ def _by_module(
                 "one of 4 dimensions"
             )
         mask = attention_mask.bool()[:, None, None, :]
-    return Visible(seq_k, is_causal and (seq_q > 1 or window is not None), window, mask)
+    return Visible(seq_k, is_causal and bool(seq_q > 1 or window is not None), window, mask)
 
 
 def _window_of(module: nn.Module, passed: int | None, causal: bool) -> int:
