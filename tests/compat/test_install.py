@@ -179,6 +179,15 @@ def test_runner_as_a_command(program):
     assert done.stdout == f"2.8.3 __main__ {[program, '--help']} beside\n", done.stderr
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no -P")
+def test_runner_leaves_a_safe_path_alone(tmp_path):
+    """There the first folder is not that of the program, and need not be found again."""
+    folder_with({"needed.py": ""}, tmp_path / "first")
+    folder = folder_with({"program.py": "import flash_attn, needed\n"}, tmp_path / "programs")
+    done = run_python("-P", "-m", "flashtile.compat", f"{folder}/program.py", path=str(tmp_path / "first"))
+    assert not done.returncode, done.stderr
+
+
 def test_runner_refuses(real, program, capsys):
     with pytest.raises(SystemExit) as left:
         main([program])

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runpy.run_module(options.module[0], run_name="__main__", alter_sys=True)
         return
     sys.argv = [options.script, *options.arguments]
-    sys.path[0] = os.path.dirname(os.path.abspath(options.script))
+    if not getattr(sys.flags, "safe_path", False):  # with -P neither folder is in the path, and its first is another
+        sys.path[0] = os.path.dirname(os.path.abspath(options.script))
     runpy.run_path(options.script, run_name="__main__")
 
 
