@@ -126,12 +126,46 @@ REFUSED = {
     "dimensions": ({"cu_seqlens": (0, 8)}, "q: expected 3 dimensions [tokens, heads, head_dim]"),
     "documents": ({"cu_seqlens": (0, 20), "shape": (8, 2, 4)}, "cu_seqlens: expected at most the 16 tokens"),
     "decreasing": ({"cu_seqlens": (0, 9, 8), "shape": (8, 2, 4)}, "cu_seqlens: expected cumulative lengths from 0"),
+    "fractions": ({"cu_seqlens": (0, 8.5), "shape": (8, 2, 4)}, "cu_seqlens: expected integers"),
+    # What the calls for the parts do not see, or see as something else.
+    "window": ({"window": (-1, 0)}, "window: expected left from 0 to 2**31 - 1, got -1"),
+    "window of three": ({"window": (1, 2, 3)}, "window: expected a pair (left, right), got (1, 2, 3)"),
+    "align": ({"align": "middle", "causal": True}, "align: expected one of 'bottom_right', 'top_left', got 'middle'"),
+    "causal": ({"causal": "no"}, "causal: expected True or False, got 'no'"),
+    "list": ({"alibi_slopes": [0.5, 0.25]}, "alibi_slopes: expected a torch.Tensor, got list"),
+    "columns": (
+        {"bias": torch.zeros(16, 21)},
+        "bias: expected a shape that broadcasts to [batch, heads_q, seq_q, seq_k]",
+    ),
+    "bias of shard": ({"bias": torch.zeros(8, 21)}, "[1, 2, 16, 16]"),
+    "mask": ({"mask": torch.ones(16, 21, dtype=torch.bool)}, "mask: expected a shape that broadcasts to [batch"),
+    "heads of slopes": (
+        {"alibi_slopes": torch.ones(4), "strategy": "all_to_all"},
+        "alibi_slopes: expected shape [heads_q] = [2] or [batch, heads_q] = [1, 2], got [4]",
+    ),
+    "dtype of slopes": (
+        {"alibi_slopes": torch.ones(2, dtype=torch.int64)},
+        "alibi_slopes: expected dtype torch.float32",
+    ),
+    "heads of sinks": ({"sinks": torch.ones(1)}, "sinks: expected shape [heads_q] = [2]"),
+    "dtype of sinks": ({"sinks": torch.ones(2, dtype=torch.int64)}, "sinks: expected dtype torch.float32"),
+    "key lengths of documents": (
+        {"cu_seqlens": (0, 9, 16), "key_lengths": torch.tensor([9, 7, 5]), "shape": (8, 2, 4)},
+        "key_lengths: expected shape (2,), one length for each sequence, got (3,)",
+    ),
+    "bias of documents": (
+        {"cu_seqlens": (0, 9, 16), "bias": torch.zeros(8, 8), "shape": (8, 2, 4)},
+        "bias, mask: expected rows and columns up to the longest document, 9, got 8",
+    ),
     "backend": ({"backend": "hopper"}, "backend: 'hopper' cannot serve this call"),
 }
 
 
 def refused(mesh: DeviceMesh) -> dict[str, str]:
-    return {name: error(mesh, **arguments) for name, (arguments, _) in REFUSED.items()}
+    """Twice: what was refused once is not taken for a call that the ranks have agreed on."""
+    first, second = ({name: error(mesh, **arguments) for name, (arguments, _) in REFUSED.items()} for _ in range(2))
+    assert first == second
+    return second
 
 
 #: Jobs by name; the last leaves its group broken.

@@ -37,7 +37,7 @@ def test_bytes_of_the_strategies():
 def test_heads_and_features():
     found = explain_context_parallel(
         *_shards(), ranks=(2, 4), strategy="ring_all_to_all", causal=True, dropout_p=0.1, softcap=3.0, device="sm_90",
-        alibi_slopes=torch.empty(32, device="meta"), key_lengths=torch.empty(1, device="meta"),
+        alibi_slopes=torch.empty(32, device="meta"), key_lengths=torch.empty(1, dtype=torch.int32, device="meta"),
         bias=torch.empty(65536, 65536, dtype=torch.bfloat16, device="meta"),
     )  # fmt: skip
     assert (found.heads, found.heads_kv, found.schedule.ranks) == (8, 2, 2)
@@ -69,9 +69,14 @@ def test_documents():
         ({"ranks": 4, "strategy": "rung"}, "strategy: expected one of ring"),
         ({"ranks": 4, "strategy": "ring_all_to_all"}, "ranks: expected a pair"),
         ({"ranks": (2, 2)}, "ranks: expected a number"),
+        ({"ranks": 0}, "ranks: expected a number of at least 1"),
         ({"ranks": 3, "strategy": "all_to_all"}, "expected a number of query heads"),
+        ({"ranks": 4, "window": (-1, 0)}, "window: expected left from 0"),
+        ({"ranks": 4, "bias": torch.empty(8, 8, device="meta")}, "bias: expected the 32768 rows"),
+        ({"ranks": 4, "sinks": torch.empty(7, device="meta")}, "sinks: expected shape"),
+        ({"ranks": 4, "sofcap": 3.0}, "unexpected keyword argument 'sofcap'"),
     ],
 )
 def test_what_a_call_would_refuse(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         explain_context_parallel(*_shards(), device="sm_90", **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.distributed.context_parallel import Align, Strategy, Window, documents_of, problem_of, schedule_of
+from flashtile.distributed.checks import TENSORS, check_tensors, check_whole, documents_of, has_rows_of_shard, of_four
+from flashtile.distributed.context_parallel import Align, Strategy, Window, problem_of, schedule_of
 from flashtile.distributed.heads import check_heads, runs_of
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import STRATEGIES
@@ -77,8 +79,13 @@ def explain_context_parallel(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
     two = strategy == "ring_all_to_all"
-    if isinstance(ranks, tuple) is not two:
-        raise ValueError(f"ranks: expected {'a pair' if two else 'a number'} for strategy={strategy!r}, got {ranks}")
+    numbers = ranks if isinstance(ranks, tuple) else (ranks,)
+    if len(numbers) != 1 + two or any(type(number) is not int or number < 1 for number in numbers):
+        expected = "a pair of numbers" if two else "a number"
+        raise ValueError(f"ranks: expected {expected} of at least 1 for strategy={strategy!r}, got {ranks!r}")
+    _check_call(
+        q, k, v, math.prod(numbers), strategy, cu_seqlens, {"causal": causal, "align": align, "window": window}, options
+    )
     ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
     check_heads(q.shape[-2], k.shape[-2], exchanging)
     of_rank = max(1, k.shape[-2] // exchanging)
@@ -96,6 +103,28 @@ def explain_context_parallel(
     kernels = _kernels(largest, q, shapes, causal, window, device, options)
     received = _received(schedule, q, k, v, of_rank, exchanging)
     return ContextParallelExplanation(schedule, heads, heads_kv, len(runs), received, kernels)
+
+
+def _check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: int,
+    strategy: str,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    band: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Refuses what the call itself would, of its arguments."""
+    packed = cu_seqlens is not None
+    given = {name: options.get(name) for name in TENSORS}
+    check_tensors({"q": q, "k": k, "v": v} | given, packed)
+    bias, mask = (of_four(name, given[name]) for name in ("bias", "mask"))
+    row_sharded = has_rows_of_shard(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
+    documents = () if cu_seqlens is None else documents_of(cu_seqlens, q.shape[0] * ranks)
+    settings = {name: value for name, value in options.items() if name not in given}
+    tensors = {"q": q, "k": k, "v": v} | given | {"bias": bias, "mask": mask}
+    check_whole(ranks, tensors, band | settings, documents, row_sharded)
 
 
 def _kernels(
