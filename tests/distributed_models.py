@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from flashtile.distributed import (
     unshard_sequence,
     vocabulary_loss,
 )
+from flashtile.distributed.tensor_parallel import collect
 from flashtile.models import GPT, GPTConfig
 
 SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 64}
@@ -147,6 +149,40 @@ def layers(mesh: DeviceMesh) -> dict[str, Tensor]:
     return found
 
 
+def second_derivatives(mesh: DeviceMesh) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of a perceptron, as of the whole one; its input is the same on all ranks, or their shards are."""
+    found = {}
+    for sequence in (False, True):
+        torch.manual_seed(13)
+        first, second = nn.Linear(6, 4, dtype=torch.float64), nn.Linear(4, 6, dtype=torch.float64)
+        cut = (
+            ColumnParallelLinear.of(first, mesh, None, sequence),
+            RowParallelLinear.of(second, mesh, sequence),
+        )
+        x = torch.randn(2, 4, 6, dtype=torch.float64)
+        (expected,) = _curvature((first, second), x)
+        given = x.chunk(mesh.size(), 1)[mesh.get_local_rank()] if sequence else x
+        (curvature,) = _curvature(cut, given)
+        whole = unshard_sequence(curvature, mesh, layout="contiguous") if sequence else curvature
+        found[f"second derivative-{sequence}"] = whole, expected
+    hidden = torch.randn(2, 4, 6, dtype=torch.float64)
+    part = hidden.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    (curvature,) = _curvature((lambda t: collect(t, mesh), torch.tanh), part)
+    (expected,) = _curvature((torch.Tensor.clone, torch.tanh), hidden)
+    found["collected"] = unshard_sequence(curvature, mesh, layout="contiguous"), expected
+    return found
+
+
+def _curvature(steps: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> tuple[Tensor, ...]:
+    """The gradient of the sum of squares of the gradient of a sum of cubes."""
+    x = x.clone().requires_grad_()
+    out = x
+    for step in steps:
+        out = step(torch.tanh(out))
+    (grad,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+    return torch.autograd.grad(grad.square().sum(), x)
+
+
 def refused_plans(mesh: DeviceMesh) -> list[str]:
     found = []
     odd = replace(CONFIGS["llama"], heads_kv=1)
@@ -168,5 +204,6 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
 
 
 JOBS = {
-    "context": in_context, "refused": refused, "tensor": in_tensor, "layers": layers, "refused plans": refused_plans,
+    "context": in_context, "refused": refused, "tensor": in_tensor, "layers": layers, "second": second_derivatives,
+    "refused plans": refused_plans,
 }  # fmt: skip

@@ -58,10 +58,11 @@ def test_tensor_parallel_models_are_the_same_model(name, fused, shards, results,
                 torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
-def test_layers_cut_over_ranks_are_the_whole_ones(results):
+@pytest.mark.parametrize("job", ["layers", "second"])
+def test_layers_cut_over_ranks_are_the_whole_ones(job, results):
     for of_rank in results:
-        assert not isinstance(of_rank["layers"], str), of_rank["layers"]
-        for name, (found, whole) in of_rank["layers"].items():
+        assert not isinstance(of_rank[job], str), of_rank[job]
+        for name, (found, whole) in of_rank[job].items():
             torch.testing.assert_close(found, whole, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 _TOKENS = -2
 
 
+# Each backward is another of these functions, so that it has a derivative of its own.
+
+
 class _Enter(torch.autograd.Function):
     """The same on all ranks, each of which uses it for its part: gradients are added up."""
 
@@ -31,7 +34,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _added_up(grad, ctx.group), None
+        return _Leave.apply(grad, ctx.group), None
 
 
 class _Leave(torch.autograd.Function):
@@ -39,11 +42,12 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         return _added_up(tensor, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _Enter.apply(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -56,7 +60,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.group), None
+        return _Scatter.apply(grad, ctx.group), None
 
 
 class _Collect(torch.autograd.Function):
@@ -69,7 +73,20 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.chunk(ctx.group.size(), dim=_TOKENS)[ctx.group.rank()], None
+        return _Share.apply(grad, ctx.group), None
+
+
+class _Share(torch.autograd.Function):
+    """This rank's shard of tokens that are the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.chunk(group.size(), dim=_TOKENS)[group.rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _Collect.apply(grad, ctx.group), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -82,7 +99,7 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return _Gather.apply(grad, ctx.group), None
 
 
 def _added_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
