@@ -10,12 +10,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from flashtile.distributed import (
     ColumnParallelLinear,
+    MlpParallel,
     RowParallelLinear,
     VocabParallelEmbedding,
     context_parallel,
@@ -28,6 +29,7 @@ from flashtile.distributed import (
 )
 from flashtile.distributed.tensor_parallel import collect
 from flashtile.models import GPT, GPTConfig
+from flashtile.modules import Mlp
 
 SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 64}
 #: GPT-2, Llama with grouped heads, GPT-NeoX with parallel blocks.
@@ -193,6 +195,13 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
         lambda: parallelize_module(model(dropping), mesh, tensor_parallel_plan(model(dropping))),
         lambda: ColumnParallelLinear(4, 3, mesh),
         lambda: RowParallelLinear(4, 4, mesh, sequence_parallel=True)(torch.zeros(3, 2)),
+        lambda: ColumnParallelLinear(4, 4, mesh, sequence_parallel=True)(torch.zeros(4)),
+        lambda: RowParallelLinear(4, 4, mesh, sequence_parallel=True)(torch.zeros(2)),
+        lambda: ColumnParallelLinear(4, 4, init_device_mesh("cpu", (1, mesh.size()))),
+        lambda: VocabParallelEmbedding(4, 4, mesh.get_group()),
+        lambda: VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0), mesh),
+        lambda: VocabParallelEmbedding.of(nn.Embedding(4, 4, max_norm=1.0), mesh),
+        lambda: MlpParallel()._apply(Mlp(4, return_residual=True), mesh),
     )
     for action in actions:
         try:

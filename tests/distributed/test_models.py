@@ -73,6 +73,13 @@ def test_plans_that_cannot_be_are_refused(results):
         "plan: expected no attention dropout, got 0.1",
         "mesh: expected a number of ranks that divides the 3 features, got 2",
         "x: expected a number of tokens that the 2 ranks divide with sequence_parallel=True, got 3",
+        "x: expected shape (..., tokens, features) with sequence_parallel=True, got (4,)",
+        "x: expected shape (..., tokens, features) with sequence_parallel=True, got (4,)",
+        "mesh: expected one dimension, got 2",
+        "mesh: expected a torch.distributed DeviceMesh, got ProcessGroup",
+        "embedding: expected one without padding_idx, max_norm, scale_grad_by_freq, sparse, got {'padding_idx': 0}",
+        "got {'max_norm': 1.0}",
+        "plan: expected Mlp with return_residual=False, got True",
     )
     for of_rank in results:
         for found, message in zip(of_rank["refused plans"], messages, strict=True):

@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 #: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
 _TOKENS = -2
 
+#: What `torch.nn.Embedding` has and `VocabParallelEmbedding` has not.
+_EMBEDDING_OPTIONS = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+
 
 # Each backward is another of these functions, so that it has a derivative of its own.
 
@@ -126,17 +129,29 @@ def _scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
     """What all ranks use, each for its part of the features: the same on all, or shards of tokens that are gathered."""
+    if sequence_parallel:
+        _check_has_tokens(tensor)
     return (_Gather if sequence_parallel else _Enter).apply(tensor, mesh.get_group())
 
 
 def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
     """The sum of what the ranks have, on all of them, or with sequence_parallel its tokens shared out."""
+    if sequence_parallel:
+        _check_has_tokens(tensor)
     if sequence_parallel and tensor.shape[_TOKENS] % mesh.size():
         raise ValueError(
             f"x: expected a number of tokens that the {mesh.size()} ranks divide with sequence_parallel=True, got "
             f"{tensor.shape[_TOKENS]}; pad the sequence"
         )
     return (_Scatter if sequence_parallel else _Leave).apply(tensor, mesh.get_group())
+
+
+def _check_has_tokens(tensor: Tensor) -> None:
+    if tensor.dim() < 2:
+        raise ValueError(
+            f"x: expected shape (..., tokens, features) with sequence_parallel=True, got {tuple(tensor.shape)}; it is "
+            "the tokens that are cut"
+        )
 
 
 def collect(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -160,6 +175,13 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = N
     Args:
         order: rows of the whole in the order in which they are cut.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"mesh: expected a torch.distributed DeviceMesh, got {type(mesh).__name__}; make one with "
+            "init_device_mesh(device_type, (ranks,))"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"mesh: expected one dimension, got {mesh.ndim}; take a part of it, such as mesh['tp']")
     ranks = mesh.size()
     if tensor.shape[dim] % ranks:
         raise ValueError(f"mesh: expected a number of ranks that divides the {tensor.shape[dim]} features, got {ranks}")
@@ -302,7 +324,14 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def of(cls, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool = False) -> VocabParallelEmbedding:
-        """The layer with the weights of a whole one."""
+        """The layer with the weights of a whole one, which has no other options."""
+        options = {name: getattr(embedding, name) for name in _EMBEDDING_OPTIONS}
+        given = {name: value for name, value in options.items() if value is not None and value is not False}
+        if given:
+            raise ValueError(
+                f"embedding: expected one without {', '.join(_EMBEDDING_OPTIONS)}, got {given}; ranks that share the "
+                "vocabulary do not have them"
+            )
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(embedding, mesh, sequence_parallel)

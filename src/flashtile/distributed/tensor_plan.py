@@ -75,8 +75,12 @@ class MlpParallel(ParallelStyle):
         self.sequence_parallel = sequence_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, (Mlp, GatedMlp, FusedMlp)) or module.return_residual:
+        if not isinstance(module, (Mlp, GatedMlp, FusedMlp)):
             raise TypeError(f"plan: expected an Mlp, GatedMlp or FusedMlp, got {type(module).__name__}")
+        if module.return_residual:
+            raise ValueError(
+                f"plan: expected {type(module).__name__} with return_residual=False, got True; add the input outside"
+            )
         gated = isinstance(module, GatedMlp) or (isinstance(module, FusedMlp) and module.gated)
         rows = module.fc1.out_features
         order = interleaved([rows // 2] * 2 if gated else [rows], device_mesh.size())
