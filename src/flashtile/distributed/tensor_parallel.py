@@ -343,11 +343,23 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sharded(embedding.weight, mesh, 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 `[..., seq]` -> `[..., seq, embedding_dim]`, with sequence_parallel `[..., seq / ranks, ...]`."""
+        """int64 `[..., seq]` -> `[..., seq, embedding_dim]`, with sequence_parallel `[..., seq / ranks, ...]`.
+
+        A token outside of the vocabulary is a ValueError on a CPU; on a GPU, where looking would synchronise, its
+        embedding is NaN.
+        """
         weight = local(self.weight)
+        outside = (tokens < 0) | (tokens >= self.num_embeddings)
+        readable = type(outside) is Tensor and outside.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and outside.any():
+            raise ValueError(
+                f"tokens: expected numbers from 0 to {self.num_embeddings - 1}, got {int(tokens[outside][0])}; the "
+                "embedding has no others"
+            )
         own = tokens - self.mesh.get_local_rank() * weight.shape[0]
         elsewhere = (own < 0) | (own >= weight.shape[0])
         found = F.embedding(own.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        found = found.masked_fill(outside.unsqueeze(-1), float("nan"))  # 0 of all ranks would pass for an embedding
         return leave(found, self.mesh, self.sequence_parallel)
 
     def extra_repr(self) -> str:
