@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -96,6 +97,40 @@ def unshard_with_gradient(mesh: DeviceMesh) -> str:
     return "nothing"
 
 
+#: Arguments of helpers that are refused, and how the message goes.
+REFUSED_BY_HELPERS: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "no document at 0": (
+        lambda mesh: sequence_positions(8, mesh, cu_seqlens=(2, 5)),
+        "cu_seqlens: expected cumulative lengths from 0 that never decrease, got (2, 5)",
+    ),
+    "falling": (lambda mesh: sequence_positions(8, mesh, cu_seqlens=(0, 5, 3)), "that never decrease, got (0, 5, 3)"),
+    "fractions": (lambda mesh: sequence_positions(8, mesh, cu_seqlens=(0, 3.5, 8)), "cu_seqlens: expected integers"),
+    "too long": (lambda mesh: sequence_positions(8, mesh, cu_seqlens=(0, 30)), "cu_seqlens: expected at most the 8"),
+    "length": (lambda mesh: sequence_positions(8.0, mesh), "length: expected an int, got 8.0"),
+    "negative": (lambda mesh: sequence_positions(-8, mesh), "length: expected at least 0, got -8"),
+    "integers": (lambda mesh: mean_over_shards(torch.tensor(3), 4, mesh), "total: expected a tensor of floating-point"),
+    "number": (lambda mesh: mean_over_shards(3.0, 4, mesh), "total: expected a tensor of floating-point"),
+    "vector": (lambda mesh: mean_over_shards(torch.ones(2), 4, mesh), "total: expected a scalar, got shape (2,)"),
+    "counts": (lambda mesh: mean_over_shards(torch.ones(()), torch.ones(1), mesh), "count: expected a scalar, got"),
+    "dim": (
+        lambda mesh: shard_sequence(torch.arange(8), mesh),
+        "dim: expected a dimension of the tensor, of shape (8,)",
+    ),
+    "dim of shard": (lambda mesh: unshard_sequence(torch.arange(8), mesh), "dim: expected a dimension of the tensor"),
+    "list": (lambda mesh: shard_sequence([1, 2], mesh), "tensor: expected a torch.Tensor, got list"),
+}
+
+
+def refused_by_helpers(mesh: DeviceMesh) -> dict[str, str]:
+    found = {}
+    for name, (action, _) in REFUSED_BY_HELPERS.items():
+        try:
+            found[name] = str(action(mesh))
+        except (TypeError, ValueError) as raised:
+            found[name] = str(raised)
+    return found
+
+
 def helpers(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
     rank = dist.get_rank()
     total = torch.tensor([2.0, 6.0][rank], requires_grad=True)
@@ -179,5 +214,6 @@ JOBS = {
     "seed": seed,
     "unshard": unshard_with_gradient,
     "helpers": helpers,
+    "refused by helpers": refused_by_helpers,
     "lost": lost,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distributed_jobs import JOBS, REFUSED
+from distributed_jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
 from distributed_processes import start
 
 
@@ -33,6 +33,12 @@ def test_ranks_that_come_with_different_calls_hear_of_it(name, message, results)
 def test_what_a_strategy_cannot_do_is_refused(name, results):
     for of_rank in results:
         assert REFUSED[name][1] in of_rank["refused"][name]
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_HELPERS)
+def test_what_helpers_refuse(name, results):
+    for of_rank in results:
+        assert REFUSED_BY_HELPERS[name][1] in of_rank["refused by helpers"][name]
 
 
 def test_ranks_agree_once_for_each_kind_of_call(results):

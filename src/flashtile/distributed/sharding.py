@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from flashtile.distributed.checks import documents_of
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import Places, places_of
 
@@ -27,10 +28,12 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
         The tokens of this rank, in the order of `sequence_positions`, contiguous.
 
     Raises:
-        ValueError: the length cannot be cut evenly: a multiple of `2 · ranks` for "zigzag", of `ranks` for
-            "contiguous".
+        TypeError: it is no tensor.
+        ValueError: it has no such dimension, or the length cannot be cut evenly: a multiple of `2 · ranks` for
+            "zigzag", of `ranks` for "contiguous".
     """
     places = places_of(mesh)
+    _check_dim(tensor, dim)
     cut = places.layout(tensor.shape[dim], layout)
     runs = [tensor.narrow(dim, chunk.start, chunk.length) for chunk in cut.chunks(places.rank)]
     return torch.cat(runs, dim=dim).contiguous()
@@ -44,8 +47,10 @@ def unshard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: 
         mesh, dim, layout: as for `shard_sequence`.
 
     Raises:
-        ValueError: the tensor wants a gradient.
+        TypeError: it is no tensor.
+        ValueError: the tensor wants a gradient, or has no such dimension.
     """
+    _check_dim(tensor, dim)
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             "tensor: expected one without a gradient, got one that requires it; compute the loss on shards "
@@ -62,12 +67,24 @@ def unshard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: 
     return torch.cat([shards[rank].narrow(dim, chunk.local, chunk.length) for chunk, rank in runs], dim=dim)
 
 
+def _check_dim(tensor: Tensor, dim: int) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}; use torch.as_tensor(...)")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim: expected an int, got {dim!r}; it is the dimension of the tokens")
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"dim: expected a dimension of the tensor, of shape {tuple(tensor.shape)}, got {dim}; packed tensors have "
+            "their tokens in dim=0"
+        )
+
+
 def sequence_positions(
     length: int,
     mesh: DeviceMesh,
     *,
     layout: LayoutKind = "zigzag",
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Which position each token of this rank's shard has: what rotary and learned position embeddings need.
@@ -81,10 +98,18 @@ def sequence_positions(
 
     Returns:
         int64 `[length / ranks]`.
+
+    Raises:
+        TypeError: the length or cu_seqlens are no integers.
+        ValueError: the length cannot be cut evenly, or cu_seqlens are not cumulative lengths from 0 up to it.
     """
+    if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
+        raise TypeError(f"length: expected an int, got {length!r}; it is the number of tokens")
+    if length < 0:
+        raise ValueError(f"length: expected at least 0, got {length}; it is the number of tokens")
     positions = torch.arange(length)
     if cu_seqlens is not None:
-        edges = torch.as_tensor(cu_seqlens, dtype=torch.int64)
+        edges = torch.tensor(documents_of(cu_seqlens, length))
         positions -= edges[torch.searchsorted(edges, positions, right=True) - 1]
     return shard_sequence(positions, mesh, dim=0, layout=layout).to(device)
 
@@ -102,7 +127,19 @@ def mean_over_shards(total: Tensor, count: Tensor | int, mesh: DeviceMesh) -> Te
 
     Returns:
         Scalar in the dtype of total, the same on all ranks.
+
+    Raises:
+        TypeError: total is no tensor of floating-point numbers.
+        ValueError: total or count is no scalar.
     """
+    if not isinstance(total, Tensor) or not total.is_floating_point():
+        given = total.dtype if isinstance(total, Tensor) else type(total).__name__
+        raise TypeError(
+            f"total: expected a tensor of floating-point numbers, whose dtype the mean has, got {given}; cast it"
+        )
+    for name, scalar in (("total", total), ("count", count)):
+        if isinstance(scalar, Tensor) and scalar.dim():
+            raise ValueError(f"{name}: expected a scalar, got shape {tuple(scalar.shape)}; add up this shard's")
     return _MeanOverShards.apply(places_of(mesh), total, count)
 
 
