@@ -41,6 +41,24 @@ def test_interpreted_kernels_take_strided_inputs() -> None:
     _check_strided("cpu")
 
 
+@pytest.mark.interpreter
+def test_interpreted_kernels_read_no_factors_past_the_last_row() -> None:
+    _check_factors_past_the_last_row("cpu")
+
+
+def _check_factors_past_the_last_row(device: str) -> None:
+    """A tile has more rows than there are; what lies behind the factors is NaN, and would be in the sums over rows."""
+    factors = torch.full((300,), float("nan"), device=device)
+    factors[:3] = torch.tensor([0.5, 2.0, -1.0])
+    x0, layerscale = torch.randn(3, 16, device=device), torch.randn(16, device=device, requires_grad=True)
+    arguments = x0, None, None, None, 0.0, 1e-5, factors[:3], layerscale
+    out = flashtile.dropout_add_layer_norm(*arguments, backend="triton")
+    expected = flashtile.dropout_add_layer_norm(*arguments, backend="reference")
+    upstream = torch.randn_like(out)
+    grads = [torch.autograd.grad(result, layerscale, upstream)[0] for result in (out, expected)]
+    torch.testing.assert_close(grads[0], grads[1])
+
+
 def _check_strided(device: str) -> None:
     case = NormCase(shape=(12,), hidden=24, residual_dtype=torch.float32)
     inputs = make_norm_inputs(case, device)
@@ -75,6 +93,11 @@ def test_kernels_with_everything(hidden: int) -> None:
 @pytest.mark.gpu
 def test_kernels_take_strided_inputs() -> None:
     _check_strided("cuda")
+
+
+@pytest.mark.gpu
+def test_kernels_read_no_factors_past_the_last_row() -> None:
+    _check_factors_past_the_last_row("cuda")
 
 
 @pytest.mark.gpu

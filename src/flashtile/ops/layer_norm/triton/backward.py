@@ -75,8 +75,8 @@ def store_gradients(
         dx1 = dsum
         if DROPOUT:
             dx1 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), columns, first_column, threshold,
-                scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
+                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
+                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
             )  # fmt: skip
         tl.store(dx1_ptr + offsets, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
     dlayerscale = dsum
@@ -88,8 +88,8 @@ def store_gradients(
         dx0 = dsum
         if SCALED:
             dx0 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale_x0, 0,
-                WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, False, DROPOUT,
+                rowscale_ptr, layerscale_ptr, seed, offset, source, row < rows, columns, first_column, threshold,
+                scale_x0, 0, WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, False, DROPOUT,
             )  # fmt: skip
         if SUMS_LAYERSCALE:
             x0 = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0)

@@ -33,7 +33,8 @@ def load_parameter(pointer, columns, WIDTH: tl.constexpr, PRESENT: tl.constexpr,
 
 @triton.jit
 def source_rows(subset_ptr, row, rows, HAS_SUBSET: tl.constexpr):
-    """The rows of x0 (or of z) behind rows of x `[M]`: int64, below 0 where there is none."""
+    """The rows of x0 (or of z) behind rows of x `[M]`: int64, below 0 where there is none. Without a subset those past
+    the last row are past the last of x0, too."""
     if HAS_SUBSET:
         return tl.load(subset_ptr + row, mask=row < rows, other=0).to(tl.int64) - 1
     else:
@@ -42,14 +43,15 @@ def source_rows(subset_ptr, row, rows, HAS_SUBSET: tl.constexpr):
 
 @triton.jit
 def branch_factor(
-    rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale, stream,
+    rowscale_ptr, layerscale_ptr, seed, offset, source, exists, columns, first_column, threshold, scale, stream,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_ROWSCALE: tl.constexpr,
     HAS_LAYERSCALE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """What an element of x0 (stream 0) or x1 (stream 1) is multiplied by on its way into the sum: `[M, N]` or less."""
+    """What an element of x0 (stream 0) or x1 (stream 1) is multiplied by on its way into the sum: `[M, N]` or less.
+    `exists` `[M]`: rows of the tile that are there."""
     factor = tl.full([ROWS, 1], 1.0, tl.float32) * scale
     if HAS_ROWSCALE:
-        factor *= tl.load(rowscale_ptr + source, mask=source >= 0, other=0.0).to(tl.float32)[:, None]
+        factor *= tl.load(rowscale_ptr + source, mask=exists & (source >= 0), other=0.0).to(tl.float32)[:, None]
     if HAS_LAYERSCALE:
         factor = factor * load_parameter(layerscale_ptr, columns, WIDTH, True, 1.0, 0.0)
     if DROPOUT:
@@ -81,16 +83,16 @@ def load_sum(
     x = x.to(tl.float32)
     if SCALED:
         x *= branch_factor(
-            rowscale_ptr, layerscale_ptr, seed, offset, source, columns, first_column, threshold, scale_x0, 0,
-            WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, HAS_LAYERSCALE, DROPOUT,
+            rowscale_ptr, layerscale_ptr, seed, offset, source, row < rows, columns, first_column, threshold, scale_x0,
+            0, WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, HAS_LAYERSCALE, DROPOUT,
         )  # fmt: skip
     if HAS_X1:
         offsets = row.to(tl.int64)[:, None] * stride_x1 + columns[None, :]
         x1 = tl.load(x1_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         if DROPOUT:
             x1 *= branch_factor(
-                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), columns, first_column, threshold,
-                scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
+                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
+                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
             )  # fmt: skip
         x += x1
     if HAS_RESIDUAL:
