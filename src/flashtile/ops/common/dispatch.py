@@ -37,6 +37,14 @@ def unobserved(*tensors: Tensor | None) -> bool:
     )
 
 
+def batched(*gradients: Tensor | None) -> bool:
+    """Whether gradients stand for several each, as with `torch.autograd.grad(is_grads_batched=True)`: PyTorch's own
+    operations, none of them in place, compute with such, and no dispatch mode or transform tells of them."""
+    if torch.compiler.is_compiling():
+        return False
+    return any(gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients)
+
+
 def transformed() -> bool:
     """Whether a `torch.func` transform or forward-mode differentiation is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

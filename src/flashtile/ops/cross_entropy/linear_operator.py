@@ -88,7 +88,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = ctx.saved_tensors
         operands, lse, scale = LinearOperands(*saved[:4]), saved[4], saved[5]
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
+        if dispatch.batched(dloss):
+            if spec.group:
+                raise RuntimeError(
+                    "process_group: expected a backward of one gradient, got several (is_grads_batched=True); ask for "
+                    "one after another"
+                )
+            with torch.enable_grad():
+                found = _differentiable_backward(dloss, operands, spec, wanted)
+        elif torch.is_grad_enabled() and not compiling:
             refuse_second_order(spec, False)
             found = _differentiable_backward(dloss, operands, spec, wanted)
         elif spec.reduction == "none" or (ctx.gradients is None and not compiling):

@@ -86,7 +86,9 @@ class _CrossEntropy(torch.autograd.Function):
                 "use inplace_backward=False"
             )
         logits, labels, lse, scale = ctx.saved_tensors
-        if torch.is_grad_enabled() and not compiling:
+        if dispatch.batched(dloss):
+            dlogits = reference.backward(dloss, scale, logits, labels, lse, spec)
+        elif torch.is_grad_enabled() and not compiling:
             refuse_second_order(spec, inplace)
             dlogits = reference.differentiable_backward(dloss, logits, labels, spec)
         elif not inplace:

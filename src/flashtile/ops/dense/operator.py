@@ -129,7 +129,7 @@ class _Dense(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, backend = ctx.scalars
         with _without_autocast(dout):
-            dout, backend = dout.contiguous(), _backward_backend(backend, ctx.main_grad)
+            dout, backend = dout.contiguous(), _backward_backend(backend, dout, ctx.main_grad)
             dx = products.input_gradient(dout, weight, dresidual) if wants_x else None
             dweight = _weight_gradient(dout, x, ctx.main_grad) if wants_weight else None
             dbias = _column_sum(dout, backend) if wants_bias else None
@@ -162,7 +162,7 @@ class _Mlp(torch.autograd.Function):
         if dout is None:
             return dresidual, *(None,) * 11
         wanted, spec, backend = ctx.scalars
-        backend = _backward_backend(backend, *ctx.main_grads)
+        backend = _backward_backend(backend, dout, *ctx.main_grads)
         with _without_autocast(dout):
             grads = _mlp_backward(
                 dout.contiguous(),
@@ -210,14 +210,15 @@ def _mlp_backward(
     )
 
 
-def _backward_backend(backend: str, *main_grads: Tensor | None) -> str:
-    """The backend of a backward: under `create_graph=True` what autograd can record."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+def _backward_backend(backend: str, dout: Tensor, *main_grads: Tensor | None) -> str:
+    """The backend of a backward: PyTorch's operations under `create_graph=True`, because autograd can record them, and
+    for gradients that come several at a time."""
+    several = dispatch.batched(dout)
+    if not several and (not torch.is_grad_enabled() or torch.compiler.is_compiling()):
         return backend
     if any(main_grad is not None for main_grad in main_grads):
-        raise ValueError(
-            "main_grad: expected None under create_graph=True, got a tensor; an addition to it has no derivative"
-        )
+        asked, why = ("is_grads_batched", "takes one gradient") if several else ("create_graph", "has no derivative")
+        raise ValueError(f"main_grad: expected None under {asked}=True, got a tensor; an addition to it {why}")
     return _RECORDED
 
 

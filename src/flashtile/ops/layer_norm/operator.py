@@ -101,7 +101,9 @@ class _Norm(torch.autograd.Function):
         if ctx.has_z1 and dz1 is None:
             dz1 = torch.zeros_like(dz)
         tensors = (dz, dz1, dx, *saved)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if dispatch.batched(dz, dz1, dx):
+            grads = reference.backward(dz, dz1, dx, saved, spec, wanted)
+        elif torch.is_grad_enabled() and not torch.compiler.is_compiling():
             flat = _DifferentiableBackward.apply(*tensors, *spec, *wanted, backend)
             grads = _gradients(flat, dz, saved, spec, wanted)
         elif dispatch.unobserved(*tensors):

@@ -70,7 +70,11 @@ class _Rotary(torch.autograd.Function):
     def backward(ctx, dout):
         spec, backend = ctx.scalars
         back = spec._replace(conjugate=not spec.conjugate)
-        dx = run_rotary(Rotation(dout, *ctx.saved_tensors), back, False, backend)
+        rotation = Rotation(dout, *ctx.saved_tensors)
+        if dispatch.batched(dout):
+            dx = _op(*rotation, *back, backend)  # PyTorch calls it for one gradient after another
+        else:
+            dx = run_rotary(rotation, back, False, backend)
         return dx, *(None,) * (_TENSORS + len(spec) + 1)
 
 

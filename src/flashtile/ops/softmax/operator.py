@@ -48,7 +48,7 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx, dout):
         (out,) = ctx.saved_tensors
         spec, backend = ctx.scalars
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if dispatch.batched(dout) or (torch.is_grad_enabled() and not torch.compiler.is_compiling()):
             dx = reference.backward(dout, out, spec)  # differentiable, in dout and through out in x
         elif dispatch.unobserved(dout, out):
             dx = _backward(dout, out, spec, backend)
