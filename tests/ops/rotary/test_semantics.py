@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -169,20 +170,50 @@ def test_xpos_cancels_but_for_the_distance() -> None:
     [
         (("cubic", 2.0), "kind: expected 'linear', 'ntk' or 'yarn', got 'cubic'"),
         (("ntk", 0.5), "factor: expected at least 1, got 0.5"),
+        (("linear", math.inf), "factor: expected at least 1, got inf"),
+        (("linear", "2"), "factor: expected a float, got '2'"),
         (("yarn", 2.0), "original_length: expected a positive number for 'yarn', got None"),
+        (("yarn", 2.0, "long"), "original_length: expected a float, got 'long'"),
+        (("yarn", 2.0, 8, 0.0), "beta_slow, beta_fast: expected turns above 0"),
+        (("yarn", 2.0, 8, 1.0, 32.0), "the slow ones no more than the fast, got 32.0 and 1.0"),
+        (("yarn", 2.0, 8, 32.0, 1.0, math.nan), "attention_factor: expected a finite number or None, got nan"),
     ],
 )
 def test_bad_scaling(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         RotaryScaling(*arguments)
 
 
 @pytest.mark.parametrize(
-    "arguments, message", [((5,), "dim: expected an even"), ((4, 0.0), "base: expected a positive")]
+    "arguments, message",
+    [
+        ((5,), "dim: expected an even"),
+        ((4, 0.0), "base: expected a positive"),
+        ((4, "high"), "base: expected a float, got 'high'"),
+        ((4, 1.0, RotaryScaling("yarn", 2.0, 8)), "base: expected more than 1 for 'yarn', got 1.0"),
+        ((4, 10.0, {"kind": "linear"}), "scaling: expected a RotaryScaling or None, got dict"),
+    ],
 )
 def test_bad_frequencies(arguments: tuple, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         flashtile.rotary_frequencies(*arguments)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: flashtile.rotary_tables(20.5, 4), "positions: expected an int, got 20.5"),
+        (lambda: flashtile.rotary_tables(-1, 4), "positions: expected at least 0, got -1"),
+        (lambda: flashtile.rotary_tables(20, 4, dtype=torch.int32), "dtype: expected dtype float16"),
+        (lambda: flashtile.xpos_scale(2.0, 4, 512.0), "positions: expected an int, got 2.0"),
+        (lambda: flashtile.xpos_scale(20, 5, 512.0), "dim: expected an even number of elements, got 5"),
+        (lambda: flashtile.xpos_scale(20, 4, 0.0), "scale_base: expected a positive number, got 0.0"),
+    ],
+    ids=range(6),
+)
+def test_bad_tables(make: Callable[[], object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        make()
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -231,6 +262,10 @@ def test_bad_input(name: str) -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
+        (
+            {"num_heads_q": 7},
+            r"num_heads_q: expected None for qkv \(2, 4, 3, 3, 8\), where q, k and v are apart, got 7",
+        ),
         ({"qkv": _X}, r"num_heads_q: expected an int for qkv of 4 dimensions, got None"),
         ({"qkv": _X, "num_heads_q": 2}, r"leaves an even number of the 3 heads for k and v, got 2"),
         ({"qkv": torch.randn(2, 4, 2, 3, 8)}, r"qkv: expected 4 dimensions"),
@@ -238,7 +273,7 @@ def test_bad_input(name: str) -> None:
         ({"cos_k": _COS[1:], "sin_k": _SIN[1:]}, r"cos_k: expected the shape and dtype of cos"),
         ({"qkv": torch.randn(2, 4, 3, 6, 8)[..., :3, :], "inplace": True}, r"qkv: expected heads that follow one"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_bad_qkv(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

@@ -110,6 +110,11 @@ def apply_rotary_qkv(
     checks.check_tensors(qkv=qkv)
     rows = 2 if cu_seqlens is None else 1
     if qkv.dim() == rows + 3 and qkv.shape[rows] == 3:
+        if num_heads_q not in (None, qkv.shape[-2]):
+            raise ValueError(
+                f"num_heads_q: expected None for qkv {tuple(qkv.shape)}, where q, k and v are apart, got "
+                f"{num_heads_q!r}; it belongs to heads in one dimension, [..., heads_q + 2 heads_kv, head_dim]"
+            )
         heads_q, heads_rotated, flat = qkv.shape[-2], 2 * qkv.shape[-2], _merge_heads("qkv", qkv, inplace)
     else:
         layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "heads_q + 2 heads_kv", "head_dim")

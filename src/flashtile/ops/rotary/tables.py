@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flashtile.ops.common.checks import as_float, check_float_dtype
+
 
 @dataclass(frozen=True)
 class RotaryScaling:
@@ -30,6 +32,10 @@ class RotaryScaling:
         beta_fast: turns from which on a pair is left alone (YaRN).
         beta_slow: turns up to which a pair is slowed down (YaRN).
         attention_factor: on cos and sin (YaRN); None = `0.1 · ln(factor) + 1`.
+
+    Raises:
+        TypeError: a number is none.
+        ValueError: a value is wrong.
     """
 
     kind: Literal["linear", "ntk", "yarn"]
@@ -42,13 +48,23 @@ class RotaryScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "ntk", "yarn"):
             raise ValueError(f"kind: expected 'linear', 'ntk' or 'yarn', got {self.kind!r}")
-        if not self.factor >= 1:
+        if not 1 <= as_float("factor", self.factor) < math.inf:
             raise ValueError(f"factor: expected at least 1, got {self.factor}; it says how many times longer")
-        if self.kind == "yarn" and not (self.original_length and self.original_length > 0):
+        if self.kind != "yarn":
+            return
+        length = self.original_length
+        if length is None or not 0 < as_float("original_length", length) < math.inf:
             raise ValueError(
-                f"original_length: expected a positive number for 'yarn', got {self.original_length}; "
-                "it is the context trained on"
+                f"original_length: expected a positive number for 'yarn', got {length}; it is the context trained on"
             )
+        fast, slow = as_float("beta_fast", self.beta_fast), as_float("beta_slow", self.beta_slow)
+        if not 0 < slow <= fast < math.inf:
+            raise ValueError(
+                f"beta_slow, beta_fast: expected turns above 0, the slow ones no more than the fast, got {slow} and "
+                f"{fast}; 1 and 32 are usual"
+            )
+        if self.attention_factor is not None and not math.isfinite(as_float("attention_factor", self.attention_factor)):
+            raise ValueError(f"attention_factor: expected a finite number or None, got {self.attention_factor}")
 
     @property
     def magnitude(self) -> float:
@@ -68,11 +84,19 @@ def rotary_frequencies(
         base: of the frequencies `base ** (-2i / dim)`.
         scaling: to a longer context; see `RotaryScaling`.
         device: of the result.
+
+    Raises:
+        TypeError: the base is no number, or the scaling no `RotaryScaling`.
+        ValueError: a value is wrong.
     """
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 or dim % 2:
-        raise ValueError(f"dim: expected an even number of elements, got {dim!r}; pairs of them rotate")
-    if not base > 0:
+    _check_dim(dim)
+    base = as_float("base", base)
+    if not 0 < base < math.inf:
         raise ValueError(f"base: expected a positive number, got {base}; 10000 is usual")
+    if scaling is not None and not isinstance(scaling, RotaryScaling):
+        raise TypeError(f"scaling: expected a RotaryScaling or None, got {type(scaling).__name__}")
+    if scaling is not None and scaling.kind == "yarn" and base <= 1:
+        raise ValueError(f"base: expected more than 1 for 'yarn', got {base}; later pairs have to turn more slowly")
     if scaling is not None and scaling.kind == "ntk":
         base = base * scaling.factor ** (dim / (dim - 2)) if dim > 2 else base
     pair = torch.arange(dim // 2, dtype=torch.float64, device=device)
@@ -82,6 +106,18 @@ def rotary_frequencies(
     if scaling is not None and scaling.kind == "yarn" and dim:
         frequencies = torch.lerp(frequencies, frequencies / scaling.factor, _yarn_ramp(pair, dim, base, scaling))
     return frequencies.float()
+
+
+def _check_dim(dim: int) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 or dim % 2:
+        raise ValueError(f"dim: expected an even number of elements, got {dim!r}; pairs of them rotate")
+
+
+def _check_positions(positions: int) -> None:
+    if isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt)):
+        raise TypeError(f"positions: expected an int, got {positions!r}; it is the length of the table")
+    if positions < 0:
+        raise ValueError(f"positions: expected at least 0, got {positions}; it is the length of the table")
 
 
 def _yarn_ramp(pair: Tensor, dim: int, base: float, scaling: RotaryScaling) -> Tensor:
@@ -117,9 +153,15 @@ def rotary_tables(
         device: of the tables.
         dtype: of the tables. Angles are float32; narrower tables lose the high positions.
 
+    Raises:
+        TypeError: as `rotary_frequencies`; the length is no int, or the dtype not one of floating-point numbers.
+        ValueError: as `rotary_frequencies`; the length is negative.
+
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
+    _check_positions(positions)
+    check_float_dtype("dtype", dtype)
     frequencies = rotary_frequencies(dim, base, scaling, device)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
     magnitude = 1.0 if scaling is None else scaling.magnitude
@@ -132,9 +174,18 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     Pair `i` at position `p` has `((2i + 0.4 dim) / 1.4 dim) ** ((p - positions // 2) / scale_base)`. The middle of the
     table has 1, so q and k must come from one table.
 
+    Raises:
+        TypeError: positions or scale_base are no numbers.
+        ValueError: a value is wrong.
+
     Reference:
         Sun et al., "A Length-Extrapolatable Transformer" (2022).
     """
+    _check_positions(positions)
+    _check_dim(dim)
+    scale_base = as_float("scale_base", scale_base)
+    if not 0 < scale_base < math.inf:
+        raise ValueError(f"scale_base: expected a positive number, got {scale_base}; 512 is usual")
     step = (torch.arange(0, dim, 2, dtype=torch.float32, device=device) + 0.4 * dim) / (1.4 * dim)
     power = (torch.arange(positions, dtype=torch.float32, device=device) - positions // 2) / scale_base
     return step ** power[:, None]
