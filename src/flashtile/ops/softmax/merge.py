@@ -57,19 +57,26 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
         The new state, in float32 (float64 for float64); `finish()` gives the result.
 
     Raises:
-        TypeError: an argument is not a tensor, or state no OnlineSoftmax.
-        ValueError: the numbers of keys differ.
+        TypeError: an argument is not a tensor, or a dtype is wrong; state is not what this function returned.
+        ValueError: a shape is wrong, or the numbers of keys differ.
     """
     check_tensors(scores=scores, values=values)
-    if state is not None and not isinstance(state, OnlineSoftmax):
+    for name, tensor, shape, least in (
+        ("scores", scores, "(..., rows, keys)", 1), ("values", values, "(..., keys, columns)", 2),
+    ):  # fmt: skip
+        check_float_dtype(name, tensor.dtype)
+        if tensor.dim() < least:
+            raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; unsqueeze it")
+    if compute_dtype(values.dtype) is not compute_dtype(scores.dtype):
         raise TypeError(
-            f"state: expected a flashtile.OnlineSoftmax or None, got {type(state).__name__}; pass what the step before "
-            "returned"
+            f"values: expected float64 exactly where scores are, got {values.dtype} with {scores.dtype}; cast one of "
+            "them"
         )
-    if scores.dim() < 1 or values.dim() < 2 or scores.shape[-1] != values.shape[-2]:
+    if state is not None and not isinstance(state, OnlineSoftmax):
+        raise TypeError(f"state: expected an OnlineSoftmax or None, got {type(state).__name__}; begin with None")
+    if scores.shape[-1] != values.shape[-2]:
         raise ValueError(
-            "scores, values: expected [..., rows, keys] and [..., keys, columns], got shapes "
-            f"{tuple(scores.shape)} and {tuple(values.shape)}; each key has a column of scores and a row of values"
+            f"values: expected {scores.shape[-1]} rows, one for each key of scores, got shape {tuple(values.shape)}"
         )
     dtype = compute_dtype(scores.dtype)
     scores, values = scores.to(dtype), values.to(dtype)
