@@ -188,7 +188,9 @@ def tensor_parallel_plan(model: nn.Module, sequence_parallel: bool = False) -> d
 
     Each rank gets some heads of every attention, some hidden features of every MLP, and some tokens of the vocabulary.
     Parameters become DTensors, or stay the same on all ranks (norms, learned positions, biases of output layers).
-    State-dict keys stay; `row_orders` tells whose rows are stored in another order.
+    State-dict keys stay; `row_orders` tells whose rows are stored in another order. Each rank draws the dropout of
+    embeddings and residuals itself: seed the ranks alike, so that they drop the same elements of what is the same on
+    all of them; with sequence_parallel not alike, because their tokens differ.
 
     Args:
         model: a `flashtile.models.GPT`, without attention dropout, before `context_parallel` and before FSDP; on the
