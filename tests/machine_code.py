@@ -102,6 +102,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
     )
     with (
         mock.patch.object(triton_plan, "device_facts", return_value=device),
+        mock.patch.object(triton_plan, "multiprocessors", return_value=132),
         mock.patch.object(triton_plan, "_launcher", lambda _kernel, variant, _device: variant),
     ):
         return triton_plan._plan.__wrapped__(

@@ -136,8 +136,28 @@ def test_strides_of_a_packed_call() -> None:
 def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
     sizes = plan(kernel, _HOPPER, call).scalars[_SIZES[kernel] :]
-    assert sizes[:5] == (3, 6, 3, 100, 200)
-    assert sizes[5:7] == (2**29, 7)
+    shares = (1,) if kernel == "dkdv" else ()
+    expected = (3, 6, 3, *shares, 100, 200, 2**29, 7)
+    assert sizes[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "batch, seq, heads, heads_kv, window_right, shares",
+    [(1, 4096, 8, 1, 0, 4), (1, 4096, 8, 1, None, 2), (4, 4096, 64, 8, 0, 1), (1, 128, 8, 1, 0, 1)],
+)
+def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
+    batch: int, seq: int, heads: int, heads_kv: int, window_right: int | None, shares: int
+) -> None:
+    call = Call(
+        batch=batch, heads=heads, heads_kv=heads_kv, seq_q=seq, seq_k=seq, head_dim=64, head_dim_v=64,
+        window_right=window_right,
+    )  # fmt: skip
+    found = plan("dkdv", _HOPPER, call)
+    assert found.shares == shares
+    assert found.scalars[_SIZES["dkdv"] :][:4] == (batch, heads, heads // heads_kv // shares, shares)
+    assert {output.shape for output in found.outputs} == {(batch, seq, heads_kv * shares, 64)}
+    assert found.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).programs * shares
+    assert plan("dq", _HOPPER, call).shares == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
 
 
@@ -20,6 +21,30 @@ from flashtile.testing import AttentionCase, check, make_inputs, run, with_argum
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
 def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
     check(case, "triton")
+
+
+_GROUPED = {name: case for name, case in PAIRS.items() if case.heads_kv < case.heads}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(_GROUPED))
+def test_interpreted_kernels_with_the_heads_that_share_keys_divided(
+    case: AttentionCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there are too few key tiles for all multiprocessors: two shares of two heads each."""
+    monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group // 2)
+    triton_plan._plan.cache_clear()
+    check(replace(case, heads=8), "triton")
+    triton_plan._plan.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(_GROUPED))
+def test_kernels_with_the_heads_that_share_keys_divided(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_plan, "shares_of_heads", lambda group, *_: group)
+    triton_plan._plan.cache_clear()
+    check(replace(case, dtype=torch.bfloat16), "triton", "cuda")
+    triton_plan._plan.cache_clear()
 
 
 @pytest.mark.gpu

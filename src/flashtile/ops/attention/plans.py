@@ -169,6 +169,39 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
     return rows // block + batch + 1 if packed else -(-rows // block)
 
 
+#: Steps of the longest walk from which on it pays to divide walks, which takes two sums more: some 0.1 ms.
+_DIVISIBLE_WALK = 64
+
+#: How busy walks of one length must keep the multiprocessors, and how many of uneven length there must be for each.
+_BUSY, _WALKS_OF_EACH = 0.8, 1.9
+
+
+def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, multiprocessors: int) -> int:
+    """Into how many shares the query heads of a key/value head are divided in the kernel of dk and dv, each with a walk
+    of its own over them: so many that there is work for all multiprocessors. dk and dv are then sums of as many parts.
+
+    Args:
+        group: query heads of a key/value head.
+        walks: key tiles of all key/value heads, each of which is a walk over the query tiles of its group.
+        query_tiles: of one head.
+        uneven: walks may be of different lengths.
+    """
+    if group * query_tiles < _DIVISIBLE_WALK:
+        return 1
+
+    def suffice(walks: int) -> bool:
+        rounds = -(-walks // multiprocessors)
+        return walks >= (_WALKS_OF_EACH if uneven else _BUSY * rounds) * multiprocessors
+
+    divisors = (shares for shares in range(1, group) if group % shares == 0)
+    return next((shares for shares in divisors if suffice(walks * shares)), group)
+
+
+def sum_of_shares(parts: Tensor, shares: int) -> Tensor:
+    """dk or dv `[..., heads_kv, head_dim]` of parts that lie side by side like heads."""
+    return parts.unflatten(-2, (-1, shares)).sum(-2)
+
+
 class BlockPlaces(NamedTuple):
     """What tells a kernel where its part of a block mask's lists is: where its lines, tiles, kinds and bits begin, how
     far a batch entry and a head lead, and where the order of rows begins. None without a block mask, and the last

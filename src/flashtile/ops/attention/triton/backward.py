@@ -267,7 +267,7 @@ def attention_dkdv_kernel(
     stride_dout_batch, stride_dout_head,
     stride_dk_batch, stride_dk_head,
     stride_dv_batch, stride_dv_head,
-    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
+    batch, heads, group, shares, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
     softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
@@ -282,8 +282,8 @@ def attention_dkdv_kernel(
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the query
-    heads that read it."""
+    """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the `group`
+    query heads of one of the `shares` of those that read it: dk and dv count each key/value head `shares` times."""
     heads_kv = heads // group
     sequence, head_kv, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
         tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads_kv, rows_k, rows_q,
@@ -297,10 +297,10 @@ def attention_dkdv_kernel(
         first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
     k_base = head_pointer(
-        k_ptr, sequence, begin_k + first, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED
+        k_ptr, sequence, begin_k + first, head_kv // shares, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED
     )
     v_base = head_pointer(
-        v_ptr, sequence, begin_k + first, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED
+        v_ptr, sequence, begin_k + first, head_kv // shares, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED
     )
     if not CHUNK:
         k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D, False)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
-from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale
+from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.plan import Plan, plan_for
 
@@ -116,6 +116,8 @@ def backward_keys(
     if plan.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
         plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side)[:-1], *plan.scalars)
+    if plan.shares > 1:
+        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dk, dv
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.devices import device_facts
+from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.plans import (
@@ -25,6 +25,7 @@ from flashtile.ops.attention.plans import (
     clipped_window,
     descale_scalars,
     descale_types,
+    shares_of_heads,
     side_shape,
     tiles_of,
 )
@@ -135,12 +136,14 @@ class Variant(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
+    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch. `shares`:
+    dk and dv are in so many parts."""
 
     launch: Callable[..., None]
     programs: int
     scalars: tuple[int | float, ...]
     outputs: tuple[Layout, ...]
+    shares: int = 1
 
 
 def plan_for(
@@ -204,8 +207,16 @@ def _plan(
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables)
     tiles = choose_tiles(kernel, facts, situation)
+    work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
-    triples = _stride_triples(kernel, shapes, strides)
+    programs = _programs(kernel, shapes, batch, packed, tiles, work)
+    shares = 1
+    if kernel == "dkdv" and programs:
+        uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
+        query_tiles = tiles_of(rows_q, tiles.block_m, batch, packed)
+        shares = shares_of_heads(heads // heads_kv, programs, query_tiles, uneven, multiprocessors(device))
+    parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
+    triples = _stride_triples(kernel, (q_shape, *parts), strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = rows_q % (block_tile[0] or tiles.block_m) == 0
@@ -214,8 +225,7 @@ def _plan(
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
-    work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
-    outputs = _output_layouts(kernel, dtype, shapes, side.bias, work.parts, hides_rows)
+    outputs = _output_layouts(kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows)
     variant = Variant(
         dtype,
         head_dim,
@@ -257,7 +267,8 @@ def _plan(
             for name, (batch_stride, _, head_stride) in zip(_STRIDED[kernel], triples)
             for of, stride in (("batch", batch_stride), ("head", head_stride))
         },
-        **{"batch": batch, "heads": heads, "group": heads // heads_kv, "rows_q": rows_q, "rows_k": rows_k},
+        **{"batch": batch, "heads": heads, "group": heads // heads_kv // shares, "shares": shares},
+        **{"rows_q": rows_q, "rows_k": rows_k},
         **dict(zip(("window_left", "window_right"), clipped_window(spec))),
         "keep_threshold": keep_threshold(spec.dropout_p),
         "scale": spec.scale,
@@ -271,10 +282,10 @@ def _plan(
         **descale_scalars(side.descales),
         **(work.scalars(side.bias) if kernel == "dbias" and side.bias else {}),
     }
-    programs = _programs(kernel, shapes, batch, packed, tiles, work)
-    check_programs("q", programs)
+    check_programs("q", programs * shares)
     run_time = [name for name in _KERNELS[kernel].arg_names if name in scalars]
-    return Plan(_launcher(kernel, variant, device), programs, tuple(scalars[name] for name in run_time), outputs)
+    launch = _launcher(kernel, variant, device)
+    return Plan(launch, programs * shares, tuple(scalars[name] for name in run_time), outputs, shares)
 
 
 def _table_variant(table: Table | None, covered: bool) -> TableVariant | None:
@@ -317,7 +328,7 @@ def _output_layouts(
     hides_rows: bool,
 ) -> tuple[Layout, ...]:  # fmt: skip
     """What the kernel writes: (out, lse), (dq, statistics), with `hides_rows` (dq, statistics, dout for the others),
-    (dk, dv), or the parts of the bias's gradient."""
+    (dk, dv), in the shapes of k and v that are given, or the parts of the bias's gradient."""
     q_shape, k_shape, v_shape = shapes
     *sequences, rows, heads, _ = q_shape
     out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
