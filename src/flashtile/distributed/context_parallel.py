@@ -256,7 +256,8 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not torch.is_autocast_enabled(device):
         return q, k, v
     dtype = torch.get_autocast_dtype(device)
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in (q, k, v))
+    kept = torch.float64, torch.float8_e4m3fn
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in kept else t for t in (q, k, v))
     return q, k, v
 
 

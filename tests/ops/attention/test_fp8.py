@@ -355,6 +355,17 @@ def test_factors_broadcast_and_may_be_left_out() -> None:
         torch.testing.assert_close(lse, plain[1])
 
 
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+def test_sinks_and_slopes_are_of_the_dtype_of_out_or_of_lse(name: str) -> None:
+    problem = Problem(Case())
+    numbers = torch.tensor([0.5, 0.25, 1.0, 2.0])
+    expected = problem.run(**{name: numbers})
+    assert torch.equal(problem.run(**{name: numbers.bfloat16()})[0], expected[0])
+    for wrong in (torch.float16, FP8):
+        with pytest.raises(TypeError, match=f"{name}: expected dtype torch.float32, or that of out, torch.bfloat16"):
+            problem.run(**{name: numbers.to(wrong)})
+
+
 def test_autocast_leaves_them_as_they_are() -> None:
     problem = Problem(Case())
     out, _ = problem.run()
@@ -474,6 +485,8 @@ def test_quantize_shares_factors_and_takes_packed_sequences() -> None:
     assert flashtile.quantize_fp8(x[:0])[0].shape == (0, 4, 24)
     with pytest.raises(ValueError, match="heads_kv: expected a divisor of the 4 heads"):
         flashtile.quantize_fp8(x, 3)
+    with pytest.raises(ValueError, match="heads_kv: expected a divisor of the 4 heads of x, got True"):
+        flashtile.quantize_fp8(x, True)
     with pytest.raises(ValueError, match="x: expected"):
         flashtile.quantize_fp8(x[0])
     with pytest.raises(TypeError, match="x: expected dtype"):

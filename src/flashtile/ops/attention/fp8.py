@@ -43,7 +43,7 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
         )
     heads = x.shape[-2]
     heads_kv = heads if heads_kv is None else heads_kv
-    if not isinstance(heads_kv, int) or heads_kv < 1 or heads % heads_kv:
+    if isinstance(heads_kv, bool) or not isinstance(heads_kv, int) or heads_kv < 1 or heads % heads_kv:
         raise ValueError(
             f"heads_kv: expected a divisor of the {heads} heads of x, got {heads_kv!r}; leave it out for k"
         )

@@ -75,6 +75,7 @@ def _as_statistics(name: str, tensor: Tensor, q: Tensor) -> Tensor:
     """A small tensor in float32, or float64 beside float64 q."""
     check_device(name, tensor, q.device)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
-    if tensor.dtype not in (q.dtype, wide):
-        raise TypeError(f"{name}: expected dtype {wide}, or that of q, {q.dtype}, got {tensor.dtype}; cast it")
+    narrow = q.dtype if q.dtype.itemsize > 1 else torch.bfloat16  # beside 8 bits that of out
+    if tensor.dtype not in (narrow, wide):
+        raise TypeError(f"{name}: expected dtype {wide}, or that of out, {narrow}, got {tensor.dtype}; cast it")
     return tensor.to(wide)
