@@ -23,7 +23,8 @@ from flashtile.ops.softmax.spec import SoftmaxSpec
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The forward operators, each with a function of PyTorch's operations that computes the same.
+    """The forward operators, each with a function of PyTorch's operations that computes the same; without those of
+    `linear_cross_entropy`, `attention_column_sums` and `attention_with_kv_cache`, and those that write in place.
 
     For `ExportedProgram.run_decompositions`, and other tools of PyTorch that take such a table;
     `flashtile.integrations.export.decompose` is one call. The functions are the eager references: attention holds all
