@@ -91,6 +91,13 @@ def test_explain_names_the_backend():
     assert "cpu" in result.output
 
 
+def test_explain_takes_a_call_without_keys():
+    plain = invoke("explain", "--dtype", "fp32", "--device", "cpu", "--seq-k", 5)
+    empty = invoke("explain", "--dtype", "fp32", "--device", "cpu", "--seq-k", 0)
+    assert plain.exit_code == empty.exit_code == 0
+    assert "the call is empty" in empty.output and "the call is empty" not in plain.output, empty.output
+
+
 def test_explain_for_an_architecture_that_is_not_here():
     result = invoke("explain", "--device", "sm_90", "--head-dim", 128)
     assert result.exit_code == 0, result.output

@@ -36,7 +36,8 @@ class Call:
 def explain(call: Call) -> str:
     """The explanation of `flashtile.explain`, on tensors that hold no data."""
     dtype = parse_dtype(call.dtype)
-    seq_k, heads_kv = call.seq_k or call.seq_q, call.heads_kv or call.heads
+    seq_k = call.seq_q if call.seq_k is None else call.seq_k
+    heads_kv = call.heads_kv or call.heads
 
     def meta(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
