@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from dataclasses import replace
+from io import StringIO
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
 from typer.testing import CliRunner
 
 import flashtile.cli
 from flashtile.bench import host_time, runner
+from flashtile.bench.report import Table
 from flashtile.cli import doctor, warmup
 from flashtile.cli.app import app
+from flashtile.cli.console import print_table
 from flashtile.cli.demo import plan
 from flashtile.cli.errors import CommandError, UserError
 from flashtile.cli.explain import parse_window
@@ -83,6 +87,15 @@ def test_doctor_fails_when_the_default_backend_does(monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "RuntimeError: cpu is ill" in result.output and "does not work" in result.output
+
+
+@pytest.mark.parametrize("width", [300, 60], ids=["wide", "narrow"])
+def test_tables_show_all_of_every_cell(width):
+    why = "RuntimeError: expected [batch, seq] and no[/end], got a-word-that-is-longer-than-the-column-it-stands-in"
+    console = Console(file=StringIO(), width=width)
+    print_table(console, Table("Title", ["backend", "and-a-heading-without-spaces"], [["cpu", why]], words=True))
+    shown = "".join(console.file.getvalue().split()).replace("│", "").replace("┃", "")
+    assert why.replace(" ", "") in shown and "and-a-heading-without-spaces" in shown, console.file.getvalue()
 
 
 def test_explain_names_the_backend():
@@ -205,10 +218,6 @@ def test_bench_reports_what_it_cannot_compare_with(tmp_path):
 
 
 def test_bench_draws_a_bar_in_a_terminal():
-    from io import StringIO
-
-    from rich.console import Console
-
     from flashtile.bench.cases import Case
     from flashtile.cli.bench import progress
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import typer
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -30,14 +30,13 @@ def run_command(work: Callable[[], bool]) -> None:
 
 
 def print_table(console: Console, table: Table, emphasise: int = 0) -> None:
-    """Draws a table; the last `emphasise` columns in bold."""
+    """Draws a table; the last `emphasise` columns in bold. Where it is too wide, cells fold: nothing is cut off."""
     rich_table = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim")
     for index, heading in enumerate(table.headings):
         strong = index >= len(table.headings) - emphasise
-        rich_table.add_column(
-            heading, justify="left" if table.words or not index else "right", style="bold" if strong else None
-        )
+        justify: JustifyMethod = "left" if table.words or not index else "right"
+        rich_table.add_column(heading, justify=justify, style="bold" if strong else None, overflow="fold")
     for line in table.lines:
-        rich_table.add_row(*line)
+        rich_table.add_row(*map(Text, line))  # not markup: messages have [batch, seq] in them
     console.print(rich_table)
     console.print()
