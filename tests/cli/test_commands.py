@@ -49,6 +49,12 @@ def test_help(command):
     assert result.exit_code == 0 and "Usage" in result.output
 
 
+def test_the_help_of_explain_names_every_backend():
+    said = invoke("explain", "--help").output
+    line = next(line for line in said.splitlines() if "--backend" in line)
+    assert all(backend in line for backend in ("auto", *doctor.BACKENDS)), line
+
+
 def test_demo_runs_and_ends_with_the_place_of_its_results(tmp_path, monkeypatch):
     tiny = replace(
         plan.make_plan(CPU, 20.0), model=GPTConfig(context=16, layers=1, heads=1, width=16), batch=1, lengths=(64,)

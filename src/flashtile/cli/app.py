@@ -88,7 +88,7 @@ def explain(
     window: Annotated[str | None, typer.Option(help="LEFT,RIGHT keys, such as 256,0 or 256,none.")] = None,
     dropout_p: Annotated[float, typer.Option(help="Probability of dropping a weight.")] = 0.0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Bit-for-bit gradients.")] = False,
-    backend: Annotated[str, typer.Option(help="auto, triton, cpu or reference.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto, or one by name: split, hopper, triton, cpu, reference.")] = "auto",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or an architecture such as sm_90, which need not be here.")
     ] = None,
