@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import flashtile.cli
-from flashtile.bench import host_time, runner
+from flashtile.bench import against, commands, host_time, runner
 from flashtile.bench.report import Table
 from flashtile.cli import doctor, warmup
 from flashtile.cli.app import app
@@ -287,6 +287,23 @@ def test_report_writes_a_page(tmp_path):
     assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
     missing = invoke("report", tmp_path / "none.json")
     assert missing.exit_code == 2 and "cannot be read" in missing.output
+
+
+@needs_no_gpu
+def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(commands, "make_record", None)
+    monkeypatch.setattr(against, "measure_against", None)
+    record = tmp_path / "record.json"
+    record.write_text('{"rows": []}')
+    for arguments in (
+        ("bench", "attention"),
+        ("bench", "host-time"),
+        ("bench", "decode", "--against", "HEAD"),
+        ("report", record),
+    ):
+        result = invoke(*arguments, "-o", tmp_path)
+        assert result.exit_code == 2 and "--output: expected a file that can be written, got" in result.output, result
+    assert record.read_text() == '{"rows": []}'
 
 
 def test_missing_packages_are_named_with_the_pip_command(monkeypatch):

@@ -22,7 +22,7 @@ from flashtile.bench.decode.problem import problem_of as decode_problem
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
-from flashtile.bench.record import Record, make_record, write_record
+from flashtile.bench.record import Record, make_record, require_writable, write_record
 from flashtile.bench.runner import Row, run_cases
 from flashtile.bench.summary import is_ours
 from flashtile.bench.tables import cases_of, select_cases, tables
@@ -292,7 +292,12 @@ _WITHOUT_CASES = ("host-time", "breakdown")
 
 
 def measure(command: str, options: Mapping[str, Any], output: Path | None, on_case: OnCase) -> Record:
-    """Runs a command with its options, which have the names of its function's arguments; None = not given."""
+    """Runs a command with its options, which have the names of its function's arguments; None = not given.
+
+    Raises:
+        ChoiceError: `output` cannot be written, or as the command's function.
+    """
+    require_writable(output)
     given = {name: value for name, value in options.items() if value is not None}
     if command not in _WITHOUT_CASES:
         given["on_case"] = on_case

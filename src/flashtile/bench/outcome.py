@@ -11,7 +11,7 @@ from flashtile.bench import against, commands
 from flashtile.bench.breakdown import OP, breakdown_tables
 from flashtile.bench.cases import ChoiceError
 from flashtile.bench.compare import comparison_tables, differences
-from flashtile.bench.record import Record, write_record
+from flashtile.bench.record import Record, require_writable, write_record
 from flashtile.bench.report import Table, host_table, mean_tables, reasons, speed_tables
 
 
@@ -59,10 +59,11 @@ def compare_with_commit(
         on_run: called with the tree, the number of runs before, and that of all.
 
     Raises:
-        ChoiceError: as `against.measure_against`.
+        ChoiceError: `output` cannot be written, or as `against.measure_against`.
     """
     if options.get("plot") is not None:
         raise ChoiceError("--plot and --against: expected one of them, got both; plot this tree in a run of its own")
+    require_writable(output)
     arguments = commands.as_arguments(command, options, commands.default_device())
     total = 2 * against.ROUNDS
     here, there = against.measure_against(ref, arguments, lambda tree, runs: on_run(tree, runs, total))

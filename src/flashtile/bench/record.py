@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import flashtile
+from flashtile.bench.cases import ChoiceError
 from flashtile.bench.implementations import device_memory
 
 _PEER_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
@@ -41,6 +42,26 @@ def write_record(record: Record, path: Path) -> None:
     opening = json.dumps(head, indent=2, allow_nan=False).removesuffix("\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{opening},\n  "rows": [\n{rows}\n  ]\n}}\n')
+
+
+def require_writable(path: Path | None, option: str = "--output") -> None:
+    """Makes the folder of a file that is to be written in the end, before anything is measured for it.
+
+    Raises:
+        ChoiceError: the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        path.open("ab").close()
+    except OSError as error:
+        raise ChoiceError(
+            f"{option}: expected a file that can be written, got {path}: {error.strerror}; name one in another folder"
+        ) from None
+    if not existed:
+        path.unlink()
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -50,6 +50,11 @@ def test_lengths_that_are_not_there(tmp_path, capsys):
     assert "--lengths: expected some of the table's" in capsys.readouterr().err
 
 
+def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    assert main(["--output", str(tmp_path), "--gpus=2"]) == 2
+    assert "--output: expected a file that can be written, got" in capsys.readouterr().err
+
+
 def test_what_is_covered():
     assert covered([], [(0, 1)]) is None
     assert covered([(0, 2), (1, 4)], [(1, 2), (3, 9)]) == 0.5

@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from flashtile.bench.cases import ChoiceError
 from flashtile.bench.distributed import worker
 from flashtile.bench.distributed.cases import cases_of
 from flashtile.bench.distributed.implementations import BASELINE, IMPLEMENTATIONS
+from flashtile.bench.record import require_writable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,6 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         cases = [case for case in cases if case.causal is (options.mask == "causal")]
     if not cases:
         print("--lengths: expected some of the table's, such as 131072; none was found", file=sys.stderr)
+        return 2
+    try:
+        require_writable(options.output)
+    except ChoiceError as error:
+        print(error, file=sys.stderr)
         return 2
     names = [BASELINE, *(name for name in options.impl or IMPLEMENTATIONS if name != BASELINE)]
     end = time.time() + options.limit

@@ -8,7 +8,7 @@ from pathlib import Path
 from flashtile.bench.compare import read_record
 from flashtile.bench.html.figures import Named, implementations, sections
 from flashtile.bench.html.page import page
-from flashtile.bench.record import Record
+from flashtile.bench.record import Record, require_writable
 
 _TITLE = "flashtile: measured"
 
@@ -24,14 +24,14 @@ def write_report(paths: Sequence[Path], output: Path) -> int:
         The number of figures.
 
     Raises:
-        ChoiceError: a file is no record.
+        ChoiceError: a file is no record, or the page cannot be written.
     """
     records = [read_record(path) for path in paths]
     index = implementations(records)
     named = [Named(record, path.name, index) for record, path in zip(records, paths, strict=True)]
     found = sections(named)
     facts = [(one.name, _facts(one.record)) for one in named]
-    output.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(output)
     output.write_text(page(_TITLE, found, facts), encoding="utf-8")
     return sum(len(section.figures) for section in found)
 
