@@ -278,6 +278,16 @@ def test_output_that_is_a_file_is_explained(book):
         run_demo(Options(book, book, pictures=False), TINY, quiet_console())
 
 
+def test_an_output_folder_that_takes_no_file_is_explained_before_any_work(book, tmp_path, monkeypatch):
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr(command.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(command, "_steps_that_fit", None)
+    with pytest.raises(UserError, match=r"cannot write into the output folder .*: Permission denied"):
+        run_demo(Options(book, tmp_path, pictures=False), TINY, quiet_console())
+
+
 def test_missing_matplotlib_is_explained_before_any_work(book, tmp_path, monkeypatch):
     monkeypatch.setattr("flashtile.cli.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'needs matplotlib: pip install "flashtile\[plots\]"'):

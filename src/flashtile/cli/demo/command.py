@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -98,10 +99,13 @@ def run_demo(
 
 
 def _make_folder(folder: Path) -> None:
+    doing = "make"
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        doing = "write into"  # one that was there may be another's, and the results would be lost in the end
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise UserError(f"cannot make the output folder {folder}: {error.strerror}") from None
+        raise UserError(f"cannot {doing} the output folder {folder}: {error.strerror}") from None
 
 
 def _introduce(console: Console, plan: Plan, text: bytes, text_name: str) -> None:
