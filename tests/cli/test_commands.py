@@ -207,6 +207,14 @@ def test_bench_attention_reports_unknown_names(option):
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_bench_refuses_what_is_no_time(seconds, monkeypatch):
+    monkeypatch.setattr(commands, "make_record", None)
+    result = invoke("bench", "attention", "--quick", "--seconds", seconds)
+    assert result.exit_code == 2 and "--seconds: expected a time of at least 0, got" in result.output, result.output
+
+
+@needs_no_gpu
 def test_bench_shows_speeds_beside_an_earlier_record(tmp_path):
     output, arguments = tmp_path / "record.json", ("bench", "host-time", "--impl", "sdpa-flash")
     assert invoke(*arguments, "-o", output).exit_code == 0

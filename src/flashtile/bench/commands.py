@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtile.bench import breakdown
-from flashtile.bench.cases import DTYPES, select_named
+from flashtile.bench.cases import DTYPES, ChoiceError, select_named
 from flashtile.bench.companions import implementations as companion_implementations
 from flashtile.bench.companions import tables as companion_tables
 from flashtile.bench.companions.ahead import compile_ahead
@@ -295,13 +296,20 @@ def measure(command: str, options: Mapping[str, Any], output: Path | None, on_ca
     """Runs a command with its options, which have the names of its function's arguments; None = not given.
 
     Raises:
-        ChoiceError: `output` cannot be written, or as the command's function.
+        ChoiceError: `output` cannot be written, `seconds` are no time, or as the command's function.
     """
     require_writable(output)
+    _check_seconds(options.get("seconds"))
     given = {name: value for name, value in options.items() if value is not None}
     if command not in _WITHOUT_CASES:
         given["on_case"] = on_case
     return _MEASURES[command](output=output, **given)
+
+
+def _check_seconds(seconds: float | None) -> None:
+    """Refuses what is no time for samples: below zero, without an end, or NaN. Zero is for one sample."""
+    if seconds is not None and not 0 <= seconds < math.inf:
+        raise ChoiceError(f"--seconds: expected a time of at least 0, got {seconds}; 0.1 is a tenth of a second")
 
 
 def as_arguments(command: str, options: Mapping[str, Any], device: torch.device) -> list[str]:
