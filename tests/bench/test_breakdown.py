@@ -140,10 +140,16 @@ def test_the_module_measures_and_prints(tmp_path, capsys):
         (["--dtype", "int8"], "--dtype: no int8"),
         (["--impl", "nobody"], "there are:"),
         (["--plot", "a.png", "--against", "HEAD"], "expected one of them"),
+        (["--plot", "a.word"], "--plot: expected a file that ends in one of"),
+        (["--plot", "/proc/a.png"], "--plot: expected a file that can be written, got /proc/a.png"),
+        (["--dropout-p", "1"], "dropout_p: expected a probability in [0, 1), got 1.0"),
+        (["--head-dim", "513"], "expected head_dim from 1 to 512, got 513"),
+        (["--seq", "10000000"], "take a smaller --batch or --seq"),
     ],
-    ids=["dtype", "impl", "plot"],
+    ids=["dtype", "impl", "both", "format", "place", "dropout", "head_dim", "memory"],
 )
-def test_mistakes_are_reported(options, message, capsys):
+def test_mistakes_are_reported(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(breakdown, "Steps", None)  # nothing is measured before
     with pytest.raises(SystemExit) as stop:
         main(["breakdown", "--seq", "16", "--seconds", "0", *options])
     assert stop.value.code == 2 and message in capsys.readouterr().err

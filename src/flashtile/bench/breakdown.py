@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flashtile
 from flashtile.bench.cases import Case, ChoiceError
-from flashtile.bench.implementations import select_implementations
+from flashtile.bench.implementations import device_memory, select_implementations
 from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.record import require_writable
 from flashtile.bench.report import Table
 from flashtile.bench.runner import run_cases, side_stream
 from flashtile.bench.standard import causal_mask, scores
@@ -136,10 +138,12 @@ def run_breakdown(
         seconds: time for the samples of each step; None for the device's default.
 
     Raises:
-        ChoiceError: the case has something else, or its matrices do not fit the GPU's memory.
+        ChoiceError: the case has something else, is no call of ours, or its matrices do not fit the device's memory.
     """
     seconds = _SECONDS[device.type] if seconds is None else seconds
+    chosen = select_implementations(list(impl), device)
     _check_memory(case, device)
+    _check_call(case, device)
     with side_stream(device):
         steps = Steps(case, device)
         rows = [
@@ -148,7 +152,6 @@ def run_breakdown(
             for name, found in _times(calls, device, seconds).items()
         ]
         del steps
-    chosen = select_implementations(list(impl), device)
     ours = chosen if impl else [implementation for implementation in chosen if implementation.ours]
     for found in run_cases([case], ours, device, seconds=seconds, problem=AttentionProblem):
         kept = {key: found[key] for key in ("ms", "why", "timer", "error") if key in found}
@@ -156,15 +159,26 @@ def run_breakdown(
     return rows
 
 
+def _check_call(case: Case, device: torch.device) -> None:
+    """Asks about the call instead of making it: steps have no checks of their own."""
+    q, k, v = (
+        torch.empty(case.B, case.S, heads, columns, dtype=case.torch_dtype, device="meta")
+        for heads, columns in ((case.H, case.D), (case.Hkv, case.D), (case.Hkv, case.Dv))
+    )
+    try:
+        flashtile.explain(q, k, v, causal=case.causal, dropout_p=case.dropout_p, device=device)
+    except ValueError as error:
+        raise ChoiceError(f"breakdown: {error}") from None
+
+
 def _check_memory(case: Case, device: torch.device) -> None:
-    if device.type == "cuda":
-        needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
-        free = torch.cuda.mem_get_info(device)[0]
-        if needed > free:
-            raise ChoiceError(
-                f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
-                f"{free / 2**30:.0f} are free; take a smaller --batch or --seq"
-            )
+    needed = _MATRICES * case.B * case.H * case.S**2 * case.torch_dtype.itemsize
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else device_memory(device)
+    if free is not None and needed > free:
+        raise ChoiceError(
+            f"breakdown: the matrices of {case.name} with batch {case.B} take {needed / 2**30:.0f} GiB, and "
+            f"{free / 2**30:.0f} are {'free' if device.type == 'cuda' else 'there'}; take a smaller --batch or --seq"
+        )
 
 
 def _times(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
@@ -201,17 +215,31 @@ def breakdown_tables(rows: Sequence[Row]) -> list[Table]:
     return tables
 
 
-def draw_breakdown(rows: Sequence[Row], path: Path) -> None:
-    """Draws the steps as stacked bars, forward and backward, beside one call; the ending of the file says the format.
+def check_picture(path: Path) -> Any:
+    """An empty figure for a picture that can be drawn into this file.
 
     Raises:
-        ChoiceError: matplotlib is not installed.
+        ChoiceError: matplotlib is not installed or has no such format, or the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ChoiceError('--plot: needs matplotlib: pip install "flashtile[plots]"') from None
     figure = Figure(figsize=(11, 4.8), layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ChoiceError(f"--plot: expected a file that ends in one of {', '.join(formats)}, got {path}")
+    require_writable(path, "--plot")
+    return figure
+
+
+def draw_breakdown(rows: Sequence[Row], path: Path) -> None:
+    """Draws the steps as stacked bars, forward and backward, beside one call; the ending of the file says the format.
+
+    Raises:
+        ChoiceError: as `check_picture`.
+    """
+    figure = check_picture(path)
     timed = [row for row in rows if row["ms"] is not None]
     phases = [phase for phase in _PHASES if any(row["phase"] == phase for row in timed)]
     for axes, phase in zip(figure.subplots(1, max(len(phases), 1), squeeze=False)[0], phases):
@@ -220,7 +248,6 @@ def draw_breakdown(rows: Sequence[Row], path: Path) -> None:
         axes.set_ylabel("ms")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), reverse=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=160)
 
 

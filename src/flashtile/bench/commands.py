@@ -218,8 +218,11 @@ def bench_breakdown(
         plot: file for a picture; its ending says the format.
 
     Raises:
-        ChoiceError: a name or a value does not fit, matplotlib is missing, or the matrices are too large.
+        ChoiceError: a name or a value does not fit, matplotlib is missing, the picture cannot be drawn there, or the
+            matrices are too large.
     """
+    if plot is not None:
+        breakdown.check_picture(plot)
     device = default_device()
     case = breakdown.default_case(device)
     if dtype is not None:
