@@ -366,6 +366,14 @@ def test_dropout_mask(arguments: dict[str, Any], message: str) -> None:
         flashtile.dropout_mask(**{**good, **arguments}, batch=1, heads=1, seq_q=2, seq_k=2)
 
 
+@pytest.mark.parametrize("size, error", [(-1, ValueError), (2.0, TypeError), (True, TypeError)])
+@pytest.mark.parametrize("name", ["batch", "heads", "seq_q", "seq_k"])
+def test_sizes_of_a_dropout_mask(name: str, size: Any, error: type) -> None:
+    sizes = {"batch": 1, "heads": 1, "seq_q": 2, "seq_k": 2, name: size}
+    with pytest.raises(error, match=f"{name}: expected .*, got {size}; pass that of the call"):
+        flashtile.dropout_mask(torch.tensor([1, 2]), 0.5, **sizes)
+
+
 def test_values_are_read_on_a_gpu_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     # A stand-in for a GPU tensor: what matters is only the type of its device.
     class OnGpu:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention.spec import Origin
-from flashtile.ops.common.checks import check_dropout_seed, resolve_dropout
+from flashtile.ops.common.checks import check_count, check_dropout_seed, resolve_dropout
 from flashtile.ops.common.philox import draw_dropout_seed, keep_threshold, philox_words
 
 __all__ = [
@@ -118,8 +118,14 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: i
 
     Returns:
         bool `[batch, heads, seq_q, seq_k]` on the seed's device, True = kept.
+
+    Raises:
+        TypeError: the seed is no int64 tensor, or a size no int.
+        ValueError: the seed has another shape, the probability is out of range, or a size is negative.
     """
     check_dropout_seed(dropout_seed)
+    for name, size in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k)):
+        check_count(name, size, "pass that of the call")
     dropout_p = resolve_dropout(dropout_p, dropout_seed, dropout_seed.device)
     sequence_head = torch.arange(batch * heads, device=dropout_seed.device)
     mask = keep_tile(dropout_seed, dropout_p, sequence_head, range(seq_q), range(seq_k))
