@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -347,3 +348,23 @@ def test_transforms() -> None:
     torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
     _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
     torch.testing.assert_close(tangent, call(x[1]), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])
+@pytest.mark.parametrize(
+    "positions, dim, error, message",
+    [
+        (8.5, 4, TypeError, "positions: expected an int, got 8.5; pass the length of the table"),
+        (-1, 4, ValueError, "positions: expected at least 0, got -1"),
+        (8, 5, ValueError, "dim: expected an even number of elements, got 5"),
+    ],
+)
+def test_bad_sizes_of_tables(make: Callable, positions: int, dim: int, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(positions, dim)
+
+
+@pytest.mark.parametrize("scale_base", [0.0, -1.0, math.nan])
+def test_bad_decay(scale_base: float) -> None:
+    with pytest.raises(ValueError, match=f"scale_base: expected a positive number, got {scale_base}"):
+        flashtile.xpos_scale(8, 4, scale_base)

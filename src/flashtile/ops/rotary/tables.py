@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.checks import as_float, check_float_dtype
+from flashtile.ops.common.checks import as_float, check_count, check_float_dtype
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ def rotary_frequencies(
         scaling: to a longer context; see `RotaryScaling`.
         device: of the result.
 
+    Returns:
+        float32 `[dim / 2]`.
+
     Raises:
         TypeError: the base is no number, or the scaling no `RotaryScaling`.
         ValueError: a value is wrong.
@@ -111,13 +114,6 @@ def rotary_frequencies(
 def _check_dim(dim: int) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0 or dim % 2:
         raise ValueError(f"dim: expected an even number of elements, got {dim!r}; pairs of them rotate")
-
-
-def _check_positions(positions: int) -> None:
-    if isinstance(positions, bool) or not isinstance(positions, (int, torch.SymInt)):
-        raise TypeError(f"positions: expected an int, got {positions!r}; it is the length of the table")
-    if positions < 0:
-        raise ValueError(f"positions: expected at least 0, got {positions}; it is the length of the table")
 
 
 def _yarn_ramp(pair: Tensor, dim: int, base: float, scaling: RotaryScaling) -> Tensor:
@@ -153,6 +149,9 @@ def rotary_tables(
         device: of the tables.
         dtype: of the tables. Angles are float32; narrower tables lose the high positions.
 
+    Returns:
+        cos and sin, each `[positions, dim / 2]` in that dtype.
+
     Raises:
         TypeError: as `rotary_frequencies`; the length is no int, or the dtype not one of floating-point numbers.
         ValueError: as `rotary_frequencies`; the length is negative.
@@ -160,7 +159,7 @@ def rotary_tables(
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
-    _check_positions(positions)
+    check_count("positions", positions, "pass the length of the table")
     check_float_dtype("dtype", dtype)
     frequencies = rotary_frequencies(dim, base, scaling, device)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32, device=device), frequencies)
@@ -174,6 +173,15 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     Pair `i` at position `p` has `((2i + 0.4 dim) / 1.4 dim) ** ((p - positions // 2) / scale_base)`. The middle of the
     table has 1, so q and k must come from one table.
 
+    Args:
+        positions: length of the table.
+        dim: elements of a head that are rotated; even.
+        scale_base: positions over which the decay goes once; positive, 512 is usual.
+        device: of the result.
+
+    Returns:
+        float32 `[positions, dim / 2]`.
+
     Raises:
         TypeError: positions or scale_base are no numbers.
         ValueError: a value is wrong.
@@ -181,7 +189,7 @@ def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.dev
     Reference:
         Sun et al., "A Length-Extrapolatable Transformer" (2022).
     """
-    _check_positions(positions)
+    check_count("positions", positions, "pass the length of the table")
     _check_dim(dim)
     scale_base = as_float("scale_base", scale_base)
     if not 0 < scale_base < math.inf:
