@@ -110,6 +110,12 @@ def test_slopes_of_alibi():
     assert alibi_slopes(1).tolist() == [2.0**-8]
 
 
+@pytest.mark.parametrize("heads, error", [(0, ValueError), (-1, ValueError), (4.0, TypeError), (True, TypeError)])
+def test_slopes_of_no_number_of_heads_are_refused(heads, error):
+    with pytest.raises(error, match=f"heads: expected .*, got {heads}; pass the number of query heads"):
+        alibi_slopes(heads)
+
+
 def test_slopes_follow_the_device_and_stay_wide():
     """Of a module that was cast, and of slopes of each sequence."""
     qkv, slopes = torch.randn(2, 6, 3, 2, 8), torch.rand(2, 2)

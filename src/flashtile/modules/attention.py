@@ -188,9 +188,21 @@ def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor
     Other numbers of heads take the slopes of the next lower power of two, and the rest from every other one of the
     next higher.
 
+    Args:
+        heads: how many; at least 1.
+        device: of the result.
+
+    Raises:
+        TypeError: heads is no int.
+        ValueError: heads is less than 1.
+
     Reference:
         Press, Smith, Lewis, "Train Short, Test Long" (2021).
     """
+    if isinstance(heads, bool) or not isinstance(heads, int):
+        raise TypeError(f"heads: expected an int, got {heads!r}; pass the number of query heads")
+    if heads < 1:
+        raise ValueError(f"heads: expected at least 1, got {heads}; pass the number of query heads")
     lower = 2 ** (heads.bit_length() - 1)
     slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
     slopes += [2 ** (-4 * (2 * h + 1) / lower) for h in range(heads - lower)]
