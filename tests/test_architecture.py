@@ -273,3 +273,17 @@ def test_works_without_triton():
         "    print(type(error).__name__, error)\n"
     )
     assert "riton" in output, "backend='triton' runs or raises; it never falls back"
+
+
+def test_works_with_an_older_triton():
+    output = _run_python(
+        "import sys, types, torch\n"
+        "sys.modules['triton'] = types.ModuleType('triton')\n"
+        "sys.modules['triton'].__version__ = '3.2.0'\n"
+        "import flashtile\n"
+        "q = torch.randn(1, 5, 2, 8, requires_grad=True)\n"
+        "flashtile.attention(q, q, q, causal=True).sum().backward()\n"
+        "assert q.grad.isfinite().all()\n"
+        "print(flashtile.explain(q, q, q, device='sm_90').rejected['triton'])\n"
+    )
+    assert "its kernels need Triton 3.6 or newer, and 3.2.0 is installed" in output

@@ -60,6 +60,9 @@ _TYPICAL_MULTIPROCESSORS = {
     "gfx942": 304, "gfx950": 256, "gfx1100": 96,
 }  # fmt: skip
 
+#: Older builds of torch bring an older one, whose language the kernels do not speak. `pyproject.toml` says the same.
+_OLDEST_TRITON = (3, 6)
+
 #: Stands for the CPU when Triton's interpreter runs the kernels there.
 INTERPRETER = DeviceFacts("interpreter", 227 * _KIB)
 
@@ -67,9 +70,14 @@ INTERPRETER = DeviceFacts("interpreter", 227 * _KIB)
 def triton_missing() -> str | None:
     """Why Triton cannot be used in this process; None when it can."""
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError as error:
         return f"Triton cannot be imported ({error}); install it with: pip install triton"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _OLDEST_TRITON:
+        return (
+            f"its kernels need Triton {'.'.join(map(str, _OLDEST_TRITON))} or newer, and {triton.__version__} is "
+            "installed; take a build of torch that brings a newer one"
+        )
     return None
 
 
