@@ -60,6 +60,8 @@ def test_sizes_are_those_of_the_tensors():
         ({"dtype": torch.int8}, TypeError, "dtype: expected one of torch.float16"),
         ({"align": "left"}, ValueError, "align: expected"),
         ({"window": (-1, None)}, ValueError, "window: expected sides of at least 0"),
+        ({"window": 5}, TypeError, r"window: expected a pair \(left, right\), got 5"),
+        ({"window": (1, 2, 3)}, TypeError, r"window: expected a pair \(left, right\), got \(1, 2, 3\)"),
         ({"dropout_p": 1.0}, ValueError, "dropout_p: expected a probability"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

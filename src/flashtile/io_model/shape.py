@@ -30,7 +30,7 @@ class Shape:
         dropout_p: probability that a weight is dropped, in [0, 1).
 
     Raises:
-        TypeError: a dtype is none of float16, bfloat16, float32, float64.
+        TypeError: a dtype is none of float16, bfloat16, float32, float64, or the window no pair.
         ValueError: a size, the alignment, the window or the probability is out of its range.
     """
 
@@ -60,6 +60,8 @@ class Shape:
             raise TypeError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r}; cast")
         if self.align not in ("bottom_right", "top_left"):
             raise ValueError(f"align: expected 'bottom_right' or 'top_left', got {self.align!r}; choose one of them")
+        if self.window is not None and (not isinstance(self.window, (tuple, list)) or len(self.window) != 2):
+            raise TypeError(f"window: expected a pair (left, right), got {self.window!r}; None is an unlimited side")
         if self.window is not None and any(side is not None and side < 0 for side in self.window):
             raise ValueError(f"window: expected sides of at least 0, or None, got {self.window}; None is unlimited")
         if not 0 <= self.dropout_p < 1:
