@@ -120,8 +120,9 @@ def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.d
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
     compiled = compile_kernel(launch.merge_source(launch.MergeVariant("next", dtype, 64, 16, 16)), device)
-    kinds = re.findall(r"tt\.load|tt\.store|gpu\.barrier", compiled.asm["ttgir"])
+    # The barrier is of another dialect from version to version.
+    kinds = re.findall(r"\b(?:tt\.load|tt\.store|barrier)\b", compiled.asm["ttgir"])
     first_store = kinds.index("tt.store")
-    assert kinds[first_store - 1] == "gpu.barrier"
+    assert kinds[first_store - 1] == "barrier"
     assert kinds[: first_store - 1] == ["tt.load"] * (first_store - 1), "statistics are read before"
     assert kinds.count("tt.load") - (first_store - 1) == 2, "and acc and out after"
