@@ -144,6 +144,11 @@ def test_versions_in_the_documents_are_those_of_the_project():
     (torch,) = re.findall(r'"torch>=([\d.]+)"', project)
     (triton,) = re.findall(r'"triton>=([\d.]+);', project)
     assert (table["Python"][0], table["torch"][0], table["Triton"][0]) == (python, torch, triton)
+    assert f"| oldest | {python} | {torch} | {triton} |" in stability
+    assert f"make test PYTHON=python{python} TORCH=torch=={torch}.0 " in stability
+    install = (ROOT / "docs" / "install.md").read_text("utf-8")
+    for name, version in (("Python", python), ("torch", torch), ("triton", triton)):
+        assert f"| {name} | {version} or newer" in install
     (pinned_torch,) = re.findall(r"TORCH \?= torch==(\d+\.\d+)", makefile)
     (pinned_triton,) = re.findall(r"TRITON \?= triton==(\d+\.\d+)", makefile)
     assert table["torch"][1].startswith(pinned_torch) and table["Triton"][1].startswith(pinned_triton)
