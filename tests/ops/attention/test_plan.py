@@ -11,6 +11,7 @@ from flashtile._backends.alignment import power_of_two_factor
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
+from flashtile.ops.attention.plans import longest_walk, shares_of_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton.plan import Plan, kernel_source
@@ -158,6 +159,34 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     assert {output.shape for output in found.outputs} == {(batch, seq, heads_kv * shares, 64)}
     assert found.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).programs * shares
     assert plan("dq", _HOPPER, call).shares == 1
+
+
+@pytest.mark.parametrize(
+    "group, walks, query_tiles, uneven, shares",
+    [
+        (8, 64, 100, False, 2),  # half of 132 multiprocessors; with four shares as much is left over
+        (2, 96, 100, False, 1),  # two rounds of halves take as long
+        (8, 140, 100, False, 4),  # two rounds of which the second is all but empty; eight shares are hardly better
+        (8, 128, 100, False, 1),
+        (8, 256, 100, True, 1),
+        (8, 128, 100, True, 2),  # the longest walk takes as long as all the others together
+        (6, 64, 100, True, 6),
+        (12, 8, 100, True, 12),
+        (7, 8, 100, True, 7),
+        (1, 8, 100, True, 1),
+        (8, 8, 7, True, 1),  # too short
+    ],
+)
+def test_into_how_many_shares_heads_are_divided(
+    group: int, walks: int, query_tiles: int, uneven: bool, shares: int
+) -> None:
+    assert shares_of_heads(group, walks, query_tiles, uneven, 132) == shares
+
+
+def test_the_longest_walk_of_a_window() -> None:
+    window = AttentionSpec(1.0, 99, 0)
+    assert longest_walk(128, window, 64, 128) == 5 and longest_walk(3, window, 64, 128) == 3
+    assert longest_walk(128, AttentionSpec(1.0, None, 0), 64, 128) == 128
 
 
 @pytest.mark.parametrize(

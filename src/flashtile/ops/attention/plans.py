@@ -172,8 +172,8 @@ def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:
 #: Steps of the longest walk from which on it pays to divide walks, which takes two sums more: some 0.1 ms.
 _DIVISIBLE_WALK = 64
 
-#: How busy walks of one length must keep the multiprocessors, and how many of uneven length there must be for each.
-_BUSY, _WALKS_OF_EACH = 0.8, 1.9
+#: How much longer than with the best division the walks may take with one of fewer shares.
+_NEARLY_BEST = 1.15
 
 
 def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, multiprocessors: int) -> int:
@@ -183,18 +183,29 @@ def shares_of_heads(group: int, walks: int, query_tiles: int, uneven: bool, mult
     Args:
         group: query heads of a key/value head.
         walks: key tiles of all key/value heads, each of which is a walk over the query tiles of its group.
-        query_tiles: of one head.
+        query_tiles: of one head that a walk visits at most (`longest_walk`).
         uneven: walks may be of different lengths.
     """
     if group * query_tiles < _DIVISIBLE_WALK:
         return 1
 
-    def suffice(walks: int) -> bool:
-        rounds = -(-walks // multiprocessors)
-        return walks >= (_WALKS_OF_EACH if uneven else _BUSY * rounds) * multiprocessors
+    def time(shares: int) -> float:
+        """In walks of the whole group, about. Uneven ones are half as long as the longest in the mean; with those first
+        all end together, or with the longest."""
+        if uneven:
+            return max(1 / shares, walks / (2 * multiprocessors))
+        return -(-walks * shares // multiprocessors) / shares
 
-    divisors = (shares for shares in range(1, group) if group % shares == 0)
-    return next((shares for shares in divisors if suffice(walks * shares)), group)
+    divisors = [shares for shares in range(1, group + 1) if group % shares == 0]
+    least = min(map(time, divisors))
+    return next(shares for shares in divisors if time(shares) <= _NEARLY_BEST * least)
+
+
+def longest_walk(query_tiles: int, spec: AttentionSpec, block_m: int, block_n: int) -> int:
+    """How many query tiles of a head see some of a key tile, at most."""
+    if spec.window_left is None or spec.window_right is None:
+        return query_tiles
+    return min(query_tiles, (spec.window_left + spec.window_right + block_n) // block_m + 2)
 
 
 def sum_of_shares(parts: Tensor, shares: int) -> Tensor:

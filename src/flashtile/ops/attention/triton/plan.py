@@ -25,6 +25,7 @@ from flashtile.ops.attention.plans import (
     clipped_window,
     descale_scalars,
     descale_types,
+    longest_walk,
     shares_of_heads,
     side_shape,
     tiles_of,
@@ -213,8 +214,8 @@ def _plan(
     shares = 1
     if kernel == "dkdv" and programs:
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
-        query_tiles = tiles_of(rows_q, tiles.block_m, batch, packed)
-        shares = shares_of_heads(heads // heads_kv, programs, query_tiles, uneven, multiprocessors(device))
+        steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
+        shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
     parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, (q_shape, *parts), strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
