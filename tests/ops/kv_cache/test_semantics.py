@@ -168,6 +168,17 @@ def test_a_view_of_a_larger_cache_is_written_in_place(backend: str) -> None:
     assert out.isfinite().all()
 
 
+@both_backends
+def test_a_cache_of_single_columns_is_written_in_place_whatever_their_stride(backend: str) -> None:
+    """They are contiguous, wherever the next one would be."""
+    q, k, v = qkv(seq=1, head_dim=1)
+    storage = torch.zeros(2, 2, 3, 2, 6, dtype=torch.float64)
+    k_cache, v_cache = (part[..., ::2].permute(0, 3, 2, 1)[..., :1] for part in storage)
+    assert k_cache.stride(-1) != 1 and not k_cache.is_contiguous()
+    flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, cache_lengths=2, backend=backend)
+    assert torch.equal(k_cache[:, 2:], k) and torch.equal(v_cache[:, 2:], v)
+
+
 def test_default_is_the_whole_cache() -> None:
     q, k, v = qkv()
     out = flashtile.attention_with_kv_cache(q[:, -1:], k, v)

@@ -61,8 +61,11 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
 
 
 def _last_contiguous(tensor: Any) -> Any:
-    """Backends take any strides but the last. (Caches have been checked for it.)"""
-    return tensor if tensor is None or not tensor.dim() or tensor.stride(-1) == 1 else tensor.contiguous()
+    """Backends take any strides but the last, and that too where it leads nowhere. (Caches have been checked for it: a
+    copy of one would get the new rows.)"""
+    if tensor is None or not tensor.dim() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def _implementation(*arguments):
