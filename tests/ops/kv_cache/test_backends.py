@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashtile
-from kv_cache_cases import EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
+from kv_cache_cases import BASE, EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
 
 
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
@@ -39,6 +39,25 @@ def test_gpu(case: CacheCase, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("case", parameters(EDGES))
 def test_gpu_at_the_edges(case: CacheCase) -> None:
     check(case, "triton", "cuda")
+
+
+@pytest.mark.parametrize("layout", ["expanded", "sliced", "transposed"])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_slopes_of_sequences_may_have_any_strides(device: str, layout: str) -> None:
+    inputs = make_inputs(replace(EDGES["one_query"], alibi=True), device)
+    slopes = inputs.tensors["alibi_slopes"]  # [batch, heads]
+    apart = {
+        "expanded": slopes[:1].expand_as(slopes),
+        "sliced": slopes.repeat(1, 2)[:, : slopes.shape[1]],
+        "transposed": slopes.T.contiguous().T,
+    }[layout]
+    results = []
+    for given in (apart, apart.contiguous()):
+        inputs.tensors["alibi_slopes"] = given
+        results.append(run(BASE, inputs, "triton"))
+    assert all(torch.equal(first.nan_to_num(), results[1][name].nan_to_num()) for name, first in results[0].items())
 
 
 _LONG = CacheCase(

@@ -51,7 +51,11 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
     module = backends.implementation("kv_cache", backend, q.device.type, dtype)
-    out, lse = module.forward(CacheCall(*map(_last_contiguous, call)), spec)
+    readable = CacheCall(*map(_last_contiguous, call))
+    if call.alibi_slopes is not None:
+        # Kernels read them element after element: those of one sequence that all share are copied.
+        readable = readable._replace(alibi_slopes=call.alibi_slopes.contiguous())
+    out, lse = module.forward(readable, spec)
     if call.k is not None:
         for cache in (call.k_cache, call.v_cache):
             if not cache.is_inference():
