@@ -114,6 +114,18 @@ def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k(backend: str) -> 
     torch.testing.assert_close(v.grad, torch.ones_like(v))
 
 
+@pytest.mark.parametrize("scale", [1e-42, 1e-60, -1e-60], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_scale_that_is_0_in_float32_hides_keys_as_others_do(dtype: torch.dtype, scale: float, backend: str) -> None:
+    q, k, v = (normal(1, 40, 1, 8, dtype=dtype, seed=seed).requires_grad_() for seed in range(3))
+    out = flashtile.attention(q, k, v, causal=True, scale=scale, backend=backend)
+    gradients = torch.autograd.grad(out.float().sum(), (q, k, v))
+    expected = flashtile.attention(q, k, v, causal=True, scale=0, backend=backend)
+    assert torch.equal(out, expected)
+    for actual, of_0 in zip(gradients, torch.autograd.grad(expected.float().sum(), (q, k, v)), strict=True):
+        assert torch.equal(actual, of_0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_types_and_shapes(dtype: torch.dtype, backend: str) -> None:
     q, k, v = (normal(2, s, h, d).to(dtype) for s, h, d in ((3, 4, 8), (5, 2, 8), (5, 2, 6)))

@@ -16,6 +16,10 @@ from flashtile.ops.attention.spec import BACKENDS, FP8, AttentionSpec, SideInput
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 PACKED_LAYOUT = ("total", "heads", "head_dim")
 
+#: A scale below it might be 0 in float32, in which scores are computed, and hidden ones times 0 are NaN; so it is one
+#: of 0, for which backends are made.
+_LEAST_SCALE = 2.0**-126
+
 Align = Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
 
@@ -327,6 +331,8 @@ def build_spec(
         checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)
     scale = checks.resolve_scale(scale, q.shape[-1])
+    if -_LEAST_SCALE < scale < _LEAST_SCALE and q.dtype is not torch.float64:
+        scale = 0.0
     softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
     return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
 
