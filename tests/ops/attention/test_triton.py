@@ -249,3 +249,26 @@ def test_interpreted_lengths_past_32_bits_show_all_keys(backend: str) -> None:
 @pytest.mark.parametrize("backend", ["triton", "split"])
 def test_lengths_past_32_bits_show_all_keys(backend: str) -> None:
     _lengths_past_32_bits_show_all_keys(backend, "cuda")
+
+
+def _scale_of_expanded_queries(scale: float, device: str) -> None:
+    """Of them, in a batch of one and of an odd stride, PyTorch makes copies in which heads are innermost."""
+    q = torch.randn(50, device=device).as_strided((1, 20, 2, 8), (1, 0, 0, 1)).requires_grad_()
+    k, v = torch.randn(2, 1, 20, 2, 8, device=device)
+    results = []
+    for given in (q, q.contiguous()):
+        out = flashtile.attention(given, k, v, scale=scale, backend="triton")
+        results.append((out, *torch.autograd.grad(out.square().sum(), given)))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
+def test_interpreted_scale_of_expanded_queries(scale: float) -> None:
+    _scale_of_expanded_queries(scale, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.0, -0.5], ids=str)
+def test_scale_of_expanded_queries(scale: float) -> None:
+    _scale_of_expanded_queries(scale, "cuda")

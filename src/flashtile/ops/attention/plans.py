@@ -118,13 +118,14 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
     """The kernels take the maximum before they scale, so the scale must be positive: its sign, or 0, moves into q.
 
     Returns:
-        q, the spec, and the factor that leads from the gradient of that q to the gradient of the given one.
+        A contiguous copy of q, the spec, and the factor that leads from the gradient of that q to the gradient of the
+        given one.
     """
-    if spec.scale < 0 and q.dtype is FP8:
-        return (q.view(torch.uint8) ^ 0x80).view(FP8), spec._replace(scale=-spec.scale), -1
-    if spec.scale < 0:
-        return -q, spec._replace(scale=-spec.scale), -1
-    return torch.zeros_like(q), spec._replace(scale=1.0), 0
+    if not spec.scale:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), spec._replace(scale=1.0), 0
+    negative = (q.view(torch.uint8) ^ 0x80).view(FP8) if q.dtype is FP8 else -q
+    # That of an expanded q need not be: PyTorch may choose another order of dimensions, the last one not innermost.
+    return negative.contiguous(), spec._replace(scale=-spec.scale), -1
 
 
 def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
