@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import ELEMENT_TYPES, TRITON_3_6
 
 #: CUDA's CUtensorMapDataType.
@@ -32,6 +33,11 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
+def strided_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """Of a tensor whose last dimension is contiguous."""
+    return Layout(shape, (*used_strides(shape, strides)[:-1], 1))
+
+
 def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     """A packed tensor `[total, heads, head_dim]` with its rows three times, for the bounds check of one sequence.
 
@@ -40,7 +46,7 @@ def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     they sum to `(begin + r) · stride`, because `2³⁰ · 2³⁴` elements of any size wrap around 64 bits to 0.
     """
     _, heads, head_dim = shape
-    row_stride, head_stride, _ = strides
+    row_stride, head_stride, _ = used_strides(shape, strides)
     return Layout(
         (_UNBOUNDED, _UNBOUNDED, PACKED_ROWS, heads, head_dim),
         (2**34 - row_stride, row_stride, row_stride, head_stride, 1),

@@ -139,6 +139,9 @@ def _spaced(*strides: int, shape: tuple[int, ...] = (2, 5, 3, 8)) -> torch.Tenso
         (_spaced(24, 8, shape=(5, 3, 8)), True),
         (_spaced(24, 4, shape=(5, 3, 8)), False),
         (_spaced(120, 24, 8)[:, :, :, 4:], False),
+        (_spaced(1, 24, 8, shape=(1, 5, 3, 8)), True),  # the stride of one batch entry leads nowhere
+        (_spaced(24, 1, shape=(5, 1, 8)), True),
+        (_spaced(1, 24, 4, shape=(1, 5, 3, 8)), False),
     ],
 )
 def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:

@@ -386,6 +386,19 @@ def test_strided_and_expanded_inputs() -> None:
         flashtile.attention(storage[:, 1, :, 0, :, 3:67], k, v, backend="hopper")
 
 
+@pytest.mark.parametrize("backend", ["hopper", "triton", "split"])
+def test_a_batch_of_one_may_have_any_stride(backend: str) -> None:
+    """Such tensors are contiguous, so that nobody can make them so."""
+    q, k, v = torch.randn(3, 200, 2, 64, 1, device="cuda", dtype=_BF16).permute(0, 4, 1, 2, 3)
+    assert q.stride(0) == 1 and q.is_contiguous()
+    results = []
+    for given in ((q, k, v), [t.reshape(200, 2, 64)[None] for t in (q, k, v)]):
+        leaves = [t.detach().requires_grad_() for t in given]
+        out = flashtile.attention(*leaves, causal=True, deterministic=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+    assert all(map(torch.equal, *results))
+
+
 def test_tensors_past_two_to_the_31_elements() -> None:
     shape, stride = (3, 200, 2, 64), 2**30 + 4096
     storage = torch.zeros(2 * stride + 2**20, device="cuda", dtype=_BF16)

@@ -134,6 +134,16 @@ def test_strides_of_a_packed_call() -> None:
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
+def test_strides_of_dimensions_of_one_do_not_count(kernel: str) -> None:
+    """They may be odd. Those that 16 divides stay as they are, so that the binaries of longer sequences serve."""
+    call = Call(batch=1, seq_q=1, seq_k=33, heads=1, heads_kv=1)
+    odd = plan(kernel, _HOPPER, call._replace(row_stride=77))
+    assert odd.launch.stride_multiple == plan(kernel, _HOPPER, call).launch.stride_multiple == 16
+    assert odd.launch.row_strides[0] == odd.scalars[0] == 0
+    assert plan(kernel, _HOPPER, call).launch.row_strides[0] == 64
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
 def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
     sizes = plan(kernel, _HOPPER, call).scalars[_SIZES[kernel] :]

@@ -165,6 +165,16 @@ def test_visible_keys(spec: AttentionSpec, visible: tuple[int, int]) -> None:
     assert visible_keys(4, 100, spec) == visible
 
 
+@pytest.mark.skipif("flashtile._backends.devices.triton_missing()", reason="plans launches of Triton")
+def test_strides_of_dimensions_of_one_do_not_count() -> None:
+    """Those of a batch of one and of a single query may be odd."""
+    from flashtile.ops.attention.split.launch import split_call
+
+    shapes, strides = ((1, 1, 8, 64), *[(1, 100, 2, 64)] * 2), ((1, 7, 64, 1), *[(1, 128, 64, 1)] * 2)
+    call = split_call(torch.bfloat16, shapes, strides, 0, None, 0, False, AttentionSpec(1.0), False)
+    assert call.strides == ((0, 0, 64), (0, 128, 64), (0, 128, 64))
+
+
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -51,6 +51,7 @@ class Call(NamedTuple):
     sinks: bool = False
     misalignment: int = 0
     allow_tf32: bool = False
+    odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
 
 
 def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.Plan:
@@ -67,6 +68,11 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
     new = None
     if call.seq_new is not None:
         new = tuple((call.batch, call.seq_new, *shape[2:]) for shape in (k, v))
+
+    def form(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        batch_stride, row_stride, *rest = contiguous_strides(shape)
+        return shape, (batch_stride, 1 if call.odd_rows and shape[1] == 1 else row_stride, *rest)
+
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
         mock.patch.object(plan, "_launcher", lambda variant, _device: variant),
@@ -75,8 +81,8 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         mock.patch.object(split_plans, "_launcher", lambda variant, _device: variant),
     ):
         return plan._plan.__wrapped__(
-            call.dtype, torch.device("cuda", 0), tuple((shape, contiguous_strides(shape)) for shape in (q, k, v)),
-            None if new is None else tuple((shape, contiguous_strides(shape)) for shape in new),
+            call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
+            None if new is None else tuple(map(form, new)),
             None if new is None else ((65536, call.half), call.half, call.half, call.table_dtype),
             (*call.index_dtypes[:3], None if table is None else torch.int32), table, call.slope_dims, call.sinks,
             (call.misalignment, 0), call.spec, call.allow_tf32,
@@ -177,6 +183,14 @@ def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(chang
     several = Call(seq_q=2, seq_new=2)  # a single query needs no mask for causal
     other, plain = (plan_of(call).split.attend.launch for call in (several._replace(**change), several))
     assert other._replace(row_strides=(0, 0)) == plain._replace(row_strides=(0, 0))
+
+
+@pytest.mark.parametrize("half", [0, 64])
+def test_strides_of_single_rows_do_not_count(half: int) -> None:
+    odd, plain = (plan_of(Call(half=half, odd_rows=odd_rows)) for odd_rows in (True, False))
+    assert odd.append is not None and plain.append is not None
+    assert odd.append.launch == plain.append.launch and odd.split.attend.launch == plain.split.attend.launch
+    assert odd.append.scalars[1] == odd.append.scalars[4] == 0
 
 
 def test_lengths_are_no_part_of_a_plan() -> None:

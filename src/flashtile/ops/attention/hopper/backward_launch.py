@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
+from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
@@ -214,8 +215,9 @@ def _plan(
     key_tiles = tiles_of(whole_tiles(rows_k, tile_k), config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     tiles = query_tiles * lines
+    dout_shape = (*q_shape[:-1], head_dim_v)
     *_, dout_strides = strides
-    row_strides = (0, *dout_strides[:2]) if packed else dout_strides[:3]
+    row_strides = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
     wide = max(row_strides) >= 2**31
     begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
     main = _launcher("main", with_loops(variant, heads // heads_kv, rows_q, rows_k), device)
@@ -233,7 +235,6 @@ def _plan(
         math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
     )
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
-    dout_shape = (*q_shape[:-1], head_dim_v)
     quiet = 0
     if hides_rows:
         # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
@@ -307,7 +308,7 @@ def _describer(
     tiles: int,
 ) -> Callable[..., tuple]:
     """What makes all descriptors, from the addresses of `_MOVED`."""
-    describe = packed_layout if variant.packed else TensorLayout
+    describe = packed_layout if variant.packed else strided_layout
     q_shape, k_shape, v_shape = map(tuple, shapes)
     dout_shape = (*q_shape[:-1], v_shape[-1])
     given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)

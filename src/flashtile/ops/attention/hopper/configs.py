@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
 
@@ -81,7 +82,8 @@ class HopperCall(NamedTuple):
         arch: of the GPU; None on a CPU.
         head_dim: of q and k.
         head_dim_v: of v.
-        aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1.
+        aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1, and those of
+            dimensions of one.
         tables: there is a bias or a mask.
         placed: it is a part of a larger call, and ALiBi or dropout depend on where.
         block_tile: `(tile_q, tile_k)` of the block mask; None without one.
@@ -148,11 +150,18 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
 
 def aligned(*tensors: Tensor) -> bool:
     """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
-    of 16 bytes."""
+    of 16 bytes, but those of dimensions of one."""
     bits = 0
     for tensor in tensors:
         strides = tensor.stride()
         bits |= tensor.data_ptr() | tensor.itemsize * (strides[0] | strides[1] | strides[-2])
+    return bits % 16 == 0 or all(map(_aligned_where_used, tensors))
+
+
+def _aligned_where_used(tensor: Tensor) -> bool:
+    bits = tensor.data_ptr()
+    for stride in used_strides(tensor.shape[:-1], tensor.stride()):
+        bits |= tensor.itemsize * stride
     return bits % 16 == 0
 
 

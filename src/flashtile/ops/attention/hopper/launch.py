@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout
+from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
 from flashtile.ops.attention.hopper.block_parameters import (
     BLOCK_MULTIPLES,
@@ -270,7 +271,7 @@ def _plan(
         None if descales == _NO_DESCALES else heads // heads_kv,
     )
     layouts = [
-        (packed_layout if packed else TensorLayout)(tuple(shape), tuple(stride))
+        (packed_layout if packed else strided_layout)(tuple(shape), tuple(stride))
         for shape, stride in zip((*shapes, out_shape), (*strides, outputs[0].strides))
     ]
     transposition = None
@@ -294,7 +295,7 @@ def _transposition(
     tiles = tiles_of(rows_k, keys, batch, variant.packed)
     lines = heads_kv * (1 if variant.packed else batch)
     transposed = (1 if variant.packed else batch, heads_kv, head_dim_v, tiles * keys)
-    words = [stride // 4 for stride in (0, *strides)[-4:-1]]
+    words = [stride // 4 for stride in (0, *used_strides(shape, strides))[-4:-1]]
     launch = _transposer(variant.index_dtypes, head_dim_v, keys, device)
     output = Layout(transposed, contiguous_strides(transposed), variant.dtype)
     return Transposition(launch, tiles * lines, (*words, batch, heads_kv, rows_k, tiles), output)

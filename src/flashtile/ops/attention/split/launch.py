@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile._backends.alignment import used_strides
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import visible_keys
@@ -64,7 +65,7 @@ def split_call(
     return SplitCall(
         dtype,
         (batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
-        tuple((outer, row, head) for outer, row, head, _ in strides),
+        tuple(used_strides(shape[:-1], stride) for shape, stride in zip(shapes, strides)),
         misalignment,
         seq_k,
         spec.scale,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
@@ -217,7 +217,7 @@ def _plan(
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
     parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
-    triples = _stride_triples(kernel, (q_shape, *parts), strides)
+    triples = _stride_triples(kernel, shapes, parts, strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = rows_q % (block_tile[0] or tiles.block_m) == 0
@@ -362,17 +362,19 @@ def _programs(
 
 
 def _stride_triples(
-    kernel: Kernel, shapes: tuple[tuple[int, ...], ...], strides: tuple[tuple[int, ...] | None, ...]
+    kernel: Kernel,
+    shapes: tuple[tuple[int, ...], ...],
+    parts: list[tuple[int, ...]],
+    strides: tuple[tuple[int, ...] | None, ...],
 ) -> list[tuple[int, int, int]]:
-    """(batch, row, head) strides of the kernel's tensors; outputs are contiguous."""
-    q_shape, k_shape, v_shape = shapes
-    out_shape = (*q_shape[:-1], v_shape[-1])
-    contiguous = {"out": out_shape, "dq": q_shape, "dk": k_shape, "dv": v_shape}
-    given = dict(zip(("q", "k", "v", "dout"), strides))
-    return [
-        _stride_triple(given[name] if name in given else contiguous_strides(contiguous[name]))
-        for name in _STRIDED[kernel]
-    ]
+    """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous. `parts`: shapes of dk and
+    dv."""
+    out_shape = (*shapes[0][:-1], shapes[2][-1])
+    written = dict(zip(("out", "dq", "dk", "dv"), (out_shape, shapes[0], *parts)))
+    of_each = {name: used_strides(shape, contiguous_strides(shape)) for name, shape in written.items()}
+    given = zip(("q", "k", "v", "dout"), (*shapes, out_shape), strides)
+    of_each |= {name: used_strides(shape, stride) for name, shape, stride in given if stride is not None}
+    return [_stride_triple(of_each[name]) for name in _STRIDED[kernel]]
 
 
 def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:

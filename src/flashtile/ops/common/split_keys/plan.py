@@ -54,7 +54,7 @@ class SplitCall(NamedTuple):
 
     Attributes:
         shape: (batch, seq_q, heads_q, heads_kv, head_dim, head_dim_v).
-        strides: those of q, k and v without the last: (batch or outer, row, head).
+        strides: those of q, k and v without the last, used ones: (batch or outer, row, head).
         misalignment: of the addresses of q, k and v, modulo 16.
         capacity: rows that a sequence of keys can have.
         index_dtypes: of lengths, entries, left padding and table; None for one that there is not.
@@ -72,7 +72,7 @@ class SplitCall(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, int, int, int, int, int]
-    strides: tuple[tuple[int, int, int], ...]
+    strides: tuple[_Shape, ...]
     misalignment: int
     capacity: int
     scale: float

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
@@ -109,7 +109,8 @@ def _plan(
     allow_tf32: bool,
 ) -> Plan:
     """Everything that can be decided before the tensors' contents are known."""
-    (q_shape, q_strides), (_, k_strides), (v_shape, v_strides) = forms
+    q_shape, _, v_shape = (shape for shape, _ in forms)
+    strides = [used_strides(shape[:-1], stride) for shape, stride in forms]
     batch, seq_q, heads, head_dim = q_shape
     _, cache_rows, heads_kv, head_dim_v = v_shape
     page_size = 0 if table_form is None else cache_rows
@@ -134,12 +135,12 @@ def _plan(
             device,
         )
     if rotates:
-        q_strides = contiguous_strides(q_shape)
+        strides[0] = contiguous_strides(q_shape)[:3]
 
     split_call = SplitCall(
         dtype,
         (batch, seq_q, heads, heads_kv, head_dim, head_dim_v),
-        tuple(tuple(strides[:3]) for strides in (q_strides, k_strides, v_strides)),
+        tuple(strides),
         misalignments[0],
         capacity,
         spec.scale,
@@ -172,14 +173,14 @@ def _append(
     spec: CacheSpec,
     device: torch.device,
 ) -> Launch:
-    (q_shape, q_strides), (_, k_cache_strides), (v_shape, v_cache_strides) = forms
-    (k_new_shape, k_strides), (_, v_strides) = new_forms
-    batch, seq_q, heads, head_dim = q_shape
-    heads_kv, head_dim_v = v_shape[2:]
+    q_form, k_cache_form, v_cache_form = forms
+    k_form, v_form = new_forms
+    batch, seq_q, heads, head_dim = q_form[0]
+    heads_kv, head_dim_v = v_cache_form[0][2:]
     (positions, half), *angle_strides, table_dtype = angles or ((0, 0), 0, 0, torch.float32)
-    row_strides = q_strides[:3], k_strides[:3], v_strides[:3], k_cache_strides[:3], v_cache_strides[:3]
-    strides = tuple(stride for three in row_strides for stride in three)
-    seq_new = k_new_shape[1]
+    in_order = q_form, k_form, v_form, k_cache_form, v_cache_form
+    strides = tuple(stride for shape, all_four in in_order for stride in used_strides(shape[:-1], all_four))
+    seq_new = k_form[0][1]
     tokens = seq_new + (seq_q if half else 0)
     variant = AppendVariant(
         dtype,

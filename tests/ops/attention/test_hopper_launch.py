@@ -1,0 +1,234 @@
+"""What a launch of the Hopper kernels passes, for whatever calls they serve, without a GPU: each argument fits its
+parameter, and descriptors are those of the tensors and legal by NVIDIA's rules (CUDA driver API,
+cuTensorMapEncodeTiled)."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends import tma
+from flashtile._backends.launch import KernelSource
+from flashtile.ops.attention import select
+from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
+
+_RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
+
+
+class _Descriptor(NamedTuple):
+    dtype: torch.dtype
+    box: tuple[int, ...]
+    layout: tma.Layout
+    swizzled: bool
+    address: int
+
+    def check(self) -> None:
+        itemsize, (shape, strides) = self.dtype.itemsize, self.layout
+        assert len(self.box) == len(shape) == len(strides) <= 5
+        assert self.address % 16 == 0
+        assert all(0 < size < 2**31 for size in shape)
+        assert strides[-1] == 1
+        assert all(stride * itemsize % 16 == 0 and 0 <= stride * itemsize < 2**40 for stride in strides[:-1])
+        swizzle = tma.swizzle_bytes(self.dtype, self.box, self.swizzled)
+        assert swizzle in (0, 32, 64, 128)
+        message = (*self.box[:-1], swizzle // itemsize if swizzle else self.box[-1])
+        assert all(0 < size <= 256 for size in message) and message[-1] * itemsize % 16 == 0
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether it leads to the first and to the last row and head of a tensor."""
+        rows, heads, _ = tensor.shape[-3:]
+        for row, head in itertools.product({0, rows - 1}, {0, heads - 1}):
+            element = tensor[..., row, head, 0]
+            places: tuple[int, ...] = (element.shape[0] - 1, row, head, 0) if tensor.dim() == 4 else (
+                tma.PACKED_ROWS, rows, tma.PACKED_ROWS - rows + row, head, 0
+            )  # fmt: skip
+            offset = sum(map(int.__mul__, places, self.layout.strides)) * tensor.itemsize
+            last = element[-1] if tensor.dim() == 4 else element
+            if (self.address + offset) % 2**64 != last.data_ptr():
+                return False
+        return self.dtype is tensor.dtype
+
+
+class _Launched(NamedTuple):
+    programs: int
+    arguments: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Any:
+    """Arguments of launches by the name of the kernel and of the parameter; each is checked against its parameter."""
+    found: dict[str, _Launched] = {}
+
+    def make_launcher(source: KernelSource, device: torch.device, facts: devices.DeviceFacts) -> Any:
+        names = source.function.arg_names
+        assert set(source.constants) >= set(names[len(source.types) :])
+
+        def record(programs: int, *arguments: Any) -> None:
+            assert 0 < programs < 2**31
+            rest, by_name = list(arguments), {}
+            for name, of, multiple in zip(names, source.types, source.multiples, strict=False):
+                by_name[name] = value = rest.pop(0)
+                if of == "constexpr" or (name == "counter_ptr" and value is None):
+                    continue
+                if of.startswith("tensordesc"):
+                    assert of == tma.descriptor_type(*value[:2], value.swizzled)
+                    sizes = (*value.layout.shape, *value.layout.strides)
+                    assert tuple(rest.pop(0) for _ in sizes) == sizes
+                elif of == "fp32":
+                    assert isinstance(value, float) and abs(value) < 2.0**127
+                else:
+                    assert value in _RANGES["i64" if of.startswith("*") else of] and value % multiple == 0, name
+            assert not rest
+            found[source.function.__name__] = _Launched(programs, by_name)
+
+        return record
+
+    def described(*given: Any) -> tuple:
+        descriptor = _Descriptor(*given)
+        descriptor.check()
+        return descriptor, *descriptor.layout.shape, *descriptor.layout.strides
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (launch, backward_launch):
+            patched.setattr(module, "make_launcher", make_launcher)
+            patched.setattr(module, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+            patched.setattr(module, "multiprocessors", lambda device: 132)
+        zeros = torch.zeros(2, dtype=torch.int32)
+        patched.setattr(launch, "_counter", lambda device: zeros)
+        patched.setattr(tma, "_encoded", described)
+        patched.setattr(tma, "_described", described)
+        caches = (launch._plan, launch._launcher, launch._transposer, backward_launch._plan, backward_launch._launcher)
+        for cache in caches:
+            cache.cache_clear()
+        yield found
+        for cache in caches:
+            cache.cache_clear()
+
+
+@st.composite
+def _strided(draw: st.DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Padded, in another order, expanded; and of dimensions of one any strides."""
+    unit = 16 // dtype.itemsize
+    strides, elements = [0] * (len(shape) - 1), -(-shape[-1] // unit) * unit
+    for index in draw(st.permutations(range(len(strides)))):
+        strides[index] = draw(st.sampled_from([elements, elements + unit, 0]))
+        elements = max(elements, shape[index] * strides[index])
+        if shape[index] == 1:
+            strides[index] = draw(st.sampled_from([strides[index], 1, 7, 2**39 + 1]))
+    storage = torch.zeros(elements + 2 * unit, dtype=torch.uint8).to(dtype)
+    start = -storage.data_ptr() % 16 // dtype.itemsize + draw(st.sampled_from([0, unit]))
+    return storage.as_strided(shape, (*strides, 1), start)
+
+
+class _Call(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    side: SideInputs
+    spec: AttentionSpec
+
+
+@st.composite
+def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> _Call:
+    dtype, packed = draw(st.sampled_from(dtypes)), draw(st.booleans())
+    head_dim, head_dim_v = draw(st.integers(1, 256)), 8 * draw(st.integers(1, 16 if dtype is FP8 else 32))
+    heads_kv, group = draw(st.sampled_from([(1, 1), (1, 4), (3, 1), (2, 3)]))
+    batch, seq_q, seq_k = (draw(st.sampled_from(sizes)) for sizes in ((1, 3), (1, 64, 130), (1, 128, 300)))
+    outer = () if packed else (batch,)
+    heads = heads_kv * group
+    q, k, v, dout = (
+        draw(_strided((*outer, *shape), dtype))
+        for shape in (
+            (seq_q, heads, head_dim), (seq_k, heads_kv, head_dim), (seq_k, heads_kv, head_dim_v),
+            (seq_q, heads, head_dim_v),
+        )
+    )  # fmt: skip
+    optional = st.one_of(st.none(), st.sampled_from([0, 5, 2**31 - 1]))
+    spec = AttentionSpec(
+        draw(st.sampled_from([0.1, -0.3, 0.0, 1e-25])), draw(optional), draw(optional),
+        deterministic=draw(st.booleans()), softcap=draw(st.sampled_from([0.0, 30.0])),
+    )  # fmt: skip
+    side = SideInputs(
+        torch.tensor([0, seq_q // 2, seq_q]) if packed else None,
+        torch.tensor([0, seq_k, seq_k], dtype=torch.int32) if packed else None,
+        seq_q,
+        seq_k,
+        alibi_slopes=draw(st.sampled_from([None, torch.ones(heads)])),
+        sinks=draw(st.sampled_from([None, torch.ones(heads)])),
+    )
+    return _Call(q, k, v, dout, side, spec)
+
+
+def _served(phase: configs.Phase, call: _Call) -> bool:
+    facts = select.hopper_call(phase, "sm_90", call.q, call.k, call.v, call.side, call.spec, False)
+    # What is not aligned is a copy of q for a scale that is not positive.
+    assert facts.aligned or (call.spec.scale <= 0 and call.q.shape[-1] % 8)
+    return configs.obstacle(facts) is None
+
+
+@given(_calls((torch.float16, torch.bfloat16, FP8)))
+def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched], call: _Call) -> None:
+    if not _served("forward", call):
+        return
+    out, lse = launch.forward(call.q, call.k, call.v, call.side, call.spec)
+    arguments = launched["attention_forward_kernel"].arguments
+    described = {"k": call.k, "out": out}
+    if call.q.dtype is FP8:
+        transposed = launched["attention_transpose_kernel"].arguments
+        assert transposed["v_ptr"] == call.v.data_ptr() and transposed["out_ptr"] == arguments["v_desc"].address
+    else:
+        described["v"] = call.v
+    if call.spec.scale > 0:
+        described["q"] = call.q
+    assert all(arguments[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
+    assert arguments["lse_ptr"] == lse.data_ptr()
+    sizes = [arguments[name] for name in ("heads", "group", "rows_q", "rows_k")]
+    assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
+
+
+@given(_calls((torch.float16, torch.bfloat16)), st.booleans())
+def test_a_backward_passes_what_its_kernels_declare(
+    launched: dict[str, _Launched], call: _Call, has_dlse: bool
+) -> None:
+    if not _served("backward", call):
+        return
+    q, k, v, dout, side, spec = call
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
+    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    names = ("attention_begin_kernel", "attention_backward_kernel", "attention_end_kernel")
+    (tiles, begin), (_, main), (_, end) = (launched[name] for name in names)
+    described = {"k": k, "v": v, "dk": gradients.k, "dv": gradients.v}
+    if spec.scale > 0:
+        described["q"] = q
+    if not begin["quiet_ptr"]:
+        described["dout"] = dout
+    assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
+    assert (begin["dout_ptr"], end["dq_ptr"]) == (dout.data_ptr(), gradients.q.data_ptr())
+    # The parts of the buffer, in their order: each has room.
+    config = configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
+    sums = 4 * tiles * config.block_m * configs.tile_width(q.shape[-1])
+    statistics = begin["sums_ptr"] + sums
+    assert begin["statistics_ptr"] >= statistics
+    quiet = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
+    quiet_bytes = 2 * out.numel() if begin["quiet_ptr"] else 0
+    assert begin["quiet_ptr"] in (None, quiet) and begin["counter_ptr"] >= quiet + quiet_bytes
+    turns = begin["counter_ptr"] + 4
+    assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
+    after_turns = (begin["turns_ptr"] or turns) + (4 * tiles if begin["turns_ptr"] else 0)
+    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
