@@ -291,10 +291,16 @@ def test_more_rows_than_kernels_count_are_refused(launched: list[str]) -> None:
     short = _meta(1, 4, 1, 64)
     for backend in (triton, hopper, split):
         _refused(backend.forward, short, long, long, _side(2**29 + 1), AttentionSpec(1.0), match="k: " + most)
-    for backend in (triton, hopper):
+    for backend in (triton, hopper, split):
         _refused(backend.forward, long, short, short, _side(2**29 + 1), AttentionSpec(1.0), match="q: " + most)
         many = _meta(2**31, 1, 1, 8)
         _refused(backend.forward, many, many, many, _side(1), AttentionSpec(1.0), match="q: expected fewer than")
+    grouped = _meta(1, 2**28, 8, 8)
+    most_of_group = "q with all heads that share keys: " + most
+    _refused(split.forward, grouped, *[_meta(1, 4, 1, 8)] * 2, _side(4), AttentionSpec(1.0), match=most_of_group)
+    caches = [_meta(1, 16, 1, 8)] * 2
+    _refused(kv_cache.forward, CacheCall(grouped, *caches), CacheSpec(4, 1.0), match=most_of_group)
+    _refused(kv_cache.forward, CacheCall(_meta(1, 2**29 + 1, 1, 8), *caches), CacheSpec(4, 1.0), match="q: " + most)
     table = _meta(1, 2**26, dtype=torch.int32)
     call = CacheCall(short, _meta(2, 16, 1, 64), _meta(2, 16, 1, 64), block_table=table)
     _refused(kv_cache.forward, call, CacheSpec(4, 1.0), match="block_table: " + most)

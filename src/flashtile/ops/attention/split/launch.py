@@ -58,7 +58,6 @@ def split_call(
 ) -> SplitCall:
     """A call of attention as the kernels' plan sees it: a cache of one length, whose diagonal is told."""
     (batch, seq_q, heads, head_dim), _, (_, seq_k, heads_kv, head_dim_v) = shapes
-    check_rows("q", seq_q, MAX_POSITIONS)
     check_rows("k", seq_k, MAX_POSITIONS)
     first, last = visible_keys(seq_q, seq_k, spec)
     bottom_right = seq_k - seq_q

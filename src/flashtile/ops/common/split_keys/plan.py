@@ -16,7 +16,7 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
-from flashtile.ops.common.checks import MAX_POSITIONS, check_programs
+from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
@@ -144,6 +144,8 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     facts = device_facts(device)
     batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
     group_rows = heads // heads_kv * seq_q
+    check_rows("q", seq_q, MAX_POSITIONS)
+    check_rows("q with all heads that share keys", group_rows)
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.dtype.itemsize) >= _ASYNCHRONOUS
     tiles, splits = choose_cut(
