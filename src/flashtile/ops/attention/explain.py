@@ -139,7 +139,7 @@ def explain(
 
     Args:
         q: as for `attention`, or for `attention_varlen` when `cu_seqlens_q` is given. Tensors on the meta device
-            will do: only shapes and dtypes are read.
+            will do: shapes, strides, dtypes and addresses are read, but no element.
         k: likewise.
         v: likewise.
         cu_seqlens_q: as for `attention_varlen`.
