@@ -23,8 +23,8 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of the given layout. In PyTorch's deterministic mode it is filled as `torch.empty` fills it."""
-    # The fast way allocates on the current device, and on no CPU.
-    fast = _empty_strided_cuda is not None and device.index == _cuda_getDevice()
+    # The fast way allocates on the current device, and on no CPU: there, without a driver, one may not even ask for it.
+    fast = _empty_strided_cuda is not None and device.type == "cuda" and device.index == _cuda_getDevice()
     if fast and not torch._C._get_deterministic_algorithms():
         return _empty_strided_cuda(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)

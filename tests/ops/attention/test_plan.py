@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile._backends import devices
+from flashtile._backends import allocate, devices
 from flashtile._backends.alignment import power_of_two_factor
 
 if devices.triton_missing():
@@ -227,6 +227,18 @@ def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
     types = dict(zip(source.function.arg_names, source.types, strict=False))
     assert types["cu_seqlens_q_ptr"] == "*i32"
     assert types["cu_seqlens_k_ptr"] == "*i64"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])
+def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch built for CUDA raises without a driver; the interpreter needs none."""
+
+    def no_driver(*_: object) -> int:
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(allocate, "_empty_strided_cuda", no_driver)
+    monkeypatch.setattr(allocate, "_cuda_getDevice", no_driver, raising=False)
+    assert allocate.empty((2, 3), (3, 1), torch.float32, torch.device(device)).shape == (2, 3)
 
 
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
