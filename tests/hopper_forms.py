@@ -75,7 +75,6 @@ FP8_FORMS = {
     "fp8-128-causal-blocks": _HEADS["128"]._replace(
         window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
     ),
-    "fp8-256": _HEADS["256"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-256x128-window-scores": Call(
         head_dim=256, head_dim_v=128, dtype=torch.float8_e4m3fn, descales=True, **_MASKS["window"],
         softcap=30.0, alibi=2, sinks=True,

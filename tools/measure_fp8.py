@@ -1,7 +1,8 @@
 """Speed and error of the Hopper forward with 8-bit inputs, beside bfloat16: for the rows of its table.
 
-    python tools/measure_fp8.py speed       # TFLOP/s of several cuts, of our bfloat16 and of cuDNN's; the widening
-    python tools/measure_fp8.py error       # against float64: 8-bit on either backend, eager bfloat16
+    python tools/measure_fp8.py speed       # TFLOP/s of several cuts, of our bfloat16 and of cuDNN's; the transposition
+    python tools/measure_fp8.py error       # against float64: 8-bit, eager bfloat16, eager with 8-bit weights
+    python tools/measure_fp8.py error --scale-log2 0    # weights rounded as they are, not times 2⁸
 
 All in one process, medians of calls between CUDA events, in turns, for `--seconds` in all: the longer, the more the
 clock is what a load sustains. Kernels compile first, in processes side by side. Needs an sm_90 GPU;
@@ -22,22 +23,24 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
+from flashtile._backends.gluon import gl
 from flashtile.bench.timing import EventTimer
-from flashtile.ops.attention.hopper import configs, launch
+from flashtile.ops.attention.hopper import configs, forward_walk, launch
 from flashtile.ops.attention.hopper.configs import HopperConfig
-from flashtile.ops.attention.hopper.widening import make_widening, widen
 
 TOKENS, COLUMNS, TURNS = 16384, 2048, 4
 CUTS = {
     128: {
-        "a quarter ahead": HopperConfig(2, 128, 2, 240, 168, False, 32, 32),
-        "three stages": HopperConfig(2, 128, 3, 240, 168, False, 32, 64),
-        "three stages, a quarter ahead": HopperConfig(2, 128, 3, 240, 168, False, 32, 32),
-        "three stages, in turn": HopperConfig(2, 128, 3, 240, 168, False, 32, 64, in_turn=True),
+        "half ahead": HopperConfig(2, 128, 4, 240, 168, False, 64),
+        "a quarter ahead": HopperConfig(2, 128, 4, 240, 168, False, 32),
+        "none ahead": HopperConfig(2, 128, 4, 240, 168, False, 0),
+        "queries in registers": HopperConfig(2, 128, 4, 240, 168, True, 64),
+        "64 keys": HopperConfig(2, 64, 8, 240, 168, False, 32),
     },
     64: {
-        "in no order": HopperConfig(3, 128, 4, 160, 128, False, 0),
-        "2 consumers": HopperConfig(2, 128, 5, 240, 168, False, 64, 64),
+        "3 consumers in turn": HopperConfig(3, 128, 6, 160, 128, False, 0, in_turn=True),
+        "2 consumers": HopperConfig(2, 128, 6, 240, 168, False, 64),
+        "2, queries in registers": HopperConfig(2, 128, 6, 240, 168, True, 64),
     },
 }
 
@@ -95,7 +98,9 @@ def speed_of(head_dim: int, rows: int, causal: bool, seconds: float) -> str:
     def run(*tensors: Tensor, **factors: Tensor) -> Tensor:
         return flashtile.attention(*tensors, **factors, causal=causal, backend="hopper")
 
-    widening = make_widening(eight[2].shape, eight[2].stride(), eight[2].device)
+    spec = flashtile.ops.attention.spec.AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
+    shapes, strides = zip(*((x.shape, x.stride()) for x in eight))
+    plan = launch._plan(eight[0].dtype, eight[0].device, shapes, strides, None, None, rows, spec)
     transposed = [x.transpose(1, 2) for x in qkv]
 
     def run_cudnn() -> Tensor:
@@ -107,18 +112,19 @@ def speed_of(head_dim: int, rows: int, causal: bool, seconds: float) -> str:
         "8-bit as shipped": (None, lambda: run(*eight, **factors)),
         "cuDNN bfloat16": (None, run_cudnn),
         **{name: (config, lambda: run(*eight, **factors)) for name, config in CUTS[head_dim].items()},
-        "widening": (None, lambda: widen(eight[2], widening)),
-        "PyTorch's": (None, lambda: eight[2].to(torch.bfloat16)),
+        "transposition": (None, lambda: launch._transposed(eight[2], None, plan.transposition)),
     }
-    *times, ours, theirs = milliseconds(functions, seconds)
+    *times, transposition = milliseconds(functions, seconds)
     work = 4 * batch * heads * rows**2 * head_dim / (2 if causal else 1) / 1e9
     speeds = ", ".join(f"{name} {work / ms:.0f}" for name, ms in zip(functions, times))
-    case = f"D {head_dim}, {rows}, {'causal' if causal else 'full'}"
-    return f"{case}: {speeds}; widening {1e3 * ours:.0f} µs, PyTorch's {1e3 * theirs:.0f}"
+    return (
+        f"D {head_dim}, {rows}, {'causal' if causal else 'full'}: {speeds}; transposition {1e3 * transposition:.0f} µs"
+    )
 
 
-def error() -> None:
+def error(scale_log2: float) -> None:
     """Root mean square of the error by that of out, of 256 queries."""
+    forward_walk.WEIGHT_SCALE_LOG2 = gl.constexpr(scale_log2)
     for kind, shift, sharpness in (("normal", 0, 1), ("values around 1", 1, 1), ("peaked", 0, 5)):
         for keys in (2048, 8192, 65536):
             q, k, v = random_qkv(1, 256, keys, 2, 128)
@@ -129,9 +135,16 @@ def error() -> None:
                 "hopper": flashtile.attention(*eight, **factors, backend="hopper"),
                 "triton": flashtile.attention(*eight, **factors, backend="triton"),
                 "eager bfloat16": flashtile.attention(*(x.bfloat16() for x in exact), backend="reference"),
+                "eager with 8-bit weights": with_rounded_weights(*(x.float() for x in exact), 2.0**scale_log2),
             }
             errors = ", ".join(f"{name} {relative(out, oracle):.1e}" for name, out in results.items())
             print(f"{kind}, {keys} keys: {errors}", flush=True)
+
+
+def with_rounded_weights(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    weights = flashtile.attention_probs(q, k)
+    unit = weights.amax(-1, keepdim=True) / scale
+    return ((weights / unit).to(torch.float8_e4m3fn).float() @ v.transpose(1, 2) * unit).transpose(1, 2)
 
 
 def relative(out: Tensor, oracle: Tensor) -> float:
@@ -142,11 +155,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "error"))
     parser.add_argument("--seconds", type=float, default=0.1, help="of calls one after another, for each median")
+    parser.add_argument("--scale-log2", type=float, default=8.0, help="weights are rounded times 2 to this")
     arguments = parser.parse_args()
     if arguments.what == "speed":
         speed(arguments.seconds)
     else:
-        error()
+        error(arguments.scale_log2)
 
 
 if __name__ == "__main__":
