@@ -393,59 +393,6 @@ def test_long_walks_of_heads_that_share_keys_turn(
     assert variant.turns is turns
 
 
-@pytest.mark.parametrize(
-    "rows, heads, heads_kv, spec, meets",
-    [
-        (32768, 2, 2, {}, True),
-        (4096, 16, 2, {}, True),
-        (4095, 16, 2, {}, False),
-        (32768, 2, 2, {"window_right": 0}, False),
-        (32768, 2, 2, {"window_left": 9000}, False),
-        (32768, 2, 2, {"deterministic": True}, False),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_walks_beyond_the_cache_begin_where_others_are(
-    rows: int, heads: int, heads_kv: int, spec: dict[str, Any], meets: bool, head_dim: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert plan.main.launch.meets is plan.begin.launch.meets is meets
-    assert plan.turns_at - plan.counter_at >= 4 * (1 + heads) or not plan.main.launch.meets
-
-
-@pytest.mark.parametrize(
-    "batch, rows, heads, heads_kv, spec, shares",
-    [
-        (2, 4096, 64, 8, {"window_right": 0}, 1),
-        (2, 2048, 64, 8, {"window_right": 0}, 1),  # 256 walks
-        (1, 2048, 64, 8, {"window_right": 0}, 2),  # 128 walks, of which one takes as long as sixteen others
-        (1, 2048, 64, 8, {}, 1),  # 128 walks of one length
-        (1, 8192, 8, 1, {"window_right": 0}, 4),  # 64 walks
-        (1, 8192, 8, 1, {}, 2),
-        (1, 8192, 8, 1, {"window_left": 99, "window_right": 0}, 1),  # too short
-        (1, 8192, 8, 1, {"window_left": 999, "window_right": 0}, 2),
-        (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
-        (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks
-        (1, 1024, 12, 12, {"window_right": 0}, 1),
-        (1, 512, 7, 1, {}, 1),  # too short
-    ],
-    ids=str,
-)
-def test_few_walks_are_divided(
-    batch: int, rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
-    assert plan.shares == shares
-    assert plan.main.scalars[:4] == (batch, heads_kv * shares, heads // heads_kv // shares, shares)
-    assert plan.main.programs == min(132, batch * heads_kv * shares * -(-rows // 128))
-    dq, *parts = plan.outputs
-    assert dq.shape == (batch, rows, heads, 128)
-    assert all(part.shape == (batch, rows, heads_kv * shares, 128) for part in parts)
-
-
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
 def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
     scale: float, multiplied: bool, monkeypatch: pytest.MonkeyPatch
@@ -460,20 +407,12 @@ def _main_variant(
     monkeypatch: pytest.MonkeyPatch, **changes: int,
 ) -> backward_variant.BackwardVariant:  # fmt: skip
     """What a backward compiles for its main kernel."""
-    return _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes).main.launch
-
-
-def _main_plan(
-    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
-    monkeypatch: pytest.MonkeyPatch, batch: int = 64, **changes: int,
-) -> backward_launch.BackwardPlan:  # fmt: skip
-    """On 132 multiprocessors; by default so many walks that none is divided."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
-    shapes = [torch.Size((batch, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
+    shapes = [torch.Size((1, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
     strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
     call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
-    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes)
+    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes).main.launch
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -482,9 +421,7 @@ _NUMBERS = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize(
-    "tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 200, 1, 85), (2, 5, 2, 128)]
-)
+@pytest.mark.parametrize("tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 20, 1, 8), (2, 5, 2, 8)])
 @pytest.mark.parametrize("listed", [False, True])
 def test_order_of_the_key_tiles_of_the_backward(
     tiles: int, lines: int, first: int, together: int, listed: bool, monkeypatch: pytest.MonkeyPatch
@@ -494,8 +431,9 @@ def test_order_of_the_key_tiles_of_the_backward(
     monkeypatch.setattr(blocks, "gl", _NUMBERS)
     monkeypatch.setattr(pieces, "gl", _NUMBERS)
     monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    monkeypatch.setattr(pieces, "_TILES_TOGETHER", pieces._TILES_TOGETHER.value)
-    assert pieces.lines_together.fn(tiles, backward_walk._LINES.value) == together
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    assert backward_walk._lines_together.fn(tiles) == together
     numbers = range(tiles * lines)
     if listed:
         order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in numbers]
@@ -537,7 +475,7 @@ def test_tiles_of_a_walk_that_may_go_up(
     monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
     turned = uncut if up else 0
     walk = SimpleNamespace(turned=last + 1 - turned, mirror=2 * last + 1 - turned)
-    form = SimpleNamespace(TURNS=True, MEETS=False)
+    form = SimpleNamespace(TURNS=True)
     down = range(last, last - uncut - cut, -1)
     visited = [backward_walk.turned_tile.fn(walk, tile, form) for tile in down]
     assert visited == (list(down[:uncut])[::-1] if up else list(down[:uncut])) + list(down[uncut:])
@@ -548,8 +486,10 @@ def test_walks_of_a_line_meet(tiles: int, lines: int, monkeypatch: pytest.Monkey
     """Programs that take the longest walk that is left, over the query tiles of a causal square: at any time those of a
     line are at no more than two places, one on its way down and one on its way up."""
     monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    _number_lines(monkeypatch)
-    together = min(backward_walk.lines_together(tiles, backward_walk._LINES), lines)
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    monkeypatch.setattr(backward_walk, "_lines_together", backward_walk._lines_together.fn)
+    together = min(backward_walk._lines_together(tiles), lines)
     ends, places = [0] * (132 // together), {}
     for tile in range(tiles):  # of one line; the others have as many programs
         program = min(range(len(ends)), key=ends.__getitem__)
@@ -638,7 +578,7 @@ def test_walks_visit_each_tile_of_queries_once(
     walk_of = _walks(monkeypatch)
     form = _form_of_walks(m, n, TURNS=True)
     group, shift, directions = 2, keys - rows, set()
-    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None, 1
+    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None
     for first in range(0, keys, n):
         walk = walk_of((first, 0, 3), call, form)
         steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
@@ -652,30 +592,15 @@ def test_walks_visit_each_tile_of_queries_once(
     assert directions == {-1, 0, 1}
 
 
-@pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200)])
-@pytest.mark.parametrize("met", [0, 1, 17, 60])
-def test_a_walk_may_begin_anywhere(rows: int, keys: int, met: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a mask: from there down, and behind the first query tile from the last one on."""
-    form = _form_of_walks(64, 128, right=False, MEETS=True)
-    tiles = -(-rows // 64)
-    call = None, None, 1, 8, 2, rows, keys, -(-keys // 128), tiles, 0, 0, None, 1
-    walk = _walks(monkeypatch)((256, 0, 3, met), call, form)
-    steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
-    visited = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
-    begin = tiles - 1 - met
-    assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
-
-
 def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """`walk_of` for Python's numbers, with all that it calls."""
     numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
     for module in (backward_walk, backward_pieces, pieces):
         monkeypatch.setattr(module, "gl", numbers)
-    for name in ("PAIRS_TOGETHER", "_TILES_AT_ONCE"):
+    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER", "_TILES_AT_ONCE"):
         monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
-    _number_lines(monkeypatch)
     monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("uncut_tiles", "walks_up", "_lines_at_once", "rises"):
+    for name in ("uncut_tiles", "walks_up", "_lines_together", "_lines_at_once", "rises"):
         monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
     for name in ("tile_in_order", "locate_tile"):
         monkeypatch.setattr(backward_walk, name, getattr(pieces, name).fn)
@@ -687,17 +612,9 @@ def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     return backward_walk.walk_of.fn
 
 
-def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`lines_together` for Python's numbers, as the backward calls it."""
-    monkeypatch.setattr(pieces, "gl", _NUMBERS)
-    monkeypatch.setattr(pieces, "_TILES_TOGETHER", pieces._TILES_TOGETHER.value)
-    monkeypatch.setattr(backward_walk, "_LINES", backward_walk._LINES.value)
-    monkeypatch.setattr(backward_walk, "lines_together", pieces.lines_together.fn)
-
-
 def _form_of_walks(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
     """What the walks of dense calls ask of a `Form`."""
-    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "MEETS", "TILE_K"), False)
+    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "TILE_K"), False)
     return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
 
@@ -716,7 +633,7 @@ def test_key_tiles_add_in_one_order(
     form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
     band = left or 0, right or 0
     tiles = -(-keys // n)
-    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None, 1
+    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None
     added: collections.defaultdict = collections.defaultdict(list)
     ways = set()
     for number in range(3 * heads * tiles):

@@ -9,7 +9,6 @@ from flashtile.ops.attention.hopper.blocks import column_in_order, line_entries
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     hear_tile,
-    lines_together,
     locate_tile,
     next_number,
     place_of,
@@ -20,13 +19,8 @@ from flashtile.ops.attention.hopper.pieces import (
 #: What stands for the first key: there are no more tiles; a tile has no keys.
 _END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
 
-#: Key tiles that run at once, about.
-_TILES_AT_ONCE = gl.constexpr(128)
-
-#: Lines that take turns at least. What they read and add to together is queries, dout and sums of dq, of whole lines
-#: where a mask has gaps: 1 KiB for each row and head at D 128, which should stay in the L2 cache. Not one line, whose
-#: last tiles would leave more of the GPU idle.
-_LINES = gl.constexpr(2)
+#: Key tiles that run at once, about, and key tiles whose lines take turns.
+_TILES_AT_ONCE, _TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
 
 
 @aggregate
@@ -39,8 +33,8 @@ class Form:
     the key tiles add to dq in order, ALTERNATES: those of every second group of lines in the opposite one (`rises`),
     MAY_CUT: a band or the end of the keys may cut a tile (a branch for that, even one that is never taken, keeps ptxas
     from mixing what is before and behind it), CUT_LAST: what it cuts are the last steps of a walk, and they have a loop
-    of their own (`backward_variant`), TURNS: some walks go up (`walks_up`), MEETS: they begin where others are
-    (`meeting_point`), STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`.
+    of their own (`backward_variant`), TURNS: some walks go up (`walks_up`), STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in
+    `BackwardConfig`.
     """
 
     KEYS: gl.constexpr
@@ -59,7 +53,6 @@ class Form:
     MAY_CUT: gl.constexpr
     CUT_LAST: gl.constexpr
     TURNS: gl.constexpr
-    MEETS: gl.constexpr
     STATISTICS_MULTIPLIED: gl.constexpr
     SUMS_BY_TMA: gl.constexpr
     TILE_Q: gl.constexpr
@@ -68,7 +61,7 @@ class Form:
     @gluon.constexpr_function
     def __init__(
         self, KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, STAYS, ORDERED, ALTERNATES, PACKED, HAS_LEFT,
-        HAS_RIGHT, TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, MEETS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
+        HAS_RIGHT, TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.KEYS = gl.constexpr(KEYS)
         self.M = gl.constexpr(M)
@@ -86,7 +79,6 @@ class Form:
         self.MAY_CUT = gl.constexpr(MAY_CUT)
         self.CUT_LAST = gl.constexpr(CUT_LAST)
         self.TURNS = gl.constexpr(TURNS)
-        self.MEETS = gl.constexpr(MEETS)
         self.STATISTICS_MULTIPLIED = gl.constexpr(STATISTICS_MULTIPLIED)
         self.SUMS_BY_TMA = gl.constexpr(SUMS_BY_TMA)
         self.TILE_Q = gl.constexpr(TILE_Q)
@@ -100,7 +92,7 @@ class Walk:
     `first`: first key in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the sequence's rows begin and how
     many they are. `shift`: the key of query 0's diagonal. `start`: the query tile that comes first, `way`: 1 or -1,
     to the next one. Those in `[full_begin, full_end)` need no mask, nor do the first `uncut` steps. `place`: tile 0 of
-    the first head among all tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`, `met`: as
+    the first head among all tiles of statistics and sums, `line` tiles for each head. `turned`, `mirror`: as
     `turned_tile`.
     """
 
@@ -124,12 +116,11 @@ class Walk:
     uncut: gl.tensor
     turned: gl.tensor
     mirror: gl.tensor
-    met: gl.tensor
 
     @gluon.constexpr_function
     def __init__(
         self, first, sequence, first_head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, start, way, group, total,
-        full_begin, full_end, place, line, uncut, turned, mirror, met,
+        full_begin, full_end, place, line, uncut, turned, mirror,
     ):  # fmt: skip
         self.first = first
         self.sequence = sequence
@@ -151,7 +142,6 @@ class Walk:
         self.uncut = uncut
         self.turned = turned
         self.mirror = mirror
-        self.met = met
 
 
 @gluon.jit
@@ -164,8 +154,6 @@ def find_keys(number, taking, form):
         while found[0] == _EMPTY_SLOT:
             number = next_number(number, counter_ptr, 1)
             found = _locate_keys(number, call, form)
-    if form.MEETS:
-        found += (gl.load(meeting_point(counter_ptr, found, call), volatile=True),)
     tell_tile(mailbox, count, found)
     return number, found
 
@@ -175,7 +163,7 @@ def _locate_keys(number, call, form):
     """First key (or `_END`, `_EMPTY_SLOT`), sequence and key/value head of the `number`-th tile; packed, where the
     sequence's queries and keys begin and how many they are; with a block mask, how many query tiles are listed."""
     (
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, _, _, _, blocks, _,
+        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, _, _, _, blocks,
     ) = call  # fmt: skip
     UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT
     lines = heads_kv if form.PACKED else batch * heads_kv
@@ -186,7 +174,7 @@ def _locate_keys(number, call, form):
     elif form.ORDERED and form.TILE_K > 0:
         together = PAIRS_TOGETHER  # tiles of a line wait for one another in no regular way: other lines go on
     else:
-        together = lines_together(tiles, _LINES)
+        together = _lines_together(tiles)
     if form.TILE_K > 0 and not form.ORDERED:
         tile, line = column_in_order(number, tiles, lines, together, form.TILE_K // form.KEYS)
     else:
@@ -217,6 +205,17 @@ def _locate_keys(number, call, form):
 
 
 @gluon.jit
+def _lines_together(tiles):
+    """How many lines' key tiles take turns: so many that these are about twice as many as run at once.
+
+    What they read and add to together is queries, dout and sums of dq, of whole lines where a mask has gaps: 1 KiB for
+    each row and head at D 128, which should stay in the L2 cache. Not one line, whose last tiles would leave more of
+    the GPU idle.
+    """
+    return gl.minimum(gl.maximum(_TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+
+
+@gluon.jit
 def _lines_at_once(tiles):
     """How many lines have all their key tiles under way at once, at least one."""
     return gl.maximum(_TILES_AT_ONCE // tiles, 1)
@@ -238,7 +237,7 @@ def rises(line, lines, together):
 @gluon.jit
 def hear_keys(mailbox, count, form):
     """The `count`-th tile of this program, as `find_keys` found it; past the last a negative first key."""
-    NUMBERS: gl.constexpr = 7 if form.PACKED else 4 if form.TILE_K > 0 or form.MEETS else 3
+    NUMBERS: gl.constexpr = 7 if form.PACKED else 4 if form.TILE_K > 0 else 3
     return hear_tile(mailbox, count, NUMBERS)
 
 
@@ -255,7 +254,7 @@ def hear_next_keys(found, mailbox, count, form):
 @gluon.jit
 def walk_of(found, call, form):
     """The walk of a tile that `find_keys` or `hear_keys` gave."""
-    _, _, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, _, _ = call
+    _, _, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, _ = call
     first, sequence, head_kv = found[0], found[1], found[2]
     head = head_kv * group
     if form.PACKED:
@@ -270,9 +269,6 @@ def walk_of(found, call, form):
     )
     total = group * (end - begin)
     uncut = uncut_tiles(begin, full_begin, full_end, end)
-    met = gl.to_tensor(0)
-    if form.MEETS:
-        met = found[3]
     turned = gl.to_tensor(0)
     if form.TURNS:
         turned = uncut * walks_up(first // form.KEYS, tiles, batch * heads_kv, gl.num_programs(0))
@@ -287,7 +283,6 @@ def walk_of(found, call, form):
         first, sequence, head, head_kv, begin_q, seq_q, begin_k, seq_k, shift, start, way,
         gl.to_tensor(group), gl.to_tensor(total), gl.to_tensor(full_begin), gl.to_tensor(full_end), place,
         gl.to_tensor(query_tiles), gl.to_tensor(group * uncut), end - turned, 2 * end - 1 - turned,
-        met,
     )  # fmt: skip
 
 
@@ -306,35 +301,17 @@ def walks_up(tile, tiles, lines, programs):
     that go up from their diagonal are at the same query tile at any time, although they start one after the other, and
     end together at the last one, where those of the next round start.
     """
-    of_a_round = gl.maximum(programs // gl.minimum(lines_together(tiles, _LINES), lines), 1)
+    of_a_round = gl.maximum(programs // gl.minimum(_lines_together(tiles), lines), 1)
     return tile // of_a_round % 2
 
 
 @gluon.jit
-def meeting_point(counter_ptr, found, call):
-    """Where the walks of a tile's line tell how many query tiles, from the last one down, lie before the one that they
-    are at; behind the count of tiles.
-
-    Programs that walk over the same queries together read them once from memory. But some multiprocessors are faster,
-    and each walk takes them further apart, until the L2 cache no longer has for one what another has read. So each
-    walk begins where another one is, which does not matter without a mask: behind the first query tile comes the last.
-    A model of 132 programs and a cache of 35 MB has 8 fetches of each tile instead of 142 (64 and 8 heads, 32k).
-    """
-    return counter_ptr + 1 + found[1] * call[3] + found[2]
-
-
-@gluon.jit
 def turned_tile(walk, tile, form):
-    """The query tile of a step that would have `tile` if the walk went down from the last one.
-
-    Where it goes up the tiles from `turned` on, which are uncut, come in the opposite order, each in the place of its
-    mirror image; so for masks `tile` will do. Where it began `met` tiles further down, without a mask, all are shifted.
+    """The query tile of a step that would have `tile` if the walk went down. Where it goes up the tiles from `turned`
+    on, which are uncut, come in the opposite order, each in the place of its mirror image; so for masks `tile` will do.
     """
     if form.TURNS:
         tile = gl.where(tile >= walk.turned, walk.mirror - tile, tile)
-    if form.MEETS:
-        tile -= walk.met
-        tile = gl.where(tile < 0, tile + walk.line, tile)
     return tile
 
 

@@ -34,9 +34,6 @@ PACKED_ROWS = gl.constexpr(2**30)
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
 PAIRS_TOGETHER = gl.constexpr(8)
 
-#: Tiles whose lines take turns: about twice as many as run at once.
-_TILES_TOGETHER = gl.constexpr(256)
-
 #: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_walk.find_keys`).
 FIELDS = gl.constexpr(7)
 
@@ -191,15 +188,6 @@ def tile_in_order(number, tiles, lines, together, UNEVEN: gl.constexpr):
         tile = number % tiles
         line = number // tiles
     return tile, line
-
-
-@gluon.jit
-def lines_together(tiles, LEAST: gl.constexpr):
-    """How many lines of so many tiles take turns, of uneven tiles: `LEAST` of long ones, and of short ones so many that
-    the longest tiles of the next lines come before half of those that run are done. A model of 132 programs, causal, is
-    busy for 0.93 of its time with 32 lines of 8 tiles, and for 0.66 if 8 lines take turns; with 256 lines for 0.98 and
-    0.95."""
-    return gl.maximum(_TILES_TOGETHER // tiles, LEAST)
 
 
 @gluon.jit
