@@ -345,8 +345,10 @@ def lengths_of(
     max_seqlen_q: int | None,
     max_seqlen_k: int | None,
     key_lengths: Tensor | None,
+    tables: bool,
 ) -> tuple[SideInputs, int]:
     """The lengths of a call that is packed where it has `cu_seqlens_q`, and how many batch entries or sequences it has.
+    `tables`: it has a bias or a mask, whose rows and columns the bounds count.
 
     For functions that serve both; `attention` and `attention_varlen` know which they are.
     """
@@ -363,6 +365,8 @@ def lengths_of(
         batch, rows_q, rows_k = checks.check_cu_seqlens(cu_seqlens_q, cu_seqlens_k, q.device), q.shape[0], k.shape[0]
         checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
         checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
+        if tables:
+            checks.check_longest(max_seqlen_q, max_seqlen_k)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry or sequence")
     longest_q = rows_q if max_seqlen_q is None else max_seqlen_q

@@ -160,11 +160,10 @@ def explain(
         dropout_p, dropout_seed, dropout_seed.device if isinstance(dropout_seed, Tensor) else q.device
     )
     spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths)
+    tables = not (bias is None and mask is None)
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, tables)
     side = side._replace(dropout_seed=dropout_seed)
     if any(tensor is not None for tensor in (bias, mask, alibi_slopes, sinks)):
-        if packed and not (bias is None and mask is None):
-            checks.check_longest(max_seqlen_q, max_seqlen_k)
         sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
     if block_mask is not None:

@@ -167,9 +167,8 @@ def attention_column_sums(
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
     spec = build_spec(q, causal, align, window, scale, 0.0, True, backend, softcap)
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths)
-    if packed and not (bias is None and mask is None):
-        checks.check_longest(max_seqlen_q, max_seqlen_k)
+    tables = not (bias is None and mask is None)
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, tables)
     sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
     side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, None, batch)
     if block_mask is not None:
