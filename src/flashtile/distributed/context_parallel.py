@@ -284,8 +284,9 @@ def _check_agreement(
     }
     settings = {name: _comparable(value) for name, value in settings.items()} | {"packed": bool(documents)}
     values = {name: t for name, t in tensors.items() if t is not None and name in ("key_lengths", "dropout_seed")}
-    agree(places, described | settings, values | {"cu_seqlens": documents})
-    return tuple((described | settings).items())
+    facts = described | settings
+    agree(places, facts, values | {"cu_seqlens": documents})
+    return tuple(facts.items())
 
 
 def _comparable(value: Any) -> Any:
