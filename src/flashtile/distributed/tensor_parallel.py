@@ -358,8 +358,10 @@ class VocabParallelEmbedding(nn.Module):
             )
         own = tokens - self.mesh.get_local_rank() * weight.shape[0]
         elsewhere = (own < 0) | (own >= weight.shape[0])
-        found = F.embedding(own.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere.unsqueeze(-1), 0)
-        found = found.masked_fill(outside.unsqueeze(-1), float("nan"))  # 0 of all ranks would pass for an embedding
+        # 0 where another rank has it; of a token that nobody has, 0 of all ranks would pass for an embedding.
+        nothing = weight.new_zeros(tokens.shape).masked_fill(outside, float("nan"))
+        found = F.embedding(own.masked_fill(elsewhere, 0), weight)
+        found = torch.where(elsewhere.unsqueeze(-1), nothing.unsqueeze(-1), found)
         return leave(found, self.mesh, self.sequence_parallel)
 
     def extra_repr(self) -> str:
