@@ -111,6 +111,12 @@ BACKWARD_FORMS = {
     "128-long": _backward(128, 128, False, False, False)._replace(cut_last=True),
     "128-turns": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True),
     "128-turns-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True, dtype=torch.float16),
+    "64-meets": _backward(64, 64, False, False, False, right=False)._replace(may_cut=False, meets=True),
+    "128-meets": _backward(128, 128, False, False, False, right=False)._replace(may_cut=False, meets=True),
+    "128-meets-cut": _backward(128, 128, False, False, False, right=False)._replace(cut_last=True, meets=True),
+    "128-meets-fp16": _backward(128, 128, False, False, False, right=False)._replace(
+        may_cut=False, meets=True, dtype=torch.float16
+    ),
     "64-turns": _backward(64, 64, False, False, False)._replace(turns=True),
     "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(cut_last=True),
     "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True, alternates=False),

@@ -393,6 +393,59 @@ def test_long_walks_of_heads_that_share_keys_turn(
     assert variant.turns is turns
 
 
+@pytest.mark.parametrize(
+    "rows, heads, heads_kv, spec, meets",
+    [
+        (262144, 2, 2, {}, True),
+        (32768, 16, 2, {}, True),
+        (32767, 16, 2, {}, False),
+        (262144, 2, 2, {"window_right": 0}, False),
+        (262144, 2, 2, {"window_left": 9000}, False),
+        (262144, 2, 2, {"deterministic": True}, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_walks_beyond_the_cache_begin_where_others_are(
+    rows: int, heads: int, heads_kv: int, spec: dict[str, Any], meets: bool, head_dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
+    assert plan.main.launch.meets is plan.begin.launch.meets is meets
+    assert plan.turns_at - plan.counter_at >= 4 * (1 + heads) or not plan.main.launch.meets
+
+
+@pytest.mark.parametrize(
+    "batch, rows, heads, heads_kv, spec, shares",
+    [
+        (2, 4096, 64, 8, {"window_right": 0}, 1),
+        (2, 2048, 64, 8, {"window_right": 0}, 1),  # 256 walks
+        (1, 2048, 64, 8, {"window_right": 0}, 2),  # 128 walks, of which one takes as long as sixteen others
+        (1, 2048, 64, 8, {}, 1),  # 128 walks of one length
+        (1, 8192, 8, 1, {"window_right": 0}, 4),  # 64 walks
+        (1, 8192, 8, 1, {}, 2),
+        (1, 8192, 8, 1, {"window_left": 99, "window_right": 0}, 1),  # too short
+        (1, 8192, 8, 1, {"window_left": 999, "window_right": 0}, 2),
+        (1, 8192, 8, 1, {"window_right": 0, "deterministic": True}, 4),
+        (1, 1024, 12, 1, {"window_right": 0}, 12),  # 8 walks
+        (1, 1024, 12, 12, {"window_right": 0}, 1),
+        (1, 512, 7, 1, {}, 1),  # too short
+    ],
+    ids=str,
+)
+def test_few_walks_are_divided(
+    batch: int, rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
+    assert plan.shares == shares
+    assert plan.main.scalars[:4] == (batch, heads_kv * shares, heads // heads_kv // shares, shares)
+    assert plan.main.programs == min(132, batch * heads_kv * shares * -(-rows // 128))
+    dq, *parts = plan.outputs
+    assert dq.shape == (batch, rows, heads, 128)
+    assert all(part.shape == (batch, rows, heads_kv * shares, 128) for part in parts)
+
+
 @pytest.mark.parametrize("scale, multiplied", [(1.0, True), (1e-18, True), (1e-20, False)])
 def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
     scale: float, multiplied: bool, monkeypatch: pytest.MonkeyPatch
@@ -407,12 +460,20 @@ def _main_variant(
     monkeypatch: pytest.MonkeyPatch, **changes: int,
 ) -> backward_variant.BackwardVariant:  # fmt: skip
     """What a backward compiles for its main kernel."""
+    return _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes).main.launch
+
+
+def _main_plan(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
+    monkeypatch: pytest.MonkeyPatch, batch: int = 64, **changes: int,
+) -> backward_launch.BackwardPlan:  # fmt: skip
+    """On 132 multiprocessors; by default so many walks that none is divided."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
-    shapes = [torch.Size((1, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
+    shapes = [torch.Size((batch, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
     strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
     call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
-    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes).main.launch
+    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes)
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -421,32 +482,52 @@ _NUMBERS = SimpleNamespace(
 )
 
 
-@pytest.mark.parametrize("tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 20, 1, 8), (2, 5, 2, 8)])
-@pytest.mark.parametrize("listed", [False, True])
-def test_order_of_the_key_tiles_of_the_backward(
-    tiles: int, lines: int, first: int, together: int, listed: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "tiles, lines, first, together", [(128, 16, 1, 2), (64, 9, 2, 4), (3, 200, 1, 8), (2, 5, 2, 8)]
+)
+def test_order_of_the_listed_key_tiles_of_the_backward(
+    tiles: int, lines: int, first: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every key tile of every line once, of a few lines side by side; with a block mask behind the first of all lines,
-    else from the last to the first."""
+    """Every key tile of every line once: the first of all lines, and then those of a few lines side by side."""
     monkeypatch.setattr(blocks, "gl", _NUMBERS)
-    monkeypatch.setattr(pieces, "gl", _NUMBERS)
-    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
-    assert backward_walk._lines_together.fn(tiles) == together
-    numbers = range(tiles * lines)
-    if listed:
-        order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in numbers]
-    else:
-        first = 0
-        order = [pieces.tile_in_order.fn(number, tiles, lines, together, True) for number in numbers]
-        order = [(tiles - 1 - tile, line) for tile, line in order]
+    _number_lines(monkeypatch)
+    assert backward_walk._lines_together(tiles) == together
+    order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in range(tiles * lines)]
     assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
     ahead, others = order[: first * lines], order[first * lines :]
     assert all(tile < first for tile, _ in ahead)
     whole = together * (tiles - first)
     assert all(line // together == number // whole for number, (_, line) in enumerate(others))
     assert others[:whole] == sorted(others[:whole])
+
+
+@pytest.mark.parametrize(
+    "tiles, lines, closing, last",
+    [
+        (128, 16, 2, 8),
+        (64, 9, 4, 0),
+        (16, 128, 16, 112),
+        (3, 200, 85, 112),
+        (2, 5, 128, 0),
+        (8, 40, 1, 32),
+        (8, 41, 1, 40),
+    ],
+)
+def test_order_of_uneven_tiles(
+    tiles: int, lines: int, closing: int, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tile of every line once: of eight lines side by side, and at the end of at least `closing`, each time from
+    the last tile to the first."""
+    _number_lines(monkeypatch)
+    assert closing in (1, pieces.closing_lines.fn(tiles))
+    numbers = range(tiles * lines)
+    order = [pieces.tile_in_order.fn(number, tiles, lines, 8, closing, True) for number in numbers]
+    assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
+    begins = [*range(0, last, 8), last, lines]
+    for begin, end in itertools.pairwise(begins):
+        turn = order[begin * tiles : end * tiles]
+        assert turn == [(tile, line) for tile in reversed(range(tiles)) for line in range(begin, end)]
+        assert {pieces.turn_of(line, lines, 8, closing) for line in range(begin, end)} == {(begin, end - begin)}
 
 
 @pytest.mark.parametrize("group, start, steps", [(1, 7, 5), (4, 9, 10), (3, 0, 1)])
@@ -475,7 +556,7 @@ def test_tiles_of_a_walk_that_may_go_up(
     monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
     turned = uncut if up else 0
     walk = SimpleNamespace(turned=last + 1 - turned, mirror=2 * last + 1 - turned)
-    form = SimpleNamespace(TURNS=True)
+    form = SimpleNamespace(TURNS=True, MEETS=False)
     down = range(last, last - uncut - cut, -1)
     visited = [backward_walk.turned_tile.fn(walk, tile, form) for tile in down]
     assert visited == (list(down[:uncut])[::-1] if up else list(down[:uncut])) + list(down[uncut:])
@@ -485,16 +566,13 @@ def test_tiles_of_a_walk_that_may_go_up(
 def test_walks_of_a_line_meet(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that take the longest walk that is left, over the query tiles of a causal square: at any time those of a
     line are at no more than two places, one on its way down and one on its way up."""
-    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
-    monkeypatch.setattr(backward_walk, "_lines_together", backward_walk._lines_together.fn)
-    together = min(backward_walk._lines_together(tiles), lines)
+    _number_lines(monkeypatch)
+    _, together = pieces.turn_of(0, lines, backward_walk._lines_together(tiles), backward_walk._closing_lines(tiles, 1))
     ends, places = [0] * (132 // together), {}
     for tile in range(tiles):  # of one line; the others have as many programs
         program = min(range(len(ends)), key=ends.__getitem__)
         steps = range(tile, tiles)
-        if not backward_walk.walks_up.fn(tile, tiles, lines, 132):
+        if not backward_walk.walks_up.fn(tile, tiles, 0, lines, 1, 132):
             steps = steps[::-1]
         for time, step in enumerate(steps, ends[program]):
             places.setdefault(time, set()).add(step)
@@ -578,7 +656,7 @@ def test_walks_visit_each_tile_of_queries_once(
     walk_of = _walks(monkeypatch)
     form = _form_of_walks(m, n, TURNS=True)
     group, shift, directions = 2, keys - rows, set()
-    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None
+    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None, 1
     for first in range(0, keys, n):
         walk = walk_of((first, 0, 3), call, form)
         steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
@@ -592,15 +670,28 @@ def test_walks_visit_each_tile_of_queries_once(
     assert directions == {-1, 0, 1}
 
 
+@pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200)])
+@pytest.mark.parametrize("met", [0, 1, 17, 60])
+def test_a_walk_may_begin_anywhere(rows: int, keys: int, met: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask: from there down, and behind the first query tile from the last one on."""
+    form = _form_of_walks(64, 128, right=False, MEETS=True)
+    tiles = -(-rows // 64)
+    call = None, None, 1, 8, 2, rows, keys, -(-keys // 128), tiles, 0, 0, None, 1
+    walk = _walks(monkeypatch)((256, 0, 3, met), call, form)
+    steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
+    visited = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
+    begin = tiles - 1 - met
+    assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
+
+
 def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """`walk_of` for Python's numbers, with all that it calls."""
     numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
+    _number_lines(monkeypatch)
     for module in (backward_walk, backward_pieces, pieces):
         monkeypatch.setattr(module, "gl", numbers)
-    for name in ("PAIRS_TOGETHER", "_TILES_TOGETHER", "_TILES_AT_ONCE"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
     monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("uncut_tiles", "walks_up", "_lines_together", "_lines_at_once", "rises"):
+    for name in ("uncut_tiles", "walks_up", "_lines_at_once", "rises"):
         monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
     for name in ("tile_in_order", "locate_tile"):
         monkeypatch.setattr(backward_walk, name, getattr(pieces, name).fn)
@@ -612,9 +703,23 @@ def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     return backward_walk.walk_of.fn
 
 
+def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells which lines take turns, for Python's numbers."""
+    for module in (pieces, backward_walk):
+        monkeypatch.setattr(module, "gl", _NUMBERS)
+    monkeypatch.setattr(pieces, "_TILES_AT_THE_END", pieces._TILES_AT_THE_END.value)
+    monkeypatch.setattr(pieces, "turn_of", pieces.turn_of.fn)
+    for name in ("PAIRS_TOGETHER", "_TILES_AT_ONCE", "_TILES_TOGETHER"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
+    monkeypatch.setattr(backward_walk, "turn_of", pieces.turn_of)
+    monkeypatch.setattr(backward_walk, "closing_lines", pieces.closing_lines.fn)
+    for name in ("_lines_together", "_closing_lines"):
+        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
+
+
 def _form_of_walks(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
     """What the walks of dense calls ask of a `Form`."""
-    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "TILE_K"), False)
+    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "MEETS", "TILE_K"), False)
     return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
 
@@ -633,7 +738,7 @@ def test_key_tiles_add_in_one_order(
     form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
     band = left or 0, right or 0
     tiles = -(-keys // n)
-    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None
+    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None, 1
     added: collections.defaultdict = collections.defaultdict(list)
     ways = set()
     for number in range(3 * heads * tiles):

@@ -10,6 +10,7 @@ import torch
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
+from flashtile.ops.attention.hopper import backward_launch, backward_variant
 from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, run, with_arguments
 
 pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
@@ -333,7 +334,7 @@ def test_three_consumers(changes: dict, arguments: dict) -> None:
 def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
     """So many queries and heads for each key tile that the steps which a mask or the end of the keys cuts have a loop
     of their own. The end of the keys cuts all steps of the last tile."""
-    sizes = {"batch": 2, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
+    sizes = {"batch": 32, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
     check(with_arguments(replace(_LARGE, **sizes, head_dim=128, head_dim_v=128), **arguments), "hopper", "cuda")
 
 
@@ -345,6 +346,45 @@ def test_walks_that_go_up(head_dim: int, seq_q: int, seq_k: int, changes: dict) 
     sizes = {"batch": 1, "heads": 16, "heads_kv": 8, "seq_q": seq_q, "seq_k": seq_k}
     case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes)
     check(with_arguments(case, causal=True), "hopper", "cuda")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"causal": True}, {"causal": True, "deterministic": True}, {"window": (700, 0)}, {"softcap": 5.0}],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (104, 80), (128, 128), (192, 128), (256, 256)])
+def test_heads_that_share_keys_among_several_walks(head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    """So few key tiles that the query heads of a key/value head are divided."""
+    sizes = {"batch": 1, "heads": 12, "heads_kv": 2, "seq_q": 1500, "seq_k": 1400}
+    case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim_v)
+    check(with_arguments(case, **arguments), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("heads", [3, 7])
+@pytest.mark.parametrize(
+    "changes",
+    [{"lengths_q": (700, 0, 900), "lengths_k": (650, 70, 1000), "batch": 3}, {"block_mask": (128, 128)}],
+    ids=["packed", "blocks"],
+)
+def test_heads_among_several_walks_of_packed_and_listed_tiles(heads: int, changes: dict) -> None:
+    sizes = {"batch": 1, "heads": heads, "heads_kv": 1, "seq_q": 1500, "seq_k": 1400, "dtype": torch.float16}
+    case = replace(_LARGE, **{**sizes, **changes}, head_dim=128, head_dim_v=128)
+    check(with_arguments(case, causal=True), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("changes", [{}, {"alibi_slopes": "h", "constant": ("alibi_slopes",)}], ids=["plain", "alibi"])
+@pytest.mark.parametrize("seq_q, seq_k, heads_kv", [(512, 2304, 4), (500, 2190, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_walks_that_begin_where_others_are(
+    head_dim: int, seq_q: int, seq_k: int, heads_kv: int, changes: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the L2 cache would not hold what a walk reads."""
+    monkeypatch.setattr(backward_variant, "WALK_BEYOND_CACHE", 512)
+    backward_launch._plan.cache_clear()
+    sizes = {"batch": 8, "heads": 4, "heads_kv": heads_kv, "seq_q": seq_q, "seq_k": seq_k}
+    check(replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes), "hopper", "cuda")
+    backward_launch._plan.cache_clear()
 
 
 _BANDS = [

@@ -89,7 +89,7 @@ def attention_backward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
     statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
     sums_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
-    batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
+    batch, heads_kv, group, shares, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
@@ -97,24 +97,26 @@ def attention_backward_kernel(
     SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, STATISTICS_MULTIPLIED: gl.constexpr,
-    SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, MEETS: gl.constexpr,
+    STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
-    """`..._rest_desc`: of the second chunk of columns, or None. `tiles` key tiles (packed: slots) on each line of a
-    key/value head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how many key tiles have
-    added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have been taken beside each
-    program's first, zero at the start. `scale` > 0. Other arguments as in the forward kernel."""
+    """`..._rest_desc`: of the second chunk of columns, or None. `heads_kv` counts each key/value head `shares` times,
+    once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles` key tiles (packed:
+    slots) on each line of such a head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how
+    many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
+    been taken beside each program's first, zero at the start; if MEETS, with a zero for each line behind it
+    (`backward_walk.meeting_point`). `scale` > 0. Other arguments as in the forward kernel."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
     )  # fmt: skip
     form = Form(
         KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT,
-        TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
+        TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, MEETS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
     )  # fmt: skip
     call = (
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,
-        window_left, window_right, blocks,
+        window_left, window_right, blocks, shares,
     )  # fmt: skip
     READERS: gl.constexpr = 2
     k = make_ring(k_desc, k_rest_desc, KEY_STAGES * WARPGROUPS, 1)

@@ -43,18 +43,21 @@ def attention_begin_kernel(
     sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
-    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr,
+    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, MEETS: gl.constexpr,
 ):  # fmt: skip
     """Writes lse and `delta = rowsum(dout · out) - dlse` of one tile, as `backward_pieces.less_statistics` reads them:
     lse in units of log2, or where they are operands (`lse_unit`: minus one of these in units of scores) in parts, and
     both with the opposite sign. Also zeros where the tile's dq will be summed, where key tiles count their turns to do
-    so, and where programs count the tiles that they take. `quiet_ptr`, where rows may see no key: dout for the main
-    kernel, in the layout of out, with zeros in these rows, whose weights of 0 would not stop NaN there.
-    `sink_logits_ptr`, beside sinks: those that lse counts, and `sink_sums_ptr`: the tile's part of minus their
+    so, and where programs count the tiles that they take and tell where they are. `quiet_ptr`, where rows may see no
+    key: dout for the main kernel, in the layout of out, with zeros in these rows, whose weights of 0 would not stop NaN
+    there. `sink_logits_ptr`, beside sinks: those that lse counts, and `sink_sums_ptr`: the tile's part of minus their
     gradient."""
     number = gl.program_id(0)
     if number == 0:
         gl.store(counter_ptr, 0)
+    if MEETS:
+        if number < batch * heads:
+            gl.store(counter_ptr + 1 + number, 0)
     tile = number % query_tiles
     line = number // query_tiles
     sequence, head, first, begin, rows, _, _ = locate_tile(

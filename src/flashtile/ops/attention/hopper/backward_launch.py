@@ -49,9 +49,12 @@ from flashtile.ops.attention.plans import (
     block_sizes,
     clipped_window,
     contiguous_on_16_bytes,
+    longest_walk,
     may_hide_rows,
     packing,
     positive_scale,
+    shares_of_heads,
+    sum_of_shares,
     tiles_of,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
@@ -71,7 +74,7 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
-        outputs: dq, dk, dv.
+        outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
         scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
             the counter of tiles that were taken, where dq is added up in order the turns, and beside sinks the parts of
             their gradient.
@@ -83,6 +86,7 @@ class BackwardPlan(NamedTuple):
     end: Launch
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
+    shares: int
     scratch: Layout
     statistics_at: int
     quiet_at: int
@@ -103,8 +107,8 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the three kernels. The sums of dq are added up in no fixed order unless `spec.deterministic`. Of `wanted`
-    they serve the sinks (`configs.obstacle`)."""
+    """Runs the three kernels. The sums of dq, and where walks meet dk and dv, are added up in no fixed order unless
+    `spec.deterministic`. Of `wanted` they serve the sinks (`configs.obstacle`)."""
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
@@ -150,6 +154,8 @@ def backward(
         *plan.main.scalars,
     )  # fmt: skip
     plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
+    if plan.shares > 1:
+        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
         by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
@@ -216,21 +222,30 @@ def _plan(
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     tiles = query_tiles * lines
     dout_shape = (*q_shape[:-1], head_dim_v)
+    programs = multiprocessors(device)
+    uneven = packed or block_tile is not None or (variant.has_right and not variant.has_left)
+    group = heads // heads_kv
+    steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
+    shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
+    group //= shares
     *_, dout_strides = strides
     row_strides = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
     wide = max(row_strides) >= 2**31
-    begin = _launcher("begin", variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks), device)
-    main = _launcher("main", with_loops(variant, heads // heads_kv, rows_q, rows_k), device)
+    looping = with_loops(variant, group, rows_q, rows_k)
+    begins = variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks, meets=looping.meets)
+    begin = _launcher("begin", begins, device)
+    main = _launcher("main", looping, device)
     end = _launcher("end", variant, device)
     common = (batch, heads, rows_q, query_tiles)
     scalars = (
-        *(batch, heads_kv, heads // heads_kv, rows_q, rows_k, key_tiles, query_tiles),
+        *(batch, heads_kv * shares, group, shares, rows_q, rows_k, key_tiles, query_tiles),
         *clipped_window(spec),
         spec.scale,
         *score_scalars(spec, heads, alibi),
         *block_places(spec, rows_q, rows_k, blocks, by_column=True)[:-1],  # columns come in their own order
     )
-    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in shapes)
+    parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
+    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in (q_shape, *parts))
     sums, statistics = (
         math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
     )
@@ -240,16 +255,17 @@ def _plan(
         # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
         quiet = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
-    all_tiles = key_tiles * lines_kv
-    counter = 4  # one, and what keeps 16 bytes aligned
+    all_tiles = key_tiles * lines_kv * shares
+    counter = 4 * -(-(1 + (lines if looping.meets else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if spec.deterministic else 0
     scratch = sums + statistics + quiet + counter + turns + (tiles if sinks else 0)
     return BackwardPlan(
         Launch(begin, tiles, (*row_strides, *common, lse_unit)),
-        Launch(main, min(all_tiles, multiprocessors(device)) if config.producer else all_tiles, scalars),
+        Launch(main, min(all_tiles, programs) if config.producer else all_tiles, scalars),
         Launch(end, tiles, (*common, spec.scale)),
         _describer(variant, shapes, strides, dk, dv, tiles),
         (dq, dk, dv),
+        shares,
         Layout((scratch,), (1,), torch.float32),
         4 * sums,
         4 * (sums + statistics),
@@ -383,6 +399,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "MAY_CUT": variant.may_cut,
         "CUT_LAST": variant.cut_last,
         "TURNS": variant.turns,
+        "MEETS": variant.meets,
         "STATISTICS_MULTIPLIED": config.statistics_multiplied,
         "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,

@@ -5,7 +5,14 @@ Letters as in `pieces` and `backward`.
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
-from flashtile.ops.attention.hopper.backward_walk import find_keys, keys_of, step_of, turned_tile, walk_of
+from flashtile.ops.attention.hopper.backward_walk import (
+    find_keys,
+    keys_of,
+    meeting_point,
+    step_of,
+    turned_tile,
+    walk_of,
+)
 from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, listed_rank, listed_tile, tell
 from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, next_number, place_of
 
@@ -67,28 +74,34 @@ def _load_listed(walk, count, before, producing):
 @gluon.jit
 def load_keys(walk, count, producing):
     """Loads keys and values of the `count`-th tile."""
-    form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, _ = producing
-    _load_rows_of_keys(k, k_desc, k_rest_desc, walk, count, form)
-    _load_rows_of_keys(v, v_desc, v_rest_desc, walk, count, form)
+    form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, call = producing
+    head = walk.head_kv // call[12]
+    _load_rows_of_keys(k, k_desc, k_rest_desc, walk, head, count, form)
+    _load_rows_of_keys(v, v_desc, v_rest_desc, walk, head, count, form)
 
 
 @gluon.jit
-def _load_rows_of_keys(ring, desc, rest_desc, walk, count, form):
+def _load_rows_of_keys(ring, desc, rest_desc, walk, head, count, form):
     for which in gl.static_range(form.KEYS // ROWS):
         row = walk.first + which * ROWS
         place, phase = keys_of(count, which, form)
         mbarrier.wait(ring.empty.index(place), phase ^ 1)
         load_tile(
-            ring, place, desc, rest_desc, walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, form.PACKED
+            ring, place, desc, rest_desc, walk.sequence, head, walk.begin_k, walk.seq_k, row, form.PACKED
         )  # fmt: skip
 
 
 @gluon.jit
 def load_step(walk, it, before, producing):
     """Loads queries, statistics and dout of step `it` of a walk without a list, before which there were `before`."""
-    form, loading = producing[0], producing[1]
+    form, loading, counter_ptr, call = producing[0], producing[1], producing[9], producing[10]
     head, tile = step_of(walk, it)
-    _load_queries(walk, form, loading, before + it, head, turned_tile(walk, tile, form), FULL, 0)
+    tile = turned_tile(walk, tile, form)
+    if form.MEETS:
+        if head == 0:
+            found = (walk.first, walk.sequence, walk.head_kv)
+            gl.store(meeting_point(counter_ptr, found, call), walk.line - 1 - tile)
+    _load_queries(walk, form, loading, before + it, head, tile, FULL, 0)
 
 
 @gluon.jit

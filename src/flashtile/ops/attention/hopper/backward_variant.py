@@ -10,6 +10,11 @@ from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
 from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
 
+#: Queries of all heads that share keys, from which on what a walk reads and adds to (1 KiB each at D 128) is so much
+#: that programs which drift apart find little of it in the L2 cache. TFLOP/s of walks that meet and others, D 128, 64
+#: and 8 heads: 32,768 tokens 605 and 560, 16,384 602 and 607; 16 heads, 65,536 tokens, 621 and 613.
+WALK_BEYOND_CACHE = 2**18
+
 #: Queries of all heads that share keys, from which on a walk over them is long. Thousands of cycles of all kernels at
 #: D 128, causal, with one loop and with two: 1,024 tokens 830 and 839, 4,096 1,979 and 1,991; of the main kernel, 8,192
 #: tokens 3,272 and 3,285, with 8 heads that share keys 13,089 and 12,794.
@@ -39,6 +44,7 @@ class BackwardVariant(NamedTuple):
     may_cut: bool = True
     cut_last: bool = False
     turns: bool = False
+    meets: bool = False
     alternates: bool = False
 
 
@@ -52,6 +58,7 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
         may_cut=may_cut,
         cut_last=may_cut and long and not alternates and _may_cut_last(variant),
         turns=long and group > 1 and _may_turn(variant),
+        meets=group * rows_q >= WALK_BEYOND_CACHE and not banded and _may_meet(variant),
         alternates=alternates,
     )
 
@@ -76,6 +83,12 @@ def _may_turn(variant: BackwardVariant) -> bool:
     """Whether some walks of a call may go up (`backward_walk.walks_up`): those of a causal mask, in no order."""
     causal = variant.has_right and not variant.has_left and not variant.packed and variant.block_tile is None
     return causal and variant.config.producer and not variant.ordered
+
+
+def _may_meet(variant: BackwardVariant) -> bool:
+    """Whether walks of a call without a mask may begin where others of their line are (`backward_walk.meeting_point`):
+    those in no order, of a program whose producer can look for that."""
+    return variant.block_tile is None and variant.config.producer and not variant.ordered
 
 
 def _may_alternate(variant: BackwardVariant) -> bool:

@@ -48,6 +48,7 @@ from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
     M,
     barriers,
+    closing_lines,
     consumer_key_tiles,
     finish_numbers,
     hear_tile,
@@ -202,7 +203,7 @@ def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
     ROWS: gl.constexpr = form.CONSUMERS * M
     UNEVEN: gl.constexpr = form.PACKED or form.HAS_LEFT or form.HAS_RIGHT or form.TILE_Q > 0
     following = number
-    tile, line = tile_in_order(number, tiles, lines, PAIRS_TOGETHER, UNEVEN)
+    tile, line = tile_in_order(number, tiles, lines, PAIRS_TOGETHER, closing_lines(tiles), UNEVEN)
     if form.TILE_Q > 0:
         tile = longest_first(listing[0], tile, line // heads, line % heads, ROWS, form.TILE_Q)
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(

@@ -34,6 +34,9 @@ PACKED_ROWS = gl.constexpr(2**30)
 #: (batch, head) pairs whose tiles run side by side: few enough that their keys and values stay in the L2 cache.
 PAIRS_TOGETHER = gl.constexpr(8)
 
+#: Tiles that end a call, longest first: about twice as many as run at once.
+_TILES_AT_THE_END = gl.constexpr(256)
+
 #: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_walk.find_keys`).
 FIELDS = gl.constexpr(7)
 
@@ -172,22 +175,39 @@ def load_tile(ring, stage, desc, rest_desc, sequence, head, begin, length, row, 
 
 
 @gluon.jit
-def tile_in_order(number, tiles, lines, together, UNEVEN: gl.constexpr):
+def tile_in_order(number, tiles, lines, together, closing, UNEVEN: gl.constexpr):
     """Which tile of which line the `number`-th is.
 
     Where a mask makes tiles uneven, those with the most keys (the last of a line) come first, so that the short ones
-    fill up the end; `together` lines at a time, their heads fastest, so that they share keys in the L2 cache.
+    fill up the end; those of lines that take turns together (`turn_of`), their heads fastest, so that they share keys
+    in the L2 cache.
     """
     if UNEVEN:
-        first_line = number // (together * tiles) * together
-        lines_here = gl.minimum(together, lines - first_line)
-        within = number % (together * tiles)
+        first_line, lines_here = turn_of(number // tiles, lines, together, closing)
+        within = number - first_line * tiles
         tile = tiles - 1 - within // lines_here
         line = first_line + within % lines_here
     else:
         tile = number % tiles
         line = number // tiles
     return tile, line
+
+
+@gluon.jit
+def turn_of(line, lines, together, closing):
+    """The first of the lines that take turns with `line`, and how many they are: `together`, the last ones `closing`
+    or a few more."""
+    last = gl.maximum(lines - closing, 0) // together * together
+    first = gl.minimum(line // together * together, last)
+    return first, gl.where(first < last, together, lines - last)
+
+
+@gluon.jit
+def closing_lines(tiles):
+    """How many lines of so many tiles take turns at the end of a call at least: so many that their short tiles suffice
+    to keep all programs at work until the end. A model of 132 programs, causal, is busy for 0.96 of its time with 32
+    lines of 8 tiles, and for 0.69 if 8 lines take turns; with 512 lines of 4 for 0.99 and 0.95."""
+    return gl.maximum(_TILES_AT_THE_END // tiles, 1)
 
 
 @gluon.jit
