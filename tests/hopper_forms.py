@@ -71,10 +71,18 @@ FP8_FORMS = {
     "fp8-64": _HEADS["64"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-64-window": _HEADS["64"]._replace(**_MASKS["window"], dtype=torch.float8_e4m3fn),
     "fp8-64-packed": _HEADS["64"]._replace(**_MASKS["packed"], dtype=torch.float8_e4m3fn, descales=True),
+    "fp8-128-short": _HEADS["128"]._replace(seq_q=1024, dtype=torch.float8_e4m3fn),
     "fp8-128": _HEADS["128"]._replace(dtype=torch.float8_e4m3fn),
+    "fp8-128-few-keys": _HEADS["128"]._replace(seq_k=512, dtype=torch.float8_e4m3fn),
+    "fp8-128-causal": _HEADS["128"]._replace(window_right=0, seq_q=8192, seq_k=8192, dtype=torch.float8_e4m3fn),
+    "fp8-96-packed-scores": _HEADS["96"]._replace(
+        **_MASKS["packed"], seq_q=20000, seq_k=20000, dtype=torch.float8_e4m3fn, descales=True,
+        softcap=30.0, alibi=2, sinks=True,
+    ),
     "fp8-128-causal-blocks": _HEADS["128"]._replace(
         window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
     ),
+    "fp8-256": _HEADS["256"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-256x128-window-scores": Call(
         head_dim=256, head_dim_v=128, dtype=torch.float8_e4m3fn, descales=True, **_MASKS["window"],
         softcap=30.0, alibi=2, sinks=True,

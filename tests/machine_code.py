@@ -21,6 +21,7 @@ from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
+from flashtile.ops.attention.hopper import widening
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
@@ -163,7 +164,7 @@ def hopper_plan(call: Call) -> hopper_launch.Plan:
     with (
         mock.patch.object(hopper_launch, "multiprocessors", return_value=132),
         mock.patch.object(hopper_launch, "_launcher", lambda variant, _device: variant),
-        mock.patch.object(hopper_launch, "_transposer", lambda *of: of[:-1]),
+        mock.patch.object(widening, "_launcher", lambda head_dim_v, _device: head_dim_v),
     ):
         return hopper_launch._plan.__wrapped__(
             call.dtype,

@@ -40,6 +40,7 @@ from flashtile.ops.attention.hopper import (
     pieces,
     repeats,
 )
+from flashtile.ops.attention.hopper.widening import widen_source
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -73,7 +74,7 @@ def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | Non
         ({}, "hopper"),
         ({"dtype": torch.float16}, "hopper"),
         ({"dtype": torch.float8_e4m3fn, "head_dim": 256}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 136}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 136}, "hopper"),
         ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "triton"),
         ({"head_dim": 1}, "hopper"),
         ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
@@ -178,22 +179,17 @@ _LENGTHS_AND_BANDS = [
 ]
 
 
-def test_every_head_fits_shared_memory() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
+def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
     for (head_dim, head_dim_v), situation in itertools.product(_HEADS, _LENGTHS_AND_BANDS):
-        config = configs.choose_config(head_dim, head_dim_v, *situation)
-        assert configs.shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype)
+        assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
 
 
-def test_every_8_bit_head_fits_shared_memory() -> None:
-    for head_dim, head_dim_v in _HEADS:
-        if head_dim_v <= configs.MAX_HEAD_DIM_V_8:
-            config = configs.choose_config(head_dim, head_dim_v, 8192, False, False, dtype=torch.float8_e4m3fn)
-            heads = head_dim, head_dim_v, torch.float8_e4m3fn
-            assert configs.shared_memory(config, *heads) <= configs.SHARED_MEMORY
-
-
-def test_registers_of_a_program_are_those_of_a_multiprocessor() -> None:
-    for config in {configs.choose_config(*heads, *situation) for heads in _HEADS for situation in _LENGTHS_AND_BANDS}:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
+def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
+    situations = itertools.product(_HEADS, _LENGTHS_AND_BANDS)
+    for config in {configs.choose_config(*heads, *situation, dtype=dtype) for heads, situation in situations}:
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert partitions * config.max_registers * 128 <= 65536
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
@@ -237,7 +233,7 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     [({}, True), ({"seq_k": 1023}, False), ({"window_right": 0}, True), ({"window_left": 5000}, True),
      ({"window_left": 1000}, False), ({"sequences": 3}, True), ({"sequences": 30, "seq_q": 900}, False),
      ({"block_tile": (256, 128)}, False), ({"block_tile": (256, 128), "patterns": False}, True),
-     ({"dtype": torch.float8_e4m3fn}, False), ({"dtype": torch.float16}, True)],
+     ({"dtype": torch.float8_e4m3fn}, True), ({"dtype": torch.float16}, True)],
     ids=str,
 )  # fmt: skip
 def test_which_calls_take_chances(change: dict, steady: bool) -> None:
@@ -591,7 +587,7 @@ def _visible(query: int, keys: int, shift: int, left: int | None, right: int | N
 
 
 @pytest.mark.parametrize("skips", [False, True])
-@pytest.mark.parametrize("consumers, keys_of_a_tile", [(3, 128), (2, 64), (2, 128)])
+@pytest.mark.parametrize("consumers, keys_of_a_tile", [(3, 128), (3, 64), (2, 64), (2, 128)])
 @pytest.mark.parametrize("left, right", _BANDS)
 @pytest.mark.parametrize("rows, keys", _LENGTHS)
 def test_key_tiles_of_a_consumer(
@@ -783,9 +779,6 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 #: Bytes of a thread that may lie in device memory: scalars that the inner loops do not use, and what lives while only
 #: one of two loops runs. Three consumers have 160 registers each, and some more of that in the branch for masks.
 _SPILLS = {3: 168, 2: 80}
-#: With 8-bit operands a product has registers of its own: a few scalars too, and with all that may change the scores
-#: some in the branch for masks.
-_SPILLS_8 = 160
 
 
 def _instructions(binary: Binary) -> list[str]:
@@ -798,7 +791,7 @@ def test_machine_code(form: str) -> None:
     binary = compile_hopper(call)
     config = binary.variant.config
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
-    assert binary.spilled <= (_SPILLS_8 if call.dtype is torch.float8_e4m3fn else _SPILLS[config.consumers])
+    assert binary.spilled <= _SPILLS[config.consumers]
     assert not serialises_products(binary)
     assert unset_registers(sass(binary)) == []
     _assert_softmax_overlaps_products(_instructions(binary), binary.variant)
@@ -862,22 +855,22 @@ def _assert_bits_of_a_row_come_at_once(instructions: list[str], variant: launch.
     assert loads == (4 + 2 * variant.steady) * variant.config.consumers
 
 
-def test_8_bit_weights_are_rounded_in_place() -> None:
-    """Two to an instruction, and none moves to another thread, or within a register, on its way to the product."""
-    lines = _instructions(compile_hopper(FP8_FORMS["fp8-128"]))
-    rounded = [line for line in lines if "F2FP.SATFINITE.E4M3" in line]
-    consumers, before_and_in_the_loop = 2, 2
-    assert len(rounded) == consumers * before_and_in_the_loop * 128 // 2 // 2
-    assert sum("QGMMA" in line for line in lines) == consumers * (2 + 2) * 4
+@pytest.mark.parametrize("form", ["fp8-128-short", "fp8-128"])
+def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
+    """Scores of 8-bit products are the operands of 16-bit ones, and no weight moves to another thread."""
+    binary = compile_hopper(FP8_FORMS[form])
+    lines, config, loops = _instructions(binary), binary.variant.config, 2
+    assert sum("QGMMA" in line for line in lines) == config.consumers * (1 + loops) * 4
+    assert sum("HGMMA" in line for line in lines) == config.consumers * (1 + loops) * config.block_n // 16
     assert not any("PRMT" in line for line in lines)
 
 
-@pytest.mark.parametrize("head_dim_v", [96, 128])
-def test_the_transposition_moves_16_bytes_at_a_time(head_dim_v: int) -> None:
-    compiled = compile_kernel(launch.transpose_source((torch.int32, torch.int64), head_dim_v, 128), _SM_90)
+@pytest.mark.parametrize("head_dim_v", [8, 96, 256])
+def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
+    compiled = compile_kernel(widen_source(head_dim_v), _SM_90)
     assert spilled_bytes(compiled.asm, _SM_90) == 0
-    moves = re.findall(r"(?:LDG|STG)\.E\.(\w+)", instructions(compiled.asm))
-    assert moves.count("128") == 16
+    moves = re.findall(r"(LDG|STG)\.E\.(\w+)", instructions(compiled.asm))
+    assert moves.count(("LDG", "64")) == moves.count(("STG", "128")) == 8 == len(moves) // 2
 
 
 #: Bytes of a thread of the main kernel in device memory; what the loop over query tiles uses of them is a few scalars,

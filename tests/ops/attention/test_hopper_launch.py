@@ -23,7 +23,7 @@ if devices.interpreting():
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.hopper import backward_launch, configs, launch, widening
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -103,15 +103,16 @@ def launched() -> Any:
         return descriptor, *descriptor.layout.shape, *descriptor.layout.strides
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (launch, backward_launch):
+        for module in (launch, widening, backward_launch):
             patched.setattr(module, "make_launcher", make_launcher)
             patched.setattr(module, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+        for module in (launch, backward_launch):
             patched.setattr(module, "multiprocessors", lambda device: 132)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)
         patched.setattr(tma, "_described", described)
-        caches = (launch._plan, launch._launcher, launch._transposer, backward_launch._plan, backward_launch._launcher)
+        caches = (launch._plan, launch._launcher, widening._launcher, backward_launch._plan, backward_launch._launcher)
         for cache in caches:
             cache.cache_clear()
         yield found
@@ -189,8 +190,8 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
     arguments = launched["attention_forward_kernel"].arguments
     described = {"k": call.k, "out": out}
     if call.q.dtype is FP8:
-        transposed = launched["attention_transpose_kernel"].arguments
-        assert transposed["v_ptr"] == call.v.data_ptr() and transposed["out_ptr"] == arguments["v_desc"].address
+        widened = launched["attention_widen_kernel"].arguments
+        assert widened["v_ptr"] == call.v.data_ptr() and widened["out_ptr"] == arguments["v_desc"].address
     else:
         described["v"] = call.v
     if call.spec.scale > 0:

@@ -44,8 +44,8 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward", of 8-bit values "transpose" before them; on
-            the CPU what computes the call.
+        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward", of 8-bit values "widen" before them; on the
+            CPU what computes the call.
         tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
         shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
         backend: whose kernel it is: that of the backward may be another's than that of the forward.
@@ -265,7 +265,7 @@ def _kernels(
     else:
         first = portable("forward")
     if q.dtype is FP8:
-        return (KernelChoice("transpose", backend=forward), first) if forward == "hopper" else (first,)
+        return (KernelChoice("widen", backend=forward), first) if forward == "hopper" else (first,)
     if backward == "hopper":
         cut = hopper.backward_config_of(*heads, spec)
         return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)

@@ -19,9 +19,6 @@ Phase = Literal["forward", "backward"]
 #: Widest head of q and k, and of v.
 MAX_HEAD_DIM = 256
 
-#: Widest head of 8-bit values: a consumer's registers hold `out` and one more product beside the scores.
-MAX_HEAD_DIM_V_8 = 128
-
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
 
@@ -38,8 +35,9 @@ LONG_ENOUGH = 1024
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
-#: Barriers, the producer's messages, and what Triton passes to its partitions. Measured: up to 600 bytes.
-_OVERHEAD = 1024
+#: Barriers, the producer's messages, and what Triton passes to its partitions. Measured: up to 848 bytes, and with a
+#: third consumer of the forward 1,112.
+_OVERHEAD, _OVERHEAD_OF_A_THIRD = 1024, 128
 
 
 class HopperConfig(NamedTuple):
@@ -110,8 +108,6 @@ def obstacle(call: HopperCall) -> str | None:
         return f"its kernels are for sm_90, and the tensors are on {call.arch or 'no GPU'}"
     if call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    if call.dtype is FP8 and call.head_dim_v > MAX_HEAD_DIM_V_8:
-        return f"its 8-bit values have heads of up to {MAX_HEAD_DIM_V_8} columns, and these {call.head_dim_v}"
     if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dim, call.head_dim_v)}"
     if call.dropout:
@@ -138,7 +134,7 @@ def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None
         backward = choose_backward_config(call.head_dim, call.head_dim_v, blocks=True)
         block_m, block_n = backward.block_m, backward.block_n
     else:
-        forward = choose_config(call.head_dim, call.head_dim_v, SHORT_CAUSAL, False, False, True, call.dtype)
+        forward = choose_config(call.head_dim, call.head_dim_v, SHORT_CAUSAL, False, False, True)
         block_m, block_n = forward.block_m, forward.block_n
     if tile_q % block_m or tile_k % block_n:
         return (
@@ -208,19 +204,15 @@ _ROWS = (
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
 _NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64, 64)
 
-#: The same with 8-bit operands: products are added up in registers of their own, and half the bytes make room for more
-#: stages.
-_ROWS_8 = (
-    (128, 128, HopperConfig(2, 128, 4, 240, 168, False, 64)),
-    (256, 128, HopperConfig(2, 128, 3, 240, 168, False, 64)),
-)
 
-#: Instead of it, for 64 columns: 13 % fewer cycles at 8,192 tokens, causal 9 %; in turn, full, no fewer. Not where
-#: `_NARROW` would serve.
-_SMALL_8 = HopperConfig(3, 128, 6, 160, 128, False, 0)
+#: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
+#: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
+#: full, 1,024 tokens 701 and 674, 2,048 840 and 860, 8,192 910 and 973; causal, 4,096 805 and 783, 8,192 870 and 906,
+#: 16,384 892 and 956. All exponentials after the product: 0 to 3 % slower; consumers in turn: no faster.
+_LONG_8 = HopperConfig(3, 64, 6, 160, 128, False, 16, 16)
 
-#: Instead of the row of 65 to 128 columns, where there is no mask: 4 % fewer cycles at 8,192 tokens, causal 3 % more.
-_UNMASKED_8 = _ROWS_8[0][-1]._replace(ahead=32)
+#: Queries of a sequence from which on that serves, without a mask and under a causal one.
+LONG_8, LONG_8_CAUSAL = 2048, 8192
 
 
 def choose_config(
@@ -235,24 +227,20 @@ def choose_config(
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
     block mask; its tiles are usually of 128 queries."""
     widest = max(head_dim, head_dim_v)
-    rows = _ROWS_8 if dtype is FP8 else _ROWS
-    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
-        if left or blocks or short:
-            return row if dtype is FP8 else _NARROW
-        return _SMALL_8 if dtype is FP8 else row
-    if dtype is FP8 and widest <= 128 and not (left or right or blocks):
-        return _UNMASKED_8
-    return row
+        return _NARROW if left or blocks or short else row
+    long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
+    return _LONG_8 if dtype is FP8 and widest <= 128 and long and not (left or blocks) else row
 
 
-def takes_chances(dtype: torch.dtype, keys: int, window_left: int | None, patterns: int) -> bool:
+def takes_chances(keys: int, window_left: int | None, patterns: int) -> bool:
     """Whether the forward computes tiles against one reference, without running maxima (`forward_walk`), where a
-    sequence has about so many keys. Not 8-bit weights: they hold too few powers of two. Nor where tiles of a block mask
-    have patterns, as the first may show many rows nothing."""
+    sequence has about so many keys. Not where tiles of a block mask have patterns, as the first may show many rows
+    nothing."""
     visible = keys if window_left is None else min(keys, window_left)
-    return dtype is not FP8 and visible >= LONG_ENOUGH and not patterns
+    return visible >= LONG_ENOUGH and not patterns
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -281,10 +269,10 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
 def _shared_memory(
     config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, queries: int, outs: int
 ) -> int:
-    width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v, dtype))
-    read = config.block_m * queries * width + config.block_n * config.stages * (width + width_v)
-    written = CONSUMER_ROWS * outs * width_v
-    return dtype.itemsize * read + 2 * written + _OVERHEAD
+    width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v))
+    read = dtype.itemsize * (config.block_m * queries + config.block_n * config.stages) * width
+    overhead = _OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
+    return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead
 
 
 #: Columns of statistics that are operands, the least that a product takes.

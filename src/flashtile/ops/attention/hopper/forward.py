@@ -3,8 +3,8 @@
 Each program stays on its multiprocessor and takes one tile of query rows after another. Its producer finds the tile,
 tells the consumers, and loads queries, keys and values by TMA into rings; each consumer computes 64 query rows: the
 loops over key tiles are in `forward_walk`. In the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change
-scores (`scores`); a sink joins `l` at the end; where operands have 8 bits, weights are rounded otherwise and products
-added up otherwise (`eight_bits`).
+scores (`scores`); a sink joins `l` at the end. 8-bit queries and keys are multiplied as they are, their factors
+join the scale, and values come in 16 bits.
 
 Tiles come in two rounds: all of them, and those that are to be computed once more (`repeats`), of which there usually
 are none.
@@ -26,11 +26,7 @@ from flashtile.ops.attention.hopper.blocks import (
     make_news,
     tell,
 )
-from flashtile.ops.attention.hopper.eight_bits import (
-    add_product,
-    load_descale,
-    load_values,
-)
+from flashtile.ops.attention.hopper.eight_bits import load_descale
 from flashtile.ops.attention.hopper.forward_pieces import (
     Form,
     end_turn,
@@ -95,7 +91,7 @@ def attention_forward_kernel(
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
     programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
     a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
-    (`blocks`). With 8-bit operands `v_desc` is of the transposed values (`eight_bits`), and descale factors are of a
+    (`blocks`). Descale factors of 8-bit inputs are of a
     sequence and key/value head; `descale_group` is `group` once more. What a call does not have is None.
     """
     EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
@@ -105,7 +101,7 @@ def attention_forward_kernel(
     )  # fmt: skip
     q = make_ring(q_desc, q_rest_desc, CONSUMERS * QUERY_PLACES, 1)
     k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
-    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS, TRANSPOSED=EIGHT_BITS)
+    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS)
     out = gl.allocate_shared_memory(out_desc.dtype, [OUT_PLACES] + out_desc.block_shape, out_desc.layout)
     out_rest = out
     if out_rest_desc is not None:
@@ -243,10 +239,7 @@ def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
                 tell(listing[1], stage, 1, kind)
             load_tile(k, stage, k_desc, k_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
             mbarrier.wait(v.empty.index(stage), phase ^ 1)
-            if form.EIGHT_BITS:
-                load_values(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, row, form.PACKED)
-            else:
-                load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+            load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
             pair += 1
             if not AGAIN:
                 if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
@@ -359,11 +352,11 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
         steady = (note != NOTHING) & (key_end - key_begin >= LEAST_TILES)
     else:
         steady: gl.constexpr = False
-    p, o, o_rest, earlier, row_sum, m_scaled, pair, last_stage, last_phase = visit_key_tiles(
+    p, o, o_rest, row_sum, m_scaled, pair, last_stage, last_phase = visit_key_tiles(
         q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, steady, form, WHICH
     )
     mbarrier.wait(v.full.index(last_stage), last_phase)
-    o, o_rest = start_values(p, o, o_rest, v, last_stage, form)
+    o, o_rest = start_values(p, o, o_rest, v, last_stage)
     if not form.Q_IN_REGISTERS:
         release(q.empty.index(mine))
     # While the last product is in flight: what comes next, and the statistics.
@@ -376,11 +369,9 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     pair += 1
     if SKIPS and form.HAS_LEFT:
         pair = skip_key_tiles(after, k, v, pair, form, WHICH)
-    if form.EIGHT_BITS:
-        o, o_rest = add_product(earlier, o, o_rest, v)
     _hand_out(o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH)
     if steady:
-        fine = trustworthy(summed, o, o_rest, v, k.tiles.dtype) | (row >= seq_q)
+        fine = trustworthy(summed, o, o_rest, v, v.tiles.dtype) | (row >= seq_q)
         if gl.min(fine.to(gl.int32), 0) == 0:
             note_repeat(repeats, WHICH, note, noted, row, my_first)
             noted = note

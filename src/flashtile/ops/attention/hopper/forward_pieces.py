@@ -14,7 +14,6 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.eight_bits import values_operand, weights_operand
 from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, place_of, release, scale_rows
 from flashtile.ops.attention.hopper.scores import LOG2_E, capped, lowered_by_distance
 
@@ -89,17 +88,13 @@ def start_scores(q_tile, q_rest, k, stage, zeros):
 
 
 @gluon.jit
-def start_values(p, o, o_rest, v, stage, form):
-    """Starts `o += p v` with the values in a place of the ring; `o = p v` of 8-bit operands."""
-    ADDS: gl.constexpr = not form.EIGHT_BITS
-    if form.EIGHT_BITS:
-        p = weights_operand(p, gl.DotOperandLayout(0, o.type.layout, 4))
-    o = warpgroup_mma(p, values_operand(v.tiles.index(stage), v.ROWS, v.WIDTH), o, use_acc=ADDS, is_async=True)
+def start_values(p, o, o_rest, v, stage):
+    """Starts `o += p v` with the values in a place of the ring."""
+    o = warpgroup_mma(p, matrix(v.tiles.index(stage), v.ROWS, v.WIDTH), o, is_async=True)
     if v.REST > 0:
         layout: gl.constexpr = gl.DotOperandLayout(0, o_rest.type.layout, p.type.layout.k_width)
         p = gl.convert_layout(p, layout, assert_trivial=True)
-        rest = values_operand(v.rest.index(stage), v.ROWS, v.REST)
-        o_rest = warpgroup_mma(p, rest, o_rest, use_acc=ADDS, is_async=True)
+        o_rest = warpgroup_mma(p, matrix(v.rest.index(stage), v.ROWS, v.REST), o_rest, is_async=True)
     return o, o_rest
 
 

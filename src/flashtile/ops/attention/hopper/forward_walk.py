@@ -27,7 +27,6 @@ al., "FlashAttention-3" (2024), algorithm 2, for the products in flight.
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, warpgroup_mma_wait
 from flashtile.ops.attention.hopper.blocks import FULL, hear_listed, where_shown
-from flashtile.ops.attention.hopper.eight_bits import WEIGHT_SCALE_LOG2, add_product, rounded_weights
 from flashtile.ops.attention.hopper.forward_pieces import (
     begin_turn,
     end_turn,
@@ -72,15 +71,14 @@ def visit_key_tiles(
     of the rings before the last one, and where that is.
     """
     dtype: gl.constexpr = v.tiles.dtype
-    BITS: gl.constexpr = dtype.primitive_bitwidth
-    s_layout: gl.constexpr = product_layout(k.ROWS, BITS)
-    o_layout: gl.constexpr = product_layout(v.WIDTH, BITS)
+    s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
+    o_layout: gl.constexpr = product_layout(v.WIDTH)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
     o = gl.zeros([M, v.WIDTH], gl.float32, o_layout)
     o_rest = gl.to_tensor(0)
     if v.REST > 0:
-        o_rest = gl.zeros([M, v.REST], gl.float32, product_layout(v.REST, BITS))
+        o_rest = gl.zeros([M, v.REST], gl.float32, product_layout(v.REST))
 
     stage, phase = place_of(pair, k.STAGES)
     mbarrier.wait(k.full.index(stage), phase)
@@ -92,16 +90,9 @@ def visit_key_tiles(
     m_scaled = finite(m * scale_log2)
     if form.STEADY and dtype == gl.float16:
         m_scaled += gl.where(steady, FLOAT16_MARGIN, 0.0)
-    earlier = gl.to_tensor(0)
-    if form.EIGHT_BITS:
-        m_scaled -= WEIGHT_SCALE_LOG2
-        earlier = (o, o_rest, gl.full([M], 1.0, gl.float32, m.type.layout))
     first_probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
     row_sum = row_sums(first_probs)
-    if form.EIGHT_BITS:
-        p = rounded_weights(first_probs)
-    else:
-        p = gl.convert_layout(first_probs.to(dtype), p_layout)
+    p = gl.convert_layout(first_probs.to(dtype), p_layout)
 
     walk = (q_tile, q_rest, k, v, key_begin, key_end, scale_log2, zeros, view)
     if steady:
@@ -109,10 +100,10 @@ def visit_key_tiles(
             walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m_scaled, form, WHICH
         )
     else:
-        p, o, o_rest, earlier, row_sum, m_scaled, pair, stage, phase = _with_running_maxima(
-            walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, earlier, row_sum, m, m_scaled, form, WHICH
+        p, o, o_rest, row_sum, m_scaled, pair, stage, phase = _with_running_maxima(
+            walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m, m_scaled, form, WHICH
         )
-    return p, o, o_rest, earlier, row_sum, m_scaled, pair, stage, phase
+    return p, o, o_rest, row_sum, m_scaled, pair, stage, phase
 
 
 @gluon.jit
@@ -149,7 +140,7 @@ def _steadily(
 
 @gluon.jit
 def _with_running_maxima(
-    walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, earlier, row_sum, m, m_scaled,
+    walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m, m_scaled,
     form, WHICH: gl.constexpr,
 ):  # fmt: skip
     """The loop over the key tiles after the first one, against the maximum so far."""
@@ -163,20 +154,13 @@ def _with_running_maxima(
         m_scaled = finite(m_new * scale_log2)
         alpha = gl.exp2(m * scale_log2 - m_scaled)
         m = m_new
-        if form.EIGHT_BITS:
-            m_scaled -= WEIGHT_SCALE_LOG2
         row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         probs, row_sum, o, o_rest = _weights_beside_values(
             s, scale_log2, m_scaled, row_sum, o, o_rest, v, v_stage, form.AHEAD
         )
-        if form.EIGHT_BITS:
-            p = rounded_weights(gl.convert_layout(probs, s.type.layout, assert_trivial=True))
-            total, total_rest = add_product(earlier, o, o_rest, v)
-            earlier = (total, total_rest, alpha)
-        else:
-            p = gl.convert_layout(probs.to(v.tiles.dtype), p.type.layout)
-            o, o_rest = scale_rows(o, o_rest, alpha, v)
-    return p, o, o_rest, earlier, row_sum, m_scaled, pair, stage, phase
+        p = gl.convert_layout(probs.to(v.tiles.dtype), p.type.layout)
+        o, o_rest = scale_rows(o, o_rest, alpha, v)
+    return p, o, o_rest, row_sum, m_scaled, pair, stage, phase
 
 
 @gluon.jit
@@ -198,7 +182,7 @@ def _scores_beside_values(
         begin_turn(WHICH)
     scores = start_scores(q_tile, q_rest, k, stage, zeros)
     mbarrier.wait(v.full.index(v_stage), v_phase)
-    o, o_rest = start_values(p, o, o_rest, v, v_stage, form)
+    o, o_rest = start_values(p, o, o_rest, v, v_stage)
     if form.IN_TURN:
         end_turn(WHICH, form.CONSUMERS)
     n, kind, bits = _tile_of(key_begin + key_end - 1 - done, view, stage, k, form)

@@ -13,11 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
-from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
 from flashtile.ops.attention.hopper.block_parameters import (
@@ -36,9 +34,7 @@ from flashtile.ops.attention.hopper.configs import (
     out_places,
     query_places,
     takes_chances,
-    tile_width,
 )
-from flashtile.ops.attention.hopper.eight_bits import attention_transpose_kernel
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
 from flashtile.ops.attention.hopper.score_parameters import (
     ScoreVariant,
@@ -46,6 +42,7 @@ from flashtile.ops.attention.hopper.score_parameters import (
     parameter_types,
     score_scalars,
 )
+from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import (
     Layout,
     block_places,
@@ -93,15 +90,6 @@ class Variant(NamedTuple):
     steady: bool = False
 
 
-class Transposition(NamedTuple):
-    """The launch that transposes 8-bit values: `launch(programs, *pointers, *scalars)`, and what it fills."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int, ...]
-    output: Layout
-
-
 class Plan(NamedTuple):
     """A launch without its pointers: `launch(programs, *descriptors, *pointers, *scalars)`.
 
@@ -111,7 +99,7 @@ class Plan(NamedTuple):
         links: int32 numbers for tiles that are to be computed once more (`repeats`); 0 where no chances are taken.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
-        transposition: of 8-bit values, which the kernel reads transposed; else None.
+        widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
     launch: Callable[..., None]
@@ -121,7 +109,7 @@ class Plan(NamedTuple):
     makers: tuple[Callable[[int], tuple], ...]
     scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
-    transposition: Transposition | None = None
+    widening: Widening | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -146,8 +134,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
     if not plan.programs:
         return out.zero_(), _lse_without_keys(lse, side)
-    if plan.transposition is not None:
-        v = _transposed(v, cu_seqlens_k, plan.transposition)
+    if plan.widening is not None:
+        v = widen(v, plan.widening)
     links = empty((plan.links,), (1,), torch.int32, q.device) if plan.links else None
     of_q, of_k, of_v, of_out = plan.makers
     plan.launch(
@@ -176,13 +164,6 @@ def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
         row = torch.arange(lse.shape[-1], device=lse.device)
         lse.masked_fill_(row >= side.cu_seqlens_q[-1], float("-inf"))
     return lse
-
-
-def _transposed(v: Tensor, cu_seqlens_k: Tensor | None, transposition: Transposition) -> Tensor:
-    transposed = empty(*transposition.output, v.device)
-    pointers = v.data_ptr(), transposed.data_ptr(), pointer(cu_seqlens_k)
-    transposition.launch(transposition.programs, *pointers, *transposition.scalars)
-    return transposed
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -240,7 +221,7 @@ def _plan(
     variant = Variant(
         dtype,
         column_chunks(head_dim, dtype),
-        column_chunks(head_dim_v, dtype),
+        column_chunks(head_dim_v),
         config,
         out_places(config, head_dim, head_dim_v, dtype),
         query_places(config, head_dim, head_dim_v, dtype),
@@ -252,7 +233,7 @@ def _plan(
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
         block_tile,
         tuple(strides is not None for strides in descales),
-        takes_chances(dtype, max_seqlen_q if packed else rows_k, spec.window_left, blocks[1] if blocks else 0),
+        takes_chances(max_seqlen_q if packed else rows_k, spec.window_left, blocks[1] if blocks else 0),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -270,35 +251,18 @@ def _plan(
         *descale_scalars(descales).values(),
         None if descales == _NO_DESCALES else heads // heads_kv,
     )
+    widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
+    strides_v = strides[2] if widening is None else widening.output.strides
     layouts = [
         (packed_layout if packed else strided_layout)(tuple(shape), tuple(stride))
-        for shape, stride in zip((*shapes, out_shape), (*strides, outputs[0].strides))
+        for shape, stride in zip((*shapes, out_shape), (*strides[:2], strides_v, outputs[0].strides))
     ]
-    transposition = None
-    if dtype is FP8:
-        transposition = _transposition(variant, v_shape, strides[2], batch, device)
-        layouts[2] = TensorLayout(*transposition.output[:2])
     makers = tuple(
         chunks_maker(_dtype_of(name, variant), boxes, layout)
         for name, boxes, layout in zip(_MOVED, _boxes(variant), layouts)
     )
     links = config.consumers * tiles * lines if variant.steady else 0
-    return Plan(_launcher(variant, device), programs, dynamic, links, makers, scalars, outputs, transposition)
-
-
-def _transposition(
-    variant: Variant, shape: torch.Size, strides: tuple[int, ...], batch: int, device: torch.device
-) -> Transposition:
-    """How the values of a call become `[batch or 1, heads_kv, head_dim_v, keys]`, keys in whole tiles."""
-    rows_k, heads_kv, head_dim_v = shape[-3:]
-    keys = variant.config.block_n
-    tiles = tiles_of(rows_k, keys, batch, variant.packed)
-    lines = heads_kv * (1 if variant.packed else batch)
-    transposed = (1 if variant.packed else batch, heads_kv, head_dim_v, tiles * keys)
-    words = [stride // 4 for stride in (0, *used_strides(shape, strides))[-4:-1]]
-    launch = _transposer(variant.index_dtypes, head_dim_v, keys, device)
-    output = Layout(transposed, contiguous_strides(transposed), variant.dtype)
-    return Transposition(launch, tiles * lines, (*words, batch, heads_kv, rows_k, tiles), output)
+    return Plan(_launcher(variant, device), programs, dynamic, links, makers, scalars, outputs, widening)
 
 
 def _launch_nothing(programs: int, *arguments: object) -> None:
@@ -313,8 +277,6 @@ def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
     def box(name: str, width: int) -> tuple[int, ...] | None:
         if not width:
             return None
-        if name == "v" and variant.dtype is FP8:
-            return (1, 1, width, rows[name])
         return (*outer, rows[name], 1, width)
 
     widths = {"q": variant.chunks, "k": variant.chunks, "v": variant.chunks_v, "out": variant.chunks_v}
@@ -322,7 +284,7 @@ def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
 
 
 def _dtype_of(name: str, variant: Variant) -> torch.dtype:
-    return out_dtype(variant.dtype) if name == "out" else variant.dtype
+    return out_dtype(variant.dtype) if name in ("v", "out") else variant.dtype
 
 
 @functools.cache
@@ -378,36 +340,4 @@ def kernel_source(variant: Variant) -> KernelSource:
         num_warps=4,
         num_stages=1,
         max_registers=config.max_registers,
-    )
-
-
-@functools.cache
-def _transposer(
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None, head_dim_v: int, keys: int, device: torch.device
-) -> Callable[..., None]:
-    return make_launcher(transpose_source(index_dtypes, head_dim_v, keys), device, device_facts(device))
-
-
-def transpose_source(index_dtypes: tuple[torch.dtype, torch.dtype] | None, head_dim_v: int, keys: int) -> KernelSource:
-    """The kernel that transposes values of `head_dim_v` columns in tiles of so many keys."""
-    constants: dict[str, object] = {
-        "HEAD_DIM_V": head_dim_v,
-        "E": tile_width(head_dim_v),
-        "N": keys,
-        "PACKED": index_dtypes is not None,
-    }
-    names = [name for name in attention_transpose_kernel.arg_names if name not in constants]
-    types = {"v_ptr": "*i32", "out_ptr": "*i32"} | {name: "i64" for name in names if name.startswith("stride_")}
-    types["cu_seqlens_k_ptr"] = "constexpr" if index_dtypes is None else "*" + ELEMENT_TYPES[index_dtypes[1]]
-    if index_dtypes is None:
-        constants["cu_seqlens_k_ptr"] = None
-    # Addresses and strides are multiples of 16 bytes.
-    multiples = {"v_ptr": 16, "out_ptr": 16} | {name: 4 for name in names if name.startswith("stride_")}
-    return KernelSource(
-        attention_transpose_kernel,
-        tuple(types.get(name, "i32") for name in names),
-        tuple(multiples.get(name, 1) for name in names),
-        constants,
-        num_warps=4,
-        num_stages=1,
     )

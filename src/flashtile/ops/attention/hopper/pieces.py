@@ -45,8 +45,7 @@ FIELDS = gl.constexpr(7)
 class Ring:
     """Tiles in shared memory that a producer fills and consumers empty. Each place has a barrier for either.
 
-    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again. Of a ring
-    of transposed tiles `ROWS`, `WIDTH` and `REST` are those of the tensor too: a place holds `[WIDTH, ROWS]`.
+    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -102,11 +101,10 @@ def release(barrier):
 
 
 @gluon.jit
-def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr, TRANSPOSED: gl.constexpr = False):
+def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `rest_desc` may be None."""
-    WIDTH_AT: gl.constexpr = -2 if TRANSPOSED else -1
-    ROWS: gl.constexpr = desc.block_shape[-1 if TRANSPOSED else -3]
-    WIDTH: gl.constexpr = desc.block_shape[WIDTH_AT]
+    ROWS: gl.constexpr = desc.block_shape[-3]
+    WIDTH: gl.constexpr = desc.block_shape[-1]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, READERS * WARPGROUP)
@@ -114,7 +112,7 @@ def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr, TRAN
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES)
     else:
         rest = gl.allocate_shared_memory(desc.dtype, [STAGES] + rest_desc.block_shape, rest_desc.layout)
-        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[WIDTH_AT], STAGES)
+        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[-1], STAGES)
     return ring
 
 
