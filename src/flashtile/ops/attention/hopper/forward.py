@@ -91,8 +91,8 @@ def attention_forward_kernel(
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
     programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
     a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
-    (`blocks`). Descale factors of 8-bit inputs are of a
-    sequence and key/value head; `descale_group` is `group` once more. What a call does not have is None.
+    (`blocks`). Descale factors of 8-bit inputs are of a sequence and key/value head; `descale_group` is `group` once
+    more. What a call does not have is None.
     """
     EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     form = Form(

@@ -66,9 +66,8 @@ def visit_key_tiles(
     """The online softmax over the key tiles from the last to `key_begin`; `view`: as `_seen` takes it. `steady`:
     whether to take a chance.
 
-    Returns the weights of the last tile, which are still to be multiplied, `o` and its second chunk, with 8-bit
-    operands what it is to be added to, the row sums in parts, the references in units of log2, how many tiles came out
-    of the rings before the last one, and where that is.
+    Returns the weights of the last tile, which are still to be multiplied, `o` and its second chunk, the row sums in
+    parts, the references in units of log2, how many tiles came out of the rings before the last one, and where that is.
     """
     dtype: gl.constexpr = v.tiles.dtype
     s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
