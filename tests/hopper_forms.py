@@ -82,6 +82,9 @@ FP8_FORMS = {
     "fp8-128-causal-blocks": _HEADS["128"]._replace(
         window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
     ),
+    "fp8-64-short": _HEADS["64-short"]._replace(dtype=torch.float8_e4m3fn),
+    "fp8-192x128": _HEADS["192x128"]._replace(dtype=torch.float8_e4m3fn),
+    "fp8-192": _HEADS["192"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-256": _HEADS["256"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-256x128-window-scores": Call(
         head_dim=256, head_dim_v=128, dtype=torch.float8_e4m3fn, descales=True, **_MASKS["window"],
@@ -124,6 +127,10 @@ BACKWARD_FORMS = {
     "128-meets-cut": _backward(128, 128, False, False, False, right=False)._replace(cut_last=True, meets=True),
     "128-meets-fp16": _backward(128, 128, False, False, False, right=False)._replace(
         may_cut=False, meets=True, dtype=torch.float16
+    ),
+    "256-meets": _backward(256, 256, False, False, False, right=False)._replace(may_cut=False, meets=True),
+    "128-meets-alibi": _backward(128, 128, False, False, False, ScoreVariant(alibi=True), right=False)._replace(
+        meets=True
     ),
     "64-turns": _backward(64, 64, False, False, False)._replace(turns=True),
     "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(cut_last=True),

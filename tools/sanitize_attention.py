@@ -49,11 +49,12 @@ def run_repeated(backend: str, head_dim: int, head_dim_v: int) -> None:
     print("repeated", head_dim, head_dim_v, flush=True)
 
 
-def run_8_bit(backend: str, head_dim: int) -> None:
+def run_8_bit(backend: str, head_dim: int, head_dim_v: int, seq: int) -> None:
     """One forward with 8-bit inputs."""
-    q, k, v = (_random(1, 400, 2, head_dim).detach().to(torch.float8_e4m3fn) for _ in range(3))
+    shapes = ((1, seq, 2, columns) for columns in (head_dim, head_dim, head_dim_v))
+    q, k, v = (_random(*shape).detach().to(torch.float8_e4m3fn) for shape in shapes)
     assert flashtile.attention(q, k, v, backend=backend).isfinite().all()
-    print("8 bits", head_dim, flush=True)
+    print("8 bits", head_dim, head_dim_v, seq, flush=True)
 
 
 def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -78,9 +79,10 @@ def main() -> None:
         run(backend, *heads, 260, 1, 2, causal=True, window=(70, None), dtype=torch.float16)
         run(backend, *heads, 260, 1, 2, softcap=5.0)
         run_repeated(backend, *heads)
+        run_8_bit(backend, *heads, 400)
+    run_8_bit(backend, 128, 128, 2100)
     for head_dim in (64, 128):
         run_packed(backend, head_dim, (1, 130, 0, 200))
-        run_8_bit(backend, head_dim)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -326,6 +326,26 @@ def test_many_keys_do_not_add_up_to_an_error() -> None:
     out, _ = problem.run("hopper")
     expected = problem.descales[2][:, None, :, None].expand(out.shape)
     assert (out.float() / expected - 1).abs().max() < 6e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda v: v.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda v: pad(v.view(torch.uint8), (0, 32)).view(FP8)[..., : v.shape[-1]],
+        lambda v: v[:, :, :1].expand_as(v),
+    ],
+    ids=["heads-first", "padded", "expanded"],
+)
+def test_values_may_have_any_strides(laid_out: Callable[[Tensor], Tensor]) -> None:
+    problem = Problem(Case(**_LARGE, head_dim=96, head_dim_v=96), "cuda")
+    given = laid_out(problem.qkv[2])
+    results = []
+    for problem.qkv[2] in (given, given.contiguous()):
+        results.append(problem.run("hopper")[0])
+    assert torch.equal(*results)
 
 
 def _all_numbers(backend: str) -> None:

@@ -186,6 +186,27 @@ def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
 
 
+@pytest.mark.parametrize(
+    "change, consumers",
+    [
+        ({"seq_q": 2047}, 2),
+        ({"seq_q": 2048}, 3),
+        ({"seq_q": 8191, "window_right": 0}, 2),
+        ({"seq_q": 8192, "window_right": 0}, 3),
+        ({"seq_q": 8192, "window_left": 5000}, 2),
+        ({"seq_q": 8192, "window_left": 5000, "window_right": 0}, 2),
+        ({"seq_q": 8192, "block_tile": (256, 128)}, 2),
+        ({"seq_q": 8192, "head_dim": 192}, 2),
+        ({"seq_q": 8192, "dtype": torch.bfloat16}, 2),
+    ],
+    ids=str,
+)
+def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) -> None:
+    """Neither in a window nor over a block mask, whose tiles 192 rows do not divide."""
+    variant = hopper_plan(_CALL._replace(**{"dtype": configs.FP8, **change})).launch
+    assert (variant.config.consumers, variant.config.block_n) == (consumers, 64 if consumers == 3 else 128)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
     situations = itertools.product(_HEADS, _LENGTHS_AND_BANDS)
@@ -408,7 +429,7 @@ def test_walks_beyond_the_cache_begin_where_others_are(
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
     assert plan.main.launch.meets is plan.begin.launch.meets is meets
-    assert plan.turns_at - plan.counter_at >= 4 * (1 + heads) or not plan.main.launch.meets
+    assert plan.turns_at - plan.counter_at >= 4 * (1 + 64 * heads_kv if meets else 1)  # 64 sequences
 
 
 @pytest.mark.parametrize(

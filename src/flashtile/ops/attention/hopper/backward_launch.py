@@ -76,8 +76,8 @@ class BackwardPlan(NamedTuple):
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
         scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
-            the counter of tiles that were taken, where dq is added up in order the turns, and beside sinks the parts of
-            their gradient.
+            the counter of tiles that were taken and where walks meet, where dq is added up in order the turns, and
+            beside sinks the parts of their gradient.
         statistics_at, quiet_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
     """
 

@@ -10,14 +10,15 @@ from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
 from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
 
-#: Queries of all heads that share keys, from which on what a walk reads and adds to (1 KiB each at D 128) is so much
-#: that programs which drift apart find little of it in the L2 cache. TFLOP/s of walks that meet and others, D 128, 64
-#: and 8 heads: 32,768 tokens 605 and 560, 16,384 602 and 607; 16 heads, 65,536 tokens, 621 and 613.
+#: Queries of the heads of a walk (of those that share keys all, or one share: `plans.shares_of_heads`), from which on
+#: what it reads and adds to (1 KiB each at D 128) is so much that programs which drift apart find little of it in the
+#: L2 cache. TFLOP/s of walks that meet and others, D 128, 64 and 8 heads: 32,768 tokens 605 and 560, 16,384 602 and
+#: 607; 16 heads, 65,536 tokens, 621 and 613.
 WALK_BEYOND_CACHE = 2**18
 
-#: Queries of all heads that share keys, from which on a walk over them is long. Thousands of cycles of all kernels at
-#: D 128, causal, with one loop and with two: 1,024 tokens 830 and 839, 4,096 1,979 and 1,991; of the main kernel, 8,192
-#: tokens 3,272 and 3,285, with 8 heads that share keys 13,089 and 12,794.
+#: The same, from which on a walk is long. Thousands of cycles of all kernels at D 128, causal, with one loop and with
+#: two: 1,024 tokens 830 and 839, 4,096 1,979 and 1,991; of the main kernel, 8,192 tokens 3,272 and 3,285, with 8 heads
+#: that share keys 13,089 and 12,794.
 _LONG_WALK = 8192
 
 
@@ -49,7 +50,7 @@ class BackwardVariant(NamedTuple):
 
 
 def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -> BackwardVariant:
-    """The variant of the main kernel for calls with so many queries and keys, and query heads that share keys."""
+    """The variant of the main kernel for calls with so many queries and keys, and query heads of a walk."""
     banded = variant.packed or variant.has_left or variant.has_right
     may_cut = banded or rows_k % variant.config.block_n != 0
     long = group * rows_q >= _LONG_WALK
