@@ -1,11 +1,10 @@
 """The documents are true: their Python runs and prints what they say, their links lead somewhere, the files, targets
-and names in them exist, and the README's tables are those of the code and of the records."""
+and names in them exist, and their tables are those of the code and of the records."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 import json
 import re
 import statistics
@@ -18,6 +17,7 @@ import flashtile
 from benchmarks.evidence.summary import summary
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.bench.cases import Case
+from flashtile.bench.summary import ratios_to_best
 from flashtile.bench.tables import table_of
 from flashtile.ops.attention.select import choose_backend
 from flashtile.ops.attention.spec import BACKENDS
@@ -29,6 +29,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(
     p for p in (ROOT / "examples").glob("*.py") if not (ROOT / "tests/examples" / f"test_{p.name}").exists()
 )
+README, FIGURES = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md"))
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -119,21 +120,15 @@ def _table(text: str, first_column: str) -> list[list[str]]:
     return [rows[0], *rows[2:]]
 
 
-def _support(backend: str, device: str, dtype: str) -> str:
-    def served(requested: str) -> bool:
-        return choose_backend(requested, device, getattr(torch, dtype), None, False).backend == backend
+def test_backends_are_in_the_order_in_which_they_are_tried():
+    written = [backend.strip("`") for backend, *_ in _table(README, "backend")[1:]]
+    choice = choose_backend("auto", "cpu", torch.float32, None, False)
+    *tried_before, by_name_only = choice.rejected
+    assert written == [*tried_before, choice.backend, by_name_only]
+    assert sorted(written) == sorted(set(BACKENDS) - {"auto"})
 
-    return "auto" if served("auto") else "by name" if served(backend) else "no"
 
-
-def test_support_table_is_that_of_the_code():
-    readme = (ROOT / "README.md").read_text("utf-8")
-    (_, _, *dtypes, _), *rows = _table(readme, "backend")
-    written = {(backend.strip("`"), device): cells for backend, device, *cells, _ in rows}
-    for backend, (device, name) in itertools.product(BACKENDS[1:], (("cuda", "GPU"), ("cpu", "CPU"))):
-        cells = [_support(backend, device, dtype) for dtype in dtypes]
-        assert written.get((backend, name), ["no"] * len(dtypes)) == cells
-    assert dtypes == ["float16", "bfloat16", "float32", "float64"]
+def test_devices_are_those_of_the_code():
     for document in ("README.md", "docs/install.md"):
         text = (ROOT / document).read_text("utf-8")
         assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
@@ -149,7 +144,7 @@ def _milliseconds(record: str) -> dict[str, dict[tuple[Case, str], float]]:
 
 
 def _compared(record: str, ours: str, peers: tuple[str, ...], table: str = "default") -> list[str]:
-    """Cells of a README row: how many cases of the table; then, for each phase, the speed of ours over that of the
+    """Cells of a row: how many cases of the table; then, for each phase, the speed of ours over that of the
     fastest peer, as mean and lowest, and in how many cases it is below 1."""
     times = _milliseconds(record)
     cells = []
@@ -165,7 +160,7 @@ def _compared(record: str, ours: str, peers: tuple[str, ...], table: str = "defa
 
 def test_speeds_are_those_of_the_record():
     times = _milliseconds("h200-attention.json")
-    for head_dim, mask, seq, *speeds in _table((ROOT / "README.md").read_text("utf-8"), "head_dim")[1:]:
+    for head_dim, mask, seq, *speeds in _table(FIGURES, "head_dim")[1:]:
         width, length, causal = int(head_dim), int(seq.replace(",", "")), mask == "causal"
         case = Case(16384 // length, length, 2048 // width, 2048 // width, width, width, causal=causal)
         for impl, cell in zip(("flashtile-hopper", *PEERS), speeds, strict=True):
@@ -175,18 +170,19 @@ def test_speeds_are_those_of_the_record():
 
 
 def test_comparisons_are_those_of_the_records():
-    readme = (ROOT / "README.md").read_text("utf-8")
     hopper = functools.partial(_compared, "h200-attention.json", "flashtile-hopper")
     portable = functools.partial(_compared, "h200-attention-portable.json", "flashtile-triton")
-    against = [hopper((peer,)) for peer in PEERS]
+    against = [*(hopper((peer,)) for peer in PEERS), hopper(PEERS)]
     others = [hopper(PEERS, table) for table in ("grouped", "mla", "window")]
     others.append(_compared("h200-attention-packed.json", "flashtile-hopper", ("fa4", "torch-varlen"), "varlen"))
     older = [portable((peer,)) for peer in ("sdpa-flash", "flex", "sdpa-cudnn")]
-    assert [cells for _, *cells in _table(readme, "`hopper` against")[1:]] == [*against, hopper(PEERS)]
-    assert [cells for _, *cells in _table(readme, "`hopper` against the fastest peer")[1:]] == others
-    assert [cells for _, *cells in _table(readme, "`triton` against")[1:]] == older
+    assert [cells for _, *cells in _table(FIGURES, "`hopper` against")[1:]] == against
+    assert [cells for _, *cells in _table(FIGURES, "`hopper` against the fastest peer")[1:]] == others
+    assert [cells for _, *cells in _table(FIGURES, "`triton` against")[1:]] == older
+    fastest = [[cells[0], cells[1], cells[3]] for cells in (against[-1], *others)]
+    assert [cells for _, *cells in _table(README, "`hopper` against the fastest of them")[1:]] == fastest
     versions = json.loads((ROOT / "benchmarks/results/h200-attention.json").read_text("utf-8"))["versions"]
-    assert f"FlashAttention-4 {versions['flash-attn-4']}" in readme
+    assert f"FlashAttention-4 {versions['flash-attn-4']}" in FIGURES
 
 
 _KINDS = (
@@ -202,7 +198,7 @@ def test_scores_and_masks_are_those_of_the_record():
     """Of each kind what "auto" takes, the Hopper kernels where they serve a case, against FlexAttention."""
     times = _milliseconds("h200-masks.json")
     ours = {**times["flashtile-triton"], **times["flashtile-hopper"]}
-    table = _table((ROOT / "README.md").read_text("utf-8"), "flashtile against FlexAttention")[1:]
+    table = _table(FIGURES, "flashtile against FlexAttention")[1:]
     for kind, (_, *cells) in zip(_KINDS, table, strict=True):
         expected = []
         for phase in ("fwd", "bwd"):
@@ -215,7 +211,7 @@ def test_scores_and_masks_are_those_of_the_record():
 def test_host_times_are_those_of_the_record():
     rows = json.loads((ROOT / "benchmarks/results/h200-host-time.json").read_text("utf-8"))["rows"]
     times = {(row["impl"], row["phase"]): row["ms"] for row in rows}
-    table = _table((ROOT / "README.md").read_text("utf-8"), "one call, µs")[1:]
+    table = _table(FIGURES, "one call, µs")[1:]
     for phase, (_, *cells) in zip(("fwd-nograd", "fwd", "fwd+bwd"), table, strict=True):
         for impl, cell in zip(("flashtile-hopper", "flashtile-triton", "sdpa-flash", "sdpa-cudnn"), cells, strict=True):
             assert float(f"{1000 * times[impl, phase]:.3g}") == float(cell), (impl, phase)
@@ -224,6 +220,28 @@ def test_host_times_are_those_of_the_record():
 def _rows(record: str) -> list[dict]:
     rows = json.loads((ROOT / "benchmarks/results" / record).read_text("utf-8"))["rows"]
     return [row for row in rows if row["ms"] is not None]
+
+
+#: Rows of figures.md about what is beside attention, by the beginning of their names.
+_OPERATIONS = {
+    "layer norm": "layer_norm", "RMS norm": "rms_norm", "dropout, sum and layer norm": "dropout_add_layer_norm",
+    "sum and RMS norm": "dropout_add_rms_norm", "rotary": "rotary", "causal softmax": "causal_softmax",
+    "softmax with a mask": "masked_softmax", "cross-entropy": "cross_entropy", "linear layer": "fused_dense",
+    "perceptron": "fused_mlp",
+}  # fmt: skip
+
+
+def test_speeds_beside_attention_are_those_of_the_record():
+    """Against the fastest peer. Of products the second column has forward and backward together."""
+    ratios = ratios_to_best(_rows("h200-companions.json"))
+    table = _table(FIGURES, "operation")[1:]
+    for (beginning, op), (name, *cells) in zip(_OPERATIONS.items(), table, strict=True):
+        assert name.startswith(beginning)
+        phases = ("fwd", "fwd+bwd" if op.startswith("fused") else "bwd")
+        found = [[each.value for each in ratios if (each.op, each.phase) == (op, phase)] for phase in phases]
+        means = [f"{statistics.geometric_mean(values):.2f}" for values in found]
+        lowest = [f" ({min(values):.2f})" if len(values) > 1 else "" for values in found]
+        assert cells == [str(len(found[0])), means[0] + lowest[0], means[1] + lowest[1]], name
 
 
 def test_decoding_speeds_are_those_of_the_record():
@@ -236,7 +254,7 @@ def test_decoding_speeds_are_those_of_the_record():
         *(("flashtile-triton", page) for page in (None, 16, 64)),
         *((peer, None) for peer in ("sdpa-flash", "sdpa-cudnn", "fa4")),
     ]  # fmt: skip
-    table = _table((ROOT / "README.md").read_text("utf-8"), "cache")[1:]
+    table = _table(FIGURES, "cache")[1:]
     for name, *cells in table:
         batch, length = (int(part.replace(",", "")) for part in name.split(" × "))
         assert cells == [found.get((batch, length, *column), "–") for column in columns], name
@@ -252,14 +270,14 @@ def test_speeds_of_several_gpus_are_those_of_the_record():
         found.setdefault((case["S"], case["causal"], row["impl"]), []).append(cell)
     ours = [f"flashtile-{name}" for name in ("one-gpu", "all_to_all", "all_gather", "ring")]
     columns = [*ours, "torch-cp-allgather", "torch-cp-alltoall"]
-    for name, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens, four GPUs")[1:]:
+    for name, *cells in _table(FIGURES, "tokens, four GPUs")[1:]:
         length, causal = int(name.split(", ")[0].replace(",", "")), "causal" in name
         assert cells == [" / ".join(found.get((length, causal, impl), ["–", "–"])) for impl in columns], name
 
 
 def test_training_speeds_are_those_of_the_records():
     names = ("flashtile", "flashtile-compile", "transformers-eager", "transformers-sdpa", "transformers-compile")
-    for model, *cells in _table((ROOT / "README.md").read_text("utf-8"), "tokens per second")[1:]:
+    for model, *cells in _table(FIGURES, "tokens per second")[1:]:
         rows = {row["impl"]: row for row in _rows(f"h200-training-{model.removeprefix('GPT-2 ')}.json")}
         assert cells == [f"{rows[name]['tokens_per_s']:,.0f}" if name in rows else "–" for name in names], model
 

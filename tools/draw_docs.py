@@ -1,4 +1,5 @@
-"""Draws the pictures of docs/how_it_works.md as SVG files: `python tools/draw_docs.py [FOLDER]`.
+"""Draws pictures of the documents as SVG files, those that explain and the one of the speeds on record:
+`python tools/draw_docs.py [FOLDER]`.
 
 Each picture is a light card of its own with a border, so that it can be read on a light and on a dark page. No fonts or
 scripts are loaded. A test holds the committed files to what this script draws.
@@ -6,17 +7,30 @@ scripts are loaded. A test holds the committed files to what this script draws.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-IMAGES = Path(__file__).parent.parent / "docs" / "images"
+from flashtile.bench.cases import Case
+from flashtile.bench.tables import table_of
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
 
 CARD, BORDER, INK, SOFT = "#fcfcfd", "#b8c0cc", "#1d2733", "#5b6776"
 Q, K, V, SCORES, OUT = "#2f6db5", "#c05d12", "#2e7d46", "#7b4bab", "#a8324a"
 EMPTY = "#e9edf2"
+
+#: Implementations of the record, as the legend names them, and their colours.
+SPEEDS = {
+    "flashtile-hopper": ("flashtile", Q),
+    "fa4": ("FlashAttention-4", K),
+    "sdpa-cudnn": ("PyTorch, cuDNN", "#8593a3"),
+    "sdpa-flash": ("PyTorch, FlashAttention-2", "#c3ccd6"),
+}
 
 #: The row of docs/how_it_works.md: scores and values of six keys, in tiles of two.
 ROW_SCORES, ROW_VALUES, ROW_TILE = (1.0, 3.0, 2.0, 5.0, 0.0, 4.0), (10.0, 20.0, 30.0, 40.0, 50.0, 60.0), 2
@@ -312,8 +326,45 @@ def block_sparsity() -> Picture:
     return picture
 
 
+def recorded_speeds() -> dict[tuple[str, int, bool, str], float]:
+    """TFLOP/s by (phase, head_dim, causal, implementation), of 8,192 tokens."""
+    record = json.loads((ROOT / "benchmarks" / "results" / "h200-attention.json").read_text("utf-8"))
+    return {
+        (row["phase"], row["case"]["D"], row["case"]["causal"], row["impl"]): row["tflops"]
+        for row in record["rows"]
+        if table_of(case := Case.from_record(row["case"])) == "default" and case.S == 8192
+    }
+
+
+def attention_speed() -> Picture:
+    """Bars of the record beside its peers: for forward and backward, head_dim 64, 128 and 256, full and causal."""
+    picture = Picture(900, 420, "TFLOP/s of attention on one H200, beside its peers")
+    picture.text(450, 32, "bfloat16, 8,192 tokens, one NVIDIA H200: TFLOP/s, higher is better", 16, bold=True)
+    found, bottom, unit, bar = recorded_speeds(), 326, 0.28, 13
+    for phase, name, left in (("fwd", "forward", 56), ("bwd", "backward", 486)):
+        picture.text(left + 195, 62, name, 15, bold=True)
+        for level in range(0, 900, 200):
+            picture.box(left, bottom - unit * level - 0.5, 390, 1, BORDER, radius=0, opacity=0.6)
+            picture.text(left - 8, bottom - unit * level + 4, f"{level}", 12, SOFT, anchor="end")
+        for place, (head_dim, causal) in enumerate((d, c) for d in (64, 128, 256) for c in (False, True)):
+            x = left + 6 + place * 65
+            for index, (impl, (_, colour)) in enumerate(SPEEDS.items()):
+                height = unit * found[phase, head_dim, causal, impl]
+                picture.box(x + index * bar, bottom - height, bar - 1.5, height, colour, radius=1.5)
+            ours = found[phase, head_dim, causal, "flashtile-hopper"]
+            picture.text(x + bar / 2, bottom - unit * ours - 6, f"{ours:.0f}", 12, Q, bold=True)
+            picture.text(x + 2 * bar, bottom + 18, "causal" if causal else "full", 12, SOFT)
+            if causal:
+                picture.text(x - 6, bottom + 38, f"head_dim {head_dim}", 13)
+    for index, (name, colour) in enumerate(SPEEDS.values()):
+        picture.box(180 + index * 150, 384, 14, 14, colour)
+        picture.text(201 + index * 150, 396, name, 13, anchor="start")
+    return picture
+
+
 PICTURES: tuple[Callable[[], Picture], ...] = (
     memory_hierarchy, traffic, forward_tiles, online_softmax, recomputation, split_of_work, block_sparsity,
+    attention_speed,
 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
-"""Which backend serves which feature of attention, as the code that chooses says: the tables of the documents.
+"""Which backend serves which feature of attention, as the code that chooses says: the table of docs/attention.md.
 
     python tools/feature_matrix.py            # prints the table
-    python tools/feature_matrix.py --write    # writes it into README.md and docs/attention.md
+    python tools/feature_matrix.py --write    # writes it into docs/attention.md
 
 Each feature is a call, or several that must agree. `flashtile.explain` is asked, with the backend by name, whether it
-serves the forward and whose kernels compute the gradients. A test holds the documents to what this prints.
+serves the forward and whose kernels compute the gradients. A test holds the document to what this prints.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashtile.ops.attention.select import choose_column_sums
 from flashtile.testing import AttentionCase, make_inputs, with_arguments
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", "docs/attention.md")
+DOCUMENT = ROOT / "docs" / "attention.md"
 BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->\n"
 END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
 
@@ -162,24 +162,24 @@ def table() -> str:
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
-def written(document: str, text: str) -> str:
-    """A document with the table in its place."""
+def written(text: str) -> str:
+    """The document with the table in its place."""
     before, _, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        raise SystemExit(f"{document}: expected the lines {BEGIN.strip()} and {END.strip()}, got none; put them in")
+        raise SystemExit(
+            f"{DOCUMENT.name}: expected the lines {BEGIN.strip()} and {END.strip()}, got none; put them in"
+        )
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into the documents, instead of printing")
+    parser.add_argument("--write", action="store_true", help="into the document, instead of printing")
     if not parser.parse_args().write:
         print(table(), end="")
         return
-    for document in DOCUMENTS:
-        path = ROOT / document
-        path.write_text(written(document, path.read_text("utf-8")), "utf-8")
+    DOCUMENT.write_text(written(DOCUMENT.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":
