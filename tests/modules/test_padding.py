@@ -63,6 +63,36 @@ def test_a_vmapped_gradient():
     assert torch.equal(jacobian.flatten(1), torch.eye(15)[mask.flatten()])
 
 
+def dual(function, x, direction):
+    with torch.autograd.forward_ad.dual_level():
+        out = function(torch.autograd.forward_ad.make_dual(x, direction))
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+@pytest.mark.parametrize("derivative", [torch.func.jvp, lambda f, x, d: (f(*x), dual(f, *x, *d))], ids=["jvp", "dual"])
+def test_in_forward_mode(derivative):
+    mask = random_mask(3, 5)
+    x, direction = torch.randn(3, 5, 2), torch.randn(3, 5, 2)
+    rows, of_rows = derivative(lambda x: unpad_input(x, mask).x, (x,), (direction,))
+    assert torch.equal(rows, x[mask]) and torch.equal(of_rows, direction[mask])
+    indices = unpad_input(x, mask).indices
+    _, padded = derivative(lambda rows: pad_input(rows, indices, 3, 5), (x[mask],), (direction[mask],))
+    assert torch.equal(padded, direction * mask[..., None])
+
+
+@pytest.mark.parametrize("inner", [torch.func.jacrev, torch.func.jacfwd])
+@pytest.mark.parametrize("outer", [torch.func.jacrev, torch.func.jacfwd])
+def test_second_derivatives_in_any_order_of_modes(outer, inner):
+    mask, x = random_mask(3, 5), torch.randn(3, 5, dtype=torch.float64)
+
+    def cubes(x):
+        kept = unpad_input(x**3, mask)
+        return pad_input(kept.x, kept.indices, 3, 5).sum()
+
+    hessian = outer(inner(cubes))(x)
+    assert torch.allclose(hessian.view(15, 15), torch.diag((6 * x * mask).flatten()))
+
+
 def test_compiles_whole_with_a_known_total():
     mask = random_mask(3, 5)
     total = int(mask.sum())

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class Unpadded(NamedTuple):
@@ -30,7 +31,7 @@ def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadde
     """Takes the rows that a mask keeps out of a padded batch, as `flashtile.attention_varlen` wants them.
 
     How many there are is a value on the device that the host must know to allocate them. So a call waits for the GPU,
-    once, unless `total` says it. Differentiable in x; a gradient costs a copy, not a sum.
+    once, unless `total` says it. Differentiable in x, also in forward mode; a gradient costs a copy, not a sum.
 
     Args:
         x: `[batch, seq, ...]`, any dtype and strides.
@@ -52,7 +53,7 @@ def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadde
     else:
         _check_total(total, cu_seqlens)
     indices = _kept_indices(mask.flatten(), total)
-    return Unpadded(_Gather.apply(x.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen, lengths)
+    return Unpadded(_gather(x.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen, lengths)
 
 
 def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -80,8 +81,17 @@ def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     return _scatter(x, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
+def _gather(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows by number, each at most once."""
+    if forward_ad._current_level >= 0:
+        # PyTorch's own has derivatives in any order of modes; inside those of a Function forward mode is switched off,
+        # and that within another one would be 0.
+        return x.index_select(0, indices)
+    return _Gather.apply(x, indices)
+
+
 class _Gather(torch.autograd.Function):
-    """Rows by number, each at most once: the gradient is a copy, where that of `index_select` alone would add."""
+    """`_gather` with a gradient that is a copy, where that of `index_select` alone would add."""
 
     generate_vmap_rule = True
 
