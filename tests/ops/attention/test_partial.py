@@ -210,6 +210,28 @@ def test_backward_from_results_is_that_of_autograd():
         assert not grad.requires_grad
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_autocast_is_followed_as_attention_follows_it(packed):
+    shape = (8, 2, 4) if packed else (1, 8, 2, 4)
+    wide = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    part = AttentionPart(0, 0, 0, 0) if packed else AttentionPart(4, 2, 16, 16)
+    cu_seqlens = torch.tensor([0, 3, 8]) if packed else None
+
+    def attend(q, k, v):
+        return attention_part(q, k, v, part, cu_seqlens=cu_seqlens, causal=True)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        out, lse = attend(wide[0], wide[1].bfloat16(), wide[2])
+    by_hand, _ = attend(*(t.bfloat16() for t in wide))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(out, by_hand)
+    grads = torch.autograd.grad(out.float().sum(), wide)
+    for grad, expected in zip(grads, torch.autograd.grad(by_hand.float().sum(), wide), strict=True):
+        assert torch.equal(grad, expected)
+    with pytest.raises(ValueError, match=r"dout: expected torch\.float32 .* which autocast may have cast"):
+        attention_backward(out, *wide, out, lse, cu_seqlens=cu_seqlens)
+
+
 def test_a_part_is_differentiable():
     q, k, v = (torch.randn(1, 6, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     part = AttentionPart(3, 2, 16, 16)

@@ -292,7 +292,7 @@ def checked_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v after the checks of their shapes, dtypes and devices, under autocast in its dtype."""
     try:
-        q, k, v = _autocast(q, k, v)
+        q, k, v = autocast(q, k, v)
         checks.check_qkv(q, k, v, layout, eight_bits)
     except AttributeError:
         # Looked into only now, so that a call with tensors does not pay for it.
@@ -301,7 +301,7 @@ def checked_qkv(
     return q, k, v
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
     if not torch._C._is_any_autocast_enabled():
         return q, k, v

@@ -19,6 +19,7 @@ from flashtile.ops.attention.api import (
     Align,
     Window,
     add_score_inputs,
+    autocast,
     build_spec,
     resolve_dropout,
 )
@@ -99,6 +100,8 @@ def attention_part(
     Raises:
         TypeError, ValueError: as `attention`, and where the part does not lie in the larger call.
     """
+    checks.check_tensors(q=q, k=k, v=v)
+    q, k, v = autocast(q, k, v)
     side, spec = _described(
         q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
         softcap, bias, alibi_slopes, mask, None, deterministic, backend,
@@ -146,7 +149,8 @@ def attention_backward(
 
     Args:
         dout: `[batch, rows, heads_q, head_dim_v]`, gradient of out.
-        q: as for `attention`, or with `part` for `attention_part`.
+        q: as for `attention`, or with `part` for `attention_part`, in the dtype in which that ran: nothing here follows
+            autocast.
         k: likewise.
         v: likewise.
         out: `[batch, rows, heads_q, head_dim_v]`, over all keys that lse counts.
@@ -171,6 +175,7 @@ def attention_backward(
     Reference:
         Dao, "FlashAttention-2" (2023), algorithm 2; Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
+    checks.check_tensors(q=q, k=k, v=v)
     side, spec = _described(
         q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
         softcap, bias, alibi_slopes, mask, sinks, deterministic, backend, cu_seqlens_k, max_seqlen_k,
@@ -219,7 +224,6 @@ def _described(
     if cu_seqlens_k is None:
         _check_bounds(cu_seqlens, max_seqlen, max_seqlen_k)
         cu_seqlens_k, max_seqlen_k = cu_seqlens, max_seqlen
-    checks.check_tensors(q=q, k=k, v=v)
     checks.check_qkv(q, k, v, DENSE_LAYOUT if cu_seqlens is None else PACKED_LAYOUT)
     packed = cu_seqlens is not None
     batch = q.shape[0]
@@ -345,5 +349,6 @@ def _check_results(dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         if tensor.shape != shape or tensor.dtype is not dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name}: expected {dtype} {tuple(shape)} on {q.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device}; pass what attention with return_lse=True gives, and gradients like it"
+                f"{tensor.device}; pass what attention with return_lse=True gives of q, k and v, which autocast may "
+                "have cast, and gradients like it"
             )
