@@ -104,6 +104,14 @@ READERS = {
     "nllb-moe": Tiny("NllbMoeConfig", "AutoModelForSeq2SeqLM", {
         **bart_sizes(), "max_position_embeddings": 64, "num_experts": 4, "encoder_sparse_step": 1,
         "decoder_sparse_step": 1, "expert_capacity": 64}, "text to text"),
+    # Layers of every kind; each 2 or 4 tokens give a key more.
+    "deepseek-v4": Tiny("DeepseekV4Config", "AutoModelForCausalLM", {
+        **decoder(num_key_value_heads=1, sliding_window=5, num_hidden_layers=3), "moe_intermediate_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
+        "index_n_heads": 2, "index_head_dim": 8, "index_topk": 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]}),
+    "doge": Tiny("DogeConfig", "AutoModelForCausalLM", decoder()),
     "lasr": Tiny("LasrCTCConfig", "AutoModelForCTC", {
         "vocab_size": VOCABULARY, "encoder_config": {
             "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48,

@@ -208,6 +208,11 @@ def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
     torch.testing.assert_close(together, parts, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["deepseek-v4", "doge"])
+def test_packed_sequences_of_models_that_read_masks_themselves(name: str) -> None:
+    check(READERS[name], packed_inputs()[0])
+
+
 def test_batches_of_the_flattening_collator_train() -> None:
     samples = [{"input_ids": [5, 6, 7, 8]}, {"input_ids": [9, 10, 11]}]
     batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(samples)
@@ -243,6 +248,11 @@ def test_greedy_generation_is_that_of_eager(name: str, padding: str, cache: str 
     actual = generated(build(LANGUAGE[name], "flashtile"), inputs, cache_implementation=cache)
     assert torch.equal(actual, expected)
     assert len(set(expected[:, SEQ:].flatten().tolist())) > 2
+
+
+def test_generation_with_keys_that_a_layer_adds_is_that_of_eager() -> None:
+    tiny, inputs = READERS["deepseek-v4"], make_inputs(READERS["deepseek-v4"], "left")
+    assert torch.equal(generated(build(tiny, "flashtile"), inputs), generated(build(tiny, "eager"), inputs))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("llama", 2), ("gemma2", 1), ("gpt-oss", 1)])  # without a window

@@ -15,9 +15,9 @@ from transformers import masking_utils
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import Band
 
-#: Types of models that read masks in code of their own too, as additions to scores: eager attention's is the only one
-#: that they know.
-_READERS = frozenset({"bigbird_pegasus", "lasr_encoder", "nllb-moe"})
+#: Types of models that read masks in code of their own too, or append to them, as additions to scores: eager
+#: attention's is the only one that they know.
+_READERS = frozenset({"bigbird_pegasus", "deepseek_v4", "doge", "lasr_encoder", "nllb-moe"})
 
 
 def make_mask(
