@@ -119,6 +119,13 @@ READERS = {
             "activation_dropout": 0.0, "layerdrop": 0.0, "conv_kernel_size": 4}}, "heard text"),
 }  # fmt: skip
 
+#: A model whose layers say is_causal=False themselves where there is a mask.
+MOONSHINE = Tiny("MoonshineConfig", "AutoModelForSpeechSeq2Seq", {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "encoder_num_hidden_layers": 2,
+    "decoder_num_hidden_layers": 2, "encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4,
+    "encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4, "pad_head_dim_to_multiple_of": None, **TOKENS,
+    "decoder_start_token_id": 1}, "waveform")  # fmt: skip
+
 
 class Float64(TorchFunctionMode):
     """Where a model casts to float32, for a norm or a softmax, it casts to float64: the oracle is one throughout."""
@@ -159,6 +166,10 @@ def make_inputs(tiny: Tiny, padding: str = "none") -> dict[str, Tensor]:
         features = torch.randn(2, 80, 16, generator=generator, dtype=torch.float64)
         heard = torch.arange(80) < torch.tensor([[80], [80 if padding == "none" else 48]])
         return {"input_features": features, "attention_mask": heard, "labels": tokens[:, :4].clone()}
+    if tiny.kind == "waveform":
+        waves = torch.randn(2, 3000, generator=generator, dtype=torch.float64)
+        heard = (torch.arange(3000) < torch.tensor([[3000], [3000 if padding == "none" else 2000]])).long()
+        return {"input_values": waves, "attention_mask": heard, "labels": tokens[:, :7].clone()}
     if tiny.kind == "speech":
         features = torch.randn(2, 8, 24, generator=generator, dtype=torch.float64)
         return {"input_features": features, "labels": tokens[:, :7].clone()}

@@ -17,6 +17,7 @@ from flashtile.integrations.transformers import register, unregister
 from transformers_cases import (
     ALL,
     LANGUAGE,
+    MOONSHINE,
     READERS,
     SEQ,
     VOCABULARY,
@@ -80,6 +81,11 @@ def test_logits_loss_and_gradients_are_those_of_eager(name: str, padding: str) -
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 def test_models_that_read_masks_themselves_get_those_that_they_know(name: str, padding: str) -> None:
     check(READERS[name], make_inputs(READERS[name], padding))
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+def test_layers_that_say_that_they_are_not_causal_wherever_there_is_a_mask(padding: str) -> None:
+    check(MOONSHINE, make_inputs(MOONSHINE, padding))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -267,11 +273,12 @@ def test_steps_over_many_keys_split_them(name: str, layers: int) -> None:
         assert generated(build(LANGUAGE[name], "flashtile"), inputs).shape == (2, SEQ + 9)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "moonshine"])
 def test_greedy_generation_from_an_encoder_is_that_of_eager(name: str) -> None:
-    inputs = make_inputs(ALL[name], "left" if name != "whisper" else "none")
+    tiny = MOONSHINE if name == "moonshine" else ALL[name]
+    inputs = make_inputs(tiny, "left" if tiny.kind == "text to text" else "none")
     inputs = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
-    assert torch.equal(generated(build(ALL[name], "flashtile"), inputs), generated(build(ALL[name], "eager"), inputs))
+    assert torch.equal(generated(build(tiny, "flashtile"), inputs), generated(build(tiny, "eager"), inputs))
 
 
 def test_an_encoder_generates_over_more_keys_than_its_mask_was_made_for() -> None:
