@@ -12,12 +12,30 @@ import flashtile
 
 _LABELS = torch.tensor([1, 2, -100, 0])
 _SUBSET = torch.tensor([0, 2, 1, 4, 3])
+_MASK = flashtile.BlockMask.from_dense(torch.rand(7, 9, generator=torch.Generator().manual_seed(0)) < 0.8, (16, 16))
+_STARTS = torch.tensor([0, 3, 7])
+_SEED = torch.tensor([1, 2])
 _TABLES = flashtile.rotary_tables(20, 6)
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]
 
 #: name -> (call, shapes of its arguments).
 CALLS: dict[str, tuple[Call, list[tuple[int, ...]]]] = {
+    "attention": (
+        lambda q, k, v: flashtile.attention(q, k, v, window=(3, 1), return_lse=True),
+        [(2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8)],
+    ),
+    "what changes scores": (
+        lambda q, k, v, bias, slopes, sinks: flashtile.attention(
+            q, k, v, bias=bias, alibi_slopes=slopes, sinks=sinks, softcap=2.0, dropout_p=0.3, dropout_seed=_SEED
+        ),
+        [(2, 7, 4, 8), (2, 9, 4, 8), (2, 9, 4, 6), (4, 7, 9), (4,), (4,)],
+    ),
+    "block_mask": (
+        lambda q, k, v: flashtile.attention(q, k, v, block_mask=_MASK, key_lengths=torch.tensor([5, 9])),
+        [(2, 7, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8)],
+    ),
+    "packed": (lambda q, k, v: flashtile.attention_varlen(q, k, v, _STARTS, causal=True), [(7, 4, 8)] * 3),
     "layer_norm": (flashtile.layer_norm, [(4, 6), (6,), (6,)]),
     "rms_norm": (flashtile.rms_norm, [(4, 6), (6,)]),
     "layerscale": (

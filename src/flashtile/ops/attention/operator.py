@@ -144,9 +144,12 @@ class _Attention(torch.autograd.Function):
         tensors = (dout, dlse, q, k, v, out, lse)
         if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
             grads = _DifferentiableBackward.apply(*tensors, *side, *spec, *wanted, backend)
-        elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
+        elif not dispatch.batched(dout, dlse) and dispatch.unobserved(
+            q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))
+        ):
             grads = _backward(*tensors, side, spec, wanted, backend)
         else:
+            # For several gradients in one, PyTorch calls the operator with one after another.
             grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
         if other_arguments == 3:
             return grads[0], grads[1], grads[2], None, None, None
