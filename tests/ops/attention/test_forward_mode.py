@@ -179,6 +179,31 @@ def test_jacobian_with_everything_beside_q() -> None:
     torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.autograd.functional.jacobian(attend, q))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "alibi_slopes", "sinks"])
+def test_several_tangents_at_once(name: str) -> None:
+    """As `torch.autograd.functional.jacobian` maps over them, which knows fewer operations than `torch.func`."""
+    k, v = torch.randn(2, 1, 6, 2, 3, dtype=torch.float64)
+    tensors = {"q": torch.randn(1, 5, 4, 3, dtype=torch.float64), "k": k, "v": v}
+    tensors |= {"bias": torch.randn(1, 1, 5, 6, dtype=torch.float64)}
+    tensors |= {learned: torch.rand(4, dtype=torch.float64) for learned in ("alibi_slopes", "sinks")}
+
+    def call(moved: Tensor) -> Tensor:
+        return flashtile.attention(**{**tensors, name: moved}, causal=True, softcap=2.0)
+
+    forwards = torch.autograd.functional.jacobian(call, tensors[name], vectorize=True, strategy="forward-mode")
+    torch.testing.assert_close(forwards, torch.autograd.functional.jacobian(call, tensors[name]))
+
+
+@pytest.mark.usefixtures("few_rows")
+def test_rows_whose_window_lies_behind_the_last_key() -> None:
+    q, k = torch.randn(1, 200, 1, 4), torch.randn(1, 2, 1, 4)
+    _, tangent = torch.func.jvp(
+        lambda q: flashtile.attention(q, k, k, window=(3, 0), align="top_left"), (q,), (torch.ones_like(q),)
+    )
+    assert not tangent[:, 5:].any() and tangent.isfinite().all()
+
+
 def test_dual_tensors() -> None:
     q, direction = example(), example().cos()
     expected = torch.func.jvp(loss, (q,), (direction,))

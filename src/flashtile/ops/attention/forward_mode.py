@@ -71,7 +71,7 @@ def _dense(
 def _keys_of(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> range:
     """The keys that the band shows any row from `first` to `last - 1`."""
     shift = 0 if spec.top_left else seq_k - seq_q
-    begin = 0 if spec.window_left is None else max(0, first + shift - spec.window_left)
+    begin = 0 if spec.window_left is None else min(max(0, first + shift - spec.window_left), seq_k)
     end = seq_k if spec.window_right is None else min(seq_k, last + shift + spec.window_right)
     return range(begin, max(begin, end))
 

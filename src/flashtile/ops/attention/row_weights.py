@@ -76,13 +76,14 @@ def load_rows(tensor: Tensor, part: Part) -> Tensor:
     if part.heads is not None:
         rows = rows.index_select(2, part.heads)
     by_head = rows.to(statistics_dtype(tensor.dtype)).transpose(1, 2)  # [B, H, R, D]
-    return by_head.unflatten(1, (-1, part.group)).flatten(2, 3)
+    return _stacked(by_head, part)
 
 
 def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs) -> Tensor:
     """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
     `heads`: query heads of the call. What lies past a key length may be NaN, and is 0 here."""
-    keys = tensor[:, part.keys.start : part.keys.stop]
+    # Not by brackets, which make an alias of everything: that has no rule where one tangent stands for several.
+    keys = tensor.narrow(1, part.keys.start, len(part.keys))
     if part.heads is not None:
         keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
     keys = keys.to(statistics_dtype(tensor.dtype)).transpose(1, 2)
@@ -98,8 +99,14 @@ def products(rows: Tensor, keys: Tensor, part: Part) -> Tensor:
 
 def weighted(weights: Tensor, values: Tensor, part: Part) -> Tensor:
     """`weights values` of `[B, H, R, C]` and `[B, Hkv, C, D]`: `[B, H, R, D]`."""
-    stacked = weights.unflatten(1, (-1, part.group)).flatten(2, 3)
-    return split_heads(stacked @ values, part)
+    return split_heads(_stacked(weights, part) @ values, part)
+
+
+def _stacked(by_head: Tensor, part: Part) -> Tensor:
+    """`[B, H, R, X]` as `[B, Hkv, G·R, X]`. One operation: `unflatten` has no rule where one
+    tangent stands for several."""
+    batch, heads, rows, last = by_head.shape
+    return by_head.reshape(batch, heads // part.group, part.group * rows, last)
 
 
 def split_heads(stacked: Tensor, part: Part) -> Tensor:
@@ -115,7 +122,7 @@ def part_of(tensor: Tensor, part: Part) -> Tensor:
     if tensor.shape[2] > 1:
         tensor = tensor.index_select(2, part.rows)
     if tensor.shape[3] > 1:
-        tensor = tensor[..., part.keys.start : part.keys.stop]
+        tensor = tensor.narrow(-1, part.keys.start, len(part.keys))
     return tensor
 
 
