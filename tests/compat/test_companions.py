@@ -157,6 +157,27 @@ def test_rotary_over_a_leaf(device, dtype):
             torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("of_a_leaf", (False, True))
+def test_rotary_in_place_compiles_whole(of_a_leaf):
+    cos, sin = tables(12, 3, "cpu", torch.float32)
+
+    def rotate(x):
+        q, qkv, kv = (t if of_a_leaf else t * 1 for t in x)
+        return (
+            rotary.apply_rotary_emb(q, cos, sin, True, inplace=True, seqlen_offsets=2),
+            rotary.apply_rotary_emb_qkv_(qkv, cos, sin, seqlen_offsets=2),
+            rotary.apply_rotary_emb_kv_(kv, cos, sin),
+        )
+
+    results = []
+    for function in (rotate, torch.compile(rotate, fullgraph=True, backend="aot_eager")):
+        leaves = [normal(2, 7, *heads, 10).float().requires_grad_() for heads in ((4,), (3, 4), (2, 4))]
+        out = function(leaves)
+        grads = torch.autograd.grad([o.square().sum() for o in out], leaves)
+        results.append([*out, *grads, *(leaf.detach() for leaf in leaves)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_rotary_module():
     qkv = normal(2, 7, 3, 4, 10).float()
     module = rotary.RotaryEmbedding(6, 100.0)

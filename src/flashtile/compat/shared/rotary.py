@@ -17,8 +17,8 @@ def rotated_in_place(x: Tensor, rotate: Rotate) -> Tensor:
     PyTorch does not allow that for a leaf that wants a gradient. flash_attn does it, and so does this: the result is
     then another tensor with the memory of x, and the gradient of x is that of what x held before.
     """
-    base = x._base if x._is_view() else x
-    if base is not None and base.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    base = x if x._base is None else x._base
+    if base.is_leaf and x.requires_grad and torch.is_grad_enabled():
         return _OverLeaf.apply(x, rotate)
     return rotate(x, False, True)
 
