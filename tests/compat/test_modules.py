@@ -160,6 +160,23 @@ def test_decoding(options, lengths_given, device):
     assert cache.shape == (5, 12, 2, module.num_heads_kv, 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"rotary_emb_dim": 6, "num_heads_kv": 2, "use_flash_attn": True}], ids=str)
+@torch.no_grad()
+def test_decoding_under_autocast(options):
+    """The cache that the first call makes has the dtype of what the projection gives."""
+    module, x = mha.MHA(32, 4, causal=True, layer_idx=0, **options), normal(2, 7, 32).float()
+    params = SimpleNamespace(
+        max_batch_size=2, max_seqlen=12, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict={},
+        lengths_per_sample=None,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, first = module(x), module(x[:, :6], inference_params=params)
+        params.seqlen_offset = 6
+        out = torch.cat((first, module(x[:, 6:], inference_params=params)), 1)
+    assert out.dtype is params.key_value_memory_dict[0].dtype is torch.bfloat16
+    torch.testing.assert_close(out, whole, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [

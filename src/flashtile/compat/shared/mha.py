@@ -236,7 +236,7 @@ class MHA(nn.Module):
 
     def _decode(self, q: Tensor, kv: Tensor, params: Any) -> Tensor:
         """Appends to the cache, and attends to it."""
-        cache = _cache_of(self, params, q.shape[0])
+        cache = _cache_of(self, params, kv)
         lengths = params.seqlen_offset
         if params.lengths_per_sample is not None:
             start = params.batch_size_offset
@@ -288,17 +288,18 @@ def _convolved(conv: Any, x: Tensor) -> Tensor:
     return conv(x.transpose(1, 2))[..., :-2].transpose(1, 2).contiguous()
 
 
-def _cache_of(module: MHA, params: Any, batch: int) -> Tensor:
-    """The part of the cache that belongs to these sequences, made on the first call."""
+def _cache_of(module: MHA, params: Any, kv: Tensor) -> Tensor:
+    """The part of the cache that belongs to these sequences, made on the first call, in the dtype of what it is to hold
+    (under autocast not that of the weights)."""
     if module.layer_idx is None:
         refuse("layer_idx", "an int with inference_params", None, "the cache is kept under it")
     caches = params.key_value_memory_dict
     if module.layer_idx not in caches:
-        caches[module.layer_idx] = module.allocate_inference_cache(params.max_batch_size, params.max_seqlen)
+        caches[module.layer_idx] = module.allocate_inference_cache(params.max_batch_size, params.max_seqlen, kv.dtype)
     start = params.batch_size_offset
-    return caches[module.layer_idx][start : start + batch]
+    return caches[module.layer_idx][start : start + kv.shape[0]]
 
 
 def _fill(module: MHA, kv: Tensor, params: Any) -> None:
     """Writes the keys and values of a first call to the cache."""
-    _cache_of(module, params, kv.shape[0])[:, : kv.shape[1]] = kv.detach()
+    _cache_of(module, params, kv)[:, : kv.shape[1]] = kv.detach()
