@@ -163,6 +163,19 @@ def test_greedy_generation_takes_the_most_probable_token():
         assert torch.equal(model(out[:, :-1])[:, 5:].argmax(-1), out[:, 6:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_generation_under_autocast(dtype):
+    """The cache has the dtype of the keys, which is that of autocast, but for float64."""
+    model, prompt = make(None, LLAMA, dtype), tokens(length=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model.generate(prompt, 4)
+        cache = model.new_cache(2, 10)
+        with torch.no_grad():
+            steps = torch.cat([model(prompt, cache), *(model(out[:, at : at + 1], cache) for at in range(6, 9))], 1)
+    assert torch.equal(steps[:, 5:].argmax(-1), out[:, 6:])
+    assert cache[0].k.dtype is (torch.float64 if dtype is torch.float64 else torch.bfloat16)
+
+
 def test_drawn_generation_follows_the_probabilities():
     model = make(None, replace(SMALL, vocabulary=8, initial_std=0.3))
     prompt = torch.zeros(4000, 1, dtype=torch.long)

@@ -142,12 +142,12 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens of each of `batch` sequences.
 
-        `dtype` is that of the keys where it is not that of the parameters, as under autocast.
+        `dtype` is that of the keys; None is that of the parameters, or under `torch.autocast` what linear layers give.
         """
         config, weight = self.config, self.token.weight
         heads_kv = config.heads if config.heads_kv is None else config.heads_kv
         sizes = (batch, capacity, heads_kv, config.head_dim)
-        return [KVCache(*sizes, weight.device, dtype or weight.dtype) for _ in range(config.layers)]
+        return [KVCache(*sizes, weight.device, dtype or _projected(weight)) for _ in range(config.layers)]
 
     @torch.no_grad()
     def generate(
@@ -241,6 +241,14 @@ def _block(config: GPTConfig, layer: int, where: dict[str, Any]) -> Block | Para
 
 def _norm(config: GPTConfig, where: dict[str, Any]) -> Callable[[int], nn.Module]:
     return partial(LayerNorm if config.norm == "layer" else RMSNorm, eps=config.norm_eps, **where)
+
+
+def _projected(weight: Tensor) -> torch.dtype:
+    """The dtype of what a linear layer gives whose weight has the dtype and device of this one."""
+    kind = weight.device.type
+    if weight.dtype is torch.float64 or kind == "meta" or not torch.is_autocast_enabled(kind):
+        return weight.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
