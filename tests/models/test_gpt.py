@@ -206,7 +206,11 @@ def test_more_mistakes_are_explained():
     with pytest.raises(ValueError, match="attention: expected None with a cache"):
         make(plain_attention).generate(tokens(length=6), 2)
     with pytest.raises(ValueError, match="tokens: expected at most 32 in a row"):
-        make(None).generate(tokens(length=30), 4)
+        make(None)(tokens(length=33))
+    with pytest.raises(ValueError, match=r"new_tokens: expected at most 32 tokens with the prompt .* got 30 and 3"):
+        make(None).generate(tokens(length=30), 3)
+    with pytest.raises(TypeError, match=r"new_tokens: expected an int, got 2\.0"):
+        make(None).generate(tokens(length=3), 2.0)
     with pytest.raises(ValueError, match=r"tokens: expected \[batch, seq\] with at least one token"):
         make(None).generate(tokens(length=0), 4)
     with pytest.raises(ValueError, match="new_tokens: expected at least 0, got -1"):

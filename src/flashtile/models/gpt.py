@@ -171,12 +171,20 @@ class GPT(nn.Module):
             `[B, S + new_tokens]`.
 
         Raises:
+            TypeError: new_tokens is no int.
             ValueError: no prompt, more tokens than the context has, or choices that do not go together.
         """
         if tokens.dim() != 2 or not tokens.shape[1]:
             raise ValueError(f"tokens: expected [batch, seq] with at least one token, got shape {tuple(tokens.shape)}")
+        if isinstance(new_tokens, bool) or not isinstance(new_tokens, int):
+            raise TypeError(f"new_tokens: expected an int, got {new_tokens!r}; it is how many follow the prompt")
         if new_tokens < 0:
             raise ValueError(f"new_tokens: expected at least 0, got {new_tokens}; it is how many follow the prompt")
+        if tokens.shape[1] + new_tokens > self.config.context:
+            raise ValueError(
+                f"new_tokens: expected at most {self.config.context} tokens with the prompt (the context), got "
+                f"{tokens.shape[1]} and {new_tokens}; ask for fewer, or cut the prompt"
+            )
         if not temperature >= 0:
             raise ValueError(f"temperature: expected at least 0, got {temperature}; 0 takes the most probable token")
         if not temperature and not (top_k is None and generator is None):
