@@ -205,3 +205,15 @@ def test_mistakes_are_explained():
         make(mlp=nn.Identity, resid_dropout2=0.1)
     with pytest.raises(ValueError, match="residual: expected None with prenorm=False"):
         make(prenorm=False)(torch.randn(2, 7, DIM), torch.randn(2, 7, DIM))
+    with pytest.raises(TypeError, match=r"norm: expected a LayerNorm or an RMSNorm, .* got GroupNorm"):
+        add_norm(nn.GroupNorm(2, DIM), torch.randn(2, 7, DIM), None)
+    replaced = make(ParallelBlock)
+    replaced.norm2.eps = 0.1
+    with pytest.raises(ValueError, match="norm2: expected a norm of the kind and eps of norm1"):
+        replaced(torch.randn(2, 7, DIM))
+    replaced.norm2 = RMSNorm(DIM, eps=replaced.norm1.eps)
+    with pytest.raises(ValueError, match="norm2: expected a norm of the kind and eps of norm1"):
+        replaced(torch.randn(2, 7, DIM))
+    replaced.norm2 = LayerNorm(DIM, eps=replaced.norm1.eps, elementwise_affine=False)
+    with pytest.raises(ValueError, match="norm2: expected a norm of the kind and eps of norm1"):
+        replaced(torch.randn(2, 7, DIM))

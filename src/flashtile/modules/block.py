@@ -66,10 +66,10 @@ class Block(nn.Module):
         self.residual_in_fp32 = residual_in_fp32
         self.return_residual = return_residual
         self.mixer = mixer_cls(dim)
-        self.norm1 = _checked(norm_cls(dim))
+        self.norm1 = _checked("norm_cls", norm_cls(dim))
         self.mlp = mlp_cls(dim)
         if not isinstance(self.mlp, nn.Identity):
-            self.norm2 = _checked(norm_cls(dim))
+            self.norm2 = _checked("norm_cls", norm_cls(dim))
         elif resid_dropout2:
             raise ValueError(f"resid_dropout2: expected 0 without an MLP, got {resid_dropout2}; there is one sum only")
 
@@ -163,9 +163,9 @@ class ParallelBlock(nn.Module):
         self.tied_norm = tied_norm
         self.residual_in_fp32 = residual_in_fp32
         self.mixer = mixer_cls(dim)
-        self.norm1 = _checked(norm_cls(dim))
+        self.norm1 = _checked("norm_cls", norm_cls(dim))
         self.mlp = mlp_cls(dim)
-        self.norm2 = None if tied_norm else _checked(norm_cls(dim))
+        self.norm2 = None if tied_norm else _checked("norm_cls", norm_cls(dim))
 
     def forward(
         self,
@@ -202,7 +202,21 @@ def add_norm(
     dropout_p: float = 0.0,
     hidden2: Tensor | None = None,
 ) -> Tensor:
-    """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: what closes the last block."""
+    """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: what closes the last block.
+
+    Args:
+        norm: a `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        hidden: `[..., dim]`.
+        residual: `[..., dim]`, or None for 0.
+        dropout_p: probability that an element of either branch is dropped.
+        hidden2: `[..., dim]`, a second branch, or None.
+
+    Returns:
+        `[..., dim]`, in the dtype of hidden.
+
+    Raises:
+        TypeError: a norm that is neither.
+    """
     fused, options = _fused(norm, hidden, residual, False)
     return fused(hidden, residual, dropout_p=dropout_p, x1=hidden2, **options)
 
@@ -224,19 +238,34 @@ def add_parallel_norm(
     dropout_p: float = 0.0,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum; norm2 None is norm1."""
+    """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum; norm2 None is norm1.
+
+    Raises:
+        TypeError: a norm that `add_norm` does not take.
+        ValueError: norms of two kinds, or with two values of eps.
+    """
     fused, options = _fused(norm1, hidden1, residual, residual_in_fp32)
     options |= {"x1": hidden2, "dropout_p": dropout_p, "prenorm": True}
-    if norm2 is None or norm2.weight is None:  # norms without weights are the same
-        normed, residual = fused(hidden1, residual, **options)
-        return normed, normed, residual
-    return fused(hidden1, residual, weight1=_read(norm2, "weight"), bias1=_read(norm2, "bias"), **options)
+    if norm2 is not None:
+        second, of_second = _fused(norm2, hidden1, residual, residual_in_fp32)
+        weight1, bias1 = of_second["weight"], of_second["bias"]
+        alike = second is fused and of_second["epsilon"] == options["epsilon"]
+        if not alike or (weight1 is None) is not (options["weight"] is None):
+            raise ValueError(
+                f"norm2: expected a norm of the kind and eps of norm1, {norm1}, got {norm2}; one pass makes both"
+            )
+        if weight1 is not None:
+            return fused(hidden1, residual, weight1=weight1, bias1=bias1, **options)
+    # One norm for both: norms without weights are the same.
+    normed, residual = fused(hidden1, residual, **options)
+    return normed, normed, residual
 
 
 def _fused(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, residual_in_fp32: bool
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that fuses a norm with what comes before it, and the arguments which the norm says."""
+    _checked("norm", norm)
     options: dict[str, Any] = {"weight": _read(norm, "weight"), "bias": _read(norm, "bias"), "epsilon": norm.eps}
     options["residual_in_fp32"] = residual_in_fp32
     if isinstance(norm, (LayerNorm, nn.LayerNorm)):
@@ -253,10 +282,10 @@ def _read(norm: nn.Module, name: str) -> Tensor | None:
     return parameter if parameter is None or shared is None else shared(parameter)
 
 
-def _checked(norm: nn.Module) -> nn.Module:
+def _checked(name: str, norm: nn.Module) -> nn.Module:
     if not isinstance(norm, (LayerNorm, RMSNorm, nn.LayerNorm, nn.RMSNorm)):
         raise TypeError(
-            f"norm_cls: expected a LayerNorm or an RMSNorm, of flashtile.modules or torch.nn, got "
+            f"{name}: expected a LayerNorm or an RMSNorm, of flashtile.modules or torch.nn, got "
             f"{type(norm).__name__}; no other is fused with dropout and addition"
         )
     return norm
