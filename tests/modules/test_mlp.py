@@ -130,3 +130,31 @@ def test_autocast_of_wide_parameters() -> None:
     out.sum().backward()
     assert mlp.fc1.weight.main_grad.any() and mlp.fc2.weight.main_grad.any()
     assert mlp.fc1.bias.grad.dtype is torch.float32
+
+
+class Adapted(nn.Linear):
+    """A layer with something beside its weight, as adapters add it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_fused_mlp_refuses_layers_that_it_would_not_call(name: str, wrapped: bool) -> None:
+    module = FusedMlp(6, 10)
+    layer = getattr(module, name)
+    adapted: nn.Module = nn.Sequential(layer) if wrapped else Adapted(layer.in_features, layer.out_features)
+    setattr(module, name, adapted)
+    with pytest.raises(TypeError, match=rf"{name}: expected a torch\.nn\.Linear, got .*{type(adapted).__name__}"):
+        module(torch.randn(2, 6))
+
+
+def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
+    module, x = FusedMlp(6, 10), torch.randn(2, 6)
+    module.fc2 = FusedDense(10, 6)
+    nn.utils.parametrizations.weight_norm(module.fc1)
+    expected = module.fc2(gelu_tanh(module.fc1(x)))
+    torch.testing.assert_close(module(x), expected)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected)

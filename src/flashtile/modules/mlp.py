@@ -160,7 +160,8 @@ class GatedMlp(_Perceptron):
 class FusedMlp(_Perceptron):
     """A perceptron by `flashtile.fused_mlp`; the keys of `Mlp`, and with gates the keys and rows of `GatedMlp`.
 
-    `fc1` and `fc2` hold the parameters; hooks on them do not run.
+    `fc1` and `fc2` hold the parameters; they are not called. So hooks on them do not run, and a layer in their place
+    that computes anything else than a linear layer raises a TypeError.
 
     Args:
         in_features: the last dimension of the input.
@@ -203,6 +204,7 @@ class FusedMlp(_Perceptron):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """`[..., in_features]` -> `[..., out_features]`; with return_residual the pair of it and x."""
         fc1, fc2 = self.fc1, self.fc2
+        _check_layers(fc1=fc1, fc2=fc2)
         buffers: dict[str, Any] = {}
         if self.accumulate_main_grad:
             buffers["main_grad1"] = _main_grad("fc1.weight", fc1.weight)
@@ -230,6 +232,16 @@ def _hidden_features(in_features: int, gated: bool) -> int:
 
 def _rounded_up(features: int, multiple_of: int) -> int:
     return -(-features // multiple_of) * multiple_of
+
+
+def _check_layers(**layers: nn.Module) -> None:
+    """Layers of which the weights alone are read: what another class adds to the product would be lost in silence."""
+    for name, layer in layers.items():
+        if not isinstance(layer, nn.Linear) or type(layer).forward not in (nn.Linear.forward, FusedDense.forward):
+            raise TypeError(
+                f"{name}: expected a torch.nn.Linear, got {type(layer).__module__}.{type(layer).__qualname__}; "
+                "FusedMlp reads its weight and bias and does not call it, flashtile.modules.Mlp and GatedMlp do"
+            )
 
 
 def _main_grad(name: str, weight: Tensor) -> Tensor | None:
