@@ -84,6 +84,15 @@ def test_packed(used, options, meaning, device, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_packed_without_sequences(rows):
+    """Rows of no sequence are 0, also beside numbers of used rows."""
+    keys, ends = torch.randn(0, 2, 8), torch.zeros(1, dtype=torch.int32)
+    none = torch.zeros(0, dtype=torch.int32)
+    out = flash_attn_varlen_func(torch.randn(rows, 4, 8), keys, keys, ends, ends, 0, 0, seqused_q=none, seqused_k=none)
+    assert torch.equal(out, torch.zeros(rows, 4, 8))
+
+
 @places
 def test_cache(device, dtype):
     q, k, v = (normal(2, 1, heads, 16, seed=heads).to(device, dtype) for heads in (4, 2, 2))

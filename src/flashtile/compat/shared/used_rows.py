@@ -33,7 +33,7 @@ class UsedRows(NamedTuple):
 def only_used_rows(x: Tensor, cu_seqlens: Tensor, used: Tensor) -> UsedRows:
     """Takes the first `used[b]` rows of each packed sequence `b` of x `[total, heads, head_dim]`. Waits for nothing."""
     batch, total = cu_seqlens.shape[0] - 1, x.shape[0]
-    rows, _, packed = gathered_keys(x, x, cu_seqlens, total, lengths=used)
+    rows, _, packed = gathered_keys(x, x, cu_seqlens, None, lengths=used)
     before = torch.arange(total, device=x.device)
     sequence = torch.searchsorted(cu_seqlens.to(before.dtype), before, right=True) - 1
     inside = sequence.clamp(max=max(batch - 1, 0))
