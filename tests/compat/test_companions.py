@@ -412,6 +412,13 @@ def test_loss_gradient_in_place(given):
     torch.testing.assert_close(leaf.grad, expected)
 
 
+def test_large_logits_with_a_given_lse():
+    logits, labels = torch.tensor([[1e30, -2e30, 3e29]]), torch.tensor([1])
+    loss, z_loss = triton_cross_entropy.cross_entropy_loss(logits, labels, logits.logsumexp(-1))
+    torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="none"))
+    assert not z_loss.any()
+
+
 def test_losses_of_version_1():
     logits = normal(5, 11).float()
     assert CrossEntropyLossApex is CrossEntropyLossV1

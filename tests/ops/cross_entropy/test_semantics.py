@@ -103,7 +103,16 @@ def check_nan_and_inf(backend: str, device: str = "cpu") -> None:
     assert losses.isnan().tolist() == [True, True, True, False, False, False]
 
 
-CHECKS = [check_nothing_counts, check_labels_outside, check_ignored_rows, check_nan_and_inf]
+def check_large_logits(backend: str, device: str = "cpu") -> None:
+    """A logit whose square is infinite has a loss, where no z-loss is asked for."""
+    logits = torch.tensor([[1e30, -2e30, 3e29], [0.0, -1e25, 1e22]], device=device)
+    labels = torch.tensor([1, 2], device=device)
+    losses, z_losses = flashtile.cross_entropy(logits, labels, reduction="none", return_z_loss=True, backend=backend)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none"))
+    assert not z_losses.any()
+
+
+CHECKS = [check_nothing_counts, check_labels_outside, check_ignored_rows, check_nan_and_inf, check_large_logits]
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 

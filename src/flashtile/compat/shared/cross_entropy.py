@@ -49,7 +49,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = lse - (1 - smoothing) * of_label
         if smoothing:
             loss = loss - smoothing * scale * logits.mean(1, dtype=wide)
-        z_loss = (lse_square_scale * lse.square()).masked_fill(~counts, 0)
+        z_loss = (lse_square_scale * lse * lse).masked_fill(~counts, 0)  # a square may be infinite, and 0 · inf NaN
         ctx.save_for_backward(logits, label, counts, lse)
         ctx.scalars = smoothing, scale, lse_square_scale, inplace
         ctx.mark_non_differentiable(z_loss)

@@ -35,7 +35,7 @@ def merge(parts: Tensor) -> Statistics:
 def losses(found: Statistics, labels: Tensor, spec: CrossEntropySpec) -> Results:
     """The losses of rows, reduced as the spec says."""
     counts = labels != spec.ignore_index
-    z_loss = spec.lse_square_scale * found.lse.square()
+    z_loss = spec.lse_square_scale * found.lse * found.lse  # in this order: a square may be infinite, and 0 · inf NaN
     loss = found.lse - (1 - spec.label_smoothing) * found.target + z_loss
     if spec.label_smoothing:
         loss = loss - spec.label_smoothing / spec.vocabulary * found.total
