@@ -127,6 +127,17 @@ def test_mistakes_are_explained():
         pad_input(x[0, :4], torch.arange(3), 3, 5)
     with pytest.raises(TypeError, match=r"indices: expected dtype int32 or int64, got torch.float32"):
         pad_input(x[0, :3], torch.ones(3), 3, 5)
+    with pytest.raises(TypeError, match="mask: expected a tensor, got NoneType"):
+        unpad_input(torch.randn(3, 5, 2), None)
+    with pytest.raises(TypeError, match="indices: expected a tensor, got list"):
+        pad_input(torch.randn(2, 2), [0, 1], 3, 5)
+    with pytest.raises(ValueError, match="indices: expected the device of x, cpu, got meta"):
+        pad_input(torch.randn(2, 2), torch.arange(2, device="meta"), 3, 5)
+    with pytest.raises(ValueError, match="batch, seqlen: expected places for the 4 rows of x, got 0 and 5"):
+        pad_input(torch.randn(4, 2), torch.arange(4), 0, 5)
+    for wrong in (6, -1):
+        with pytest.raises(ValueError, match=f"indices: expected places of 3 sequences of 2 rows, .* {wrong}"):
+            pad_input(torch.randn(2, 2), torch.tensor([2, wrong]), 3, 2)
 
 
 @pytest.mark.gpu

@@ -40,7 +40,7 @@ def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadde
             right.
 
     Raises:
-        TypeError: the mask is not bool, or total not an int.
+        TypeError: x or the mask is no tensor, the mask not bool, or total not an int.
         ValueError: shapes or devices do not fit, or total is wrong.
     """
     _check_mask(x, mask)
@@ -69,16 +69,32 @@ def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
         `[batch, seqlen, ...]`, 0 in rows that no index names. Differentiable in x.
 
     Raises:
-        TypeError: indices are no integers.
-        ValueError: their number is not that of the rows.
+        TypeError: x is no tensor, or indices none of integers.
+        ValueError: their number is not that of the rows, their device another, or there is no place for a row. (On a
+            GPU an index past the last place is an illegal access.)
     """
+    _check_tensors(x=x, indices=indices)
     if indices.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"indices: expected dtype int32 or int64, got {indices.dtype}; take those of unpad_input")
     if indices.shape != x.shape[:1]:
         raise ValueError(
             f"indices: expected shape {tuple(x.shape[:1])}, one for each row of x, got {tuple(indices.shape)}"
         )
-    return _scatter(x, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    if indices.device != x.device:
+        raise ValueError(f"indices: expected the device of x, {x.device}, got {indices.device}; move them")
+    if not torch.compiler.is_compiling() and x.shape[0] > batch * seqlen:
+        raise ValueError(
+            f"batch, seqlen: expected places for the {x.shape[0]} rows of x, got {batch} and {seqlen}; pass those of "
+            "the batch that was unpadded"
+        )
+    try:
+        padded = _scatter(x, indices, batch * seqlen)
+    except IndexError:
+        raise ValueError(
+            f"indices: expected places of {batch} sequences of {seqlen} rows, from 0 to {batch * seqlen - 1}, got "
+            f"{int(indices.min())} to {int(indices.max())}; pass batch and seqlen of the batch that was unpadded"
+        ) from None
+    return padded.unflatten(0, (batch, seqlen))
 
 
 def _gather(x: Tensor, indices: Tensor) -> Tensor:
@@ -123,7 +139,14 @@ def _kept_indices(kept: Tensor, total: int) -> Tensor:
     return numbers.new_zeros(total + 1).scatter_(0, place, numbers)[:total]
 
 
+def _check_tensors(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}; use torch.tensor(...)")
+
+
 def _check_mask(x: Tensor, mask: Tensor) -> None:
+    _check_tensors(x=x, mask=mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"mask: expected dtype bool, True = keep, got {mask.dtype}; compare or cast it")
     if mask.dim() != 2 or mask.shape != x.shape[:2]:
