@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
+from torch.nn import functional as F
 
 import flashtile
 from flashtile.ops.cross_entropy import linear
@@ -190,6 +191,24 @@ def test_only_what_is_asked_for(wanted: tuple[int, ...], monkeypatch: pytest.Mon
     with torch.no_grad():
         flashtile.linear_cross_entropy(operands[0], operands[1], labels)
     assert made[1].gradients == (None, None, None)
+
+
+@pytest.mark.parametrize("reduction", _REDUCTIONS)
+def test_gradients_of_operands_made_from_one_another(reduction: str) -> None:
+    """Under create_graph too each gradient counts once: of an embedding that is the last layer's weight too, of x."""
+    operands, labels = small()
+    embedding = operands[1].detach().requires_grad_()
+
+    def gradients(loss_of: Any) -> tuple[Tensor, ...]:
+        x = embedding[labels.clamp(min=0)].tanh()
+        loss = loss_of(x, embedding, x.sum() * embedding[:, 0])
+        weights = torch.arange(1.0, loss.numel() + 1, dtype=loss.dtype).view(loss.shape)
+        (first,) = torch.autograd.grad(loss, embedding, weights, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), embedding)
+
+    ours = gradients(lambda x, w, b: flashtile.linear_cross_entropy(x, w, labels, b, reduction=reduction))
+    plain = gradients(lambda x, w, b: F.cross_entropy(F.linear(x, w, b), labels, reduction=reduction))
+    torch.testing.assert_close(ours, plain)
 
 
 def test_a_second_backward_is_right_too() -> None:

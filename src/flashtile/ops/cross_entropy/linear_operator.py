@@ -115,6 +115,11 @@ def _differentiable_backward(
     dloss: Tensor, operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted
 ) -> LinearGradients:
     """The gradients as functions of all that they depend on, through the reference, which holds all logits."""
+    # Of views: where one operand was made from another (x from a weight that is the embedding too), the gradient of the
+    # latter would have that of the former in it, which autograd adds as well.
+    x, weight, bias, labels = operands
+    bias = None if bias is None else bias.view_as(bias)
+    operands = LinearOperands(x.view_as(x), weight.view_as(weight), bias, labels)
     loss = reference.linear(*operands, spec).loss
     inputs = [t for t, there in zip(operands, wanted) if there and t is not None]
     grads = iter(torch.autograd.grad(loss, inputs, dloss, create_graph=True))
