@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,6 +53,15 @@ def test_tables_of_a_fake_call_are_not_kept() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         module(mode.from_tensor(qkv))
     assert torch.equal(module(qkv), expected)
+
+
+@pytest.mark.parametrize("scale_base", [None, 512.0], ids=["rotary", "xpos"])
+def test_tables_of_a_transformed_call_are_not_kept(scale_base: float | None) -> None:
+    """Under torch.func.grad they are wrapped for it: the module could not be copied afterwards."""
+    qkv = torch.randn(1, 5, 3, 2, 16)
+    module = RotaryEmbedding(16, scale_base=scale_base)
+    torch.func.grad(lambda x: module(x * 1).square().sum())(qkv)
+    torch.testing.assert_close(copy.deepcopy(module)(qkv.clone()), module(qkv.clone()))
 
 
 def test_offsets_in_a_tensor_need_a_length() -> None:

@@ -48,7 +48,9 @@ class RotaryEmbedding(nn.Module):
         made = self._tables
         if made is None or made[0].shape[0] < positions or made[0].device != device:
             made = self._make_tables(positions, device)
-            if type(made[0]) is Tensor:  # fake ones, of a call that only asks for shapes, hold no values to keep
+            # Fake ones, of a call that only asks for shapes, hold no values to keep; those made under torch.func
+            # transforms are wrapped for them, and could be neither copied nor pickled afterwards.
+            if type(made[0]) is Tensor and not torch._C._are_functorch_transforms_active():
                 self._tables = made
         return made
 
