@@ -395,6 +395,27 @@ def test_factors_broadcast_and_may_be_left_out() -> None:
         torch.testing.assert_close(lse, plain[1])
 
 
+def _tiny_factors(backend: str) -> None:
+    """Factors whose product is 0 in float32 make scores of 0, and hidden keys stay hidden."""
+    problem = Problem(Case())
+    tiny = torch.full((2, 2), 2.0**-80)
+    for arguments in ({"causal": True}, {"key_lengths": torch.tensor([20, 45])}):
+        out, lse = problem.run(backend, descale_q=tiny, descale_k=tiny, **arguments)
+        q, k, v = problem.numbers(torch.float64)
+        wanted, wanted_lse = flashtile.attention(0 * q, k, v, return_lse=True, backend="reference", **arguments)
+        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_whose_product_is_0() -> None:
+    _tiny_factors("cpu")
+
+
+@pytest.mark.interpreter
+def test_factors_whose_product_is_0_in_the_portable_kernel() -> None:
+    _tiny_factors("triton")
+
+
 @pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
 def test_sinks_and_slopes_are_of_the_dtype_of_out_or_of_lse(name: str) -> None:
     problem = Problem(Case())
@@ -510,7 +531,7 @@ def test_quantize(dtype: torch.dtype) -> None:
     largest = x.float().abs().amax((1, 3))[:, None, :, None]
     # Half a unit of 3 bits; below 2⁻⁶ of 448 units in the last place are 2⁻⁹.
     assert ((back - x.float()).abs() <= x.float().abs() / 16 + largest * 2.0**-10 / 448 * 1.01).all()
-    assert (descale > 0).all() and (rounded.float().abs().amax((1, 3))[0] == 448).all()
+    assert descale[1, 2] == 1 and (descale > 0).all() and (rounded.float().abs().amax((1, 3))[0] == 448).all()
 
 
 def test_quantize_shares_factors_and_takes_packed_sequences() -> None:

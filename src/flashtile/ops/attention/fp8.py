@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.common.checks import check_float_dtype, check_tensors
 
-#: Of a scale, so that a head of zeros has one.
+#: Of a factor, so that what is divided by it stays finite.
 _SMALLEST = 2.0**-100
 
 
@@ -52,6 +52,7 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
     largest = groups.abs().amax(dim=(1, 3, 4)) if groups.numel() else groups.new_zeros(groups.shape[0], heads_kv)
     limit = torch.finfo(FP8).max
     descale = (largest.float() / limit).clamp(min=_SMALLEST)
+    descale = descale.masked_fill_(largest == 0, 1.0)  # zeros are zeros with any factor; two small ones would make 0
     scaled = (groups / descale[:, None, :, None, None]).clamp(-limit, limit)  # rounding may lead past the limit
     return scaled.to(FP8).view(x.shape), descale
 

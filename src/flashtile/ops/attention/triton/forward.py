@@ -25,6 +25,7 @@ import triton.language as tl
 from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
 from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores
 from flashtile.ops.attention.triton.tiles import (
+    LEAST_SCALE,
     LN_2,
     LOG2_E,
     as_operand,
@@ -97,6 +98,9 @@ def attention_forward_kernel(
         scale *= load_descale(descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, sequence, head_kv, batch)
     if descale_k_ptr is not None:
         scale *= load_descale(descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, sequence, head_kv, batch)
+    if descale_q_ptr is not None or descale_k_ptr is not None:
+        # The host sees to the scale alone, not to its product with factors. NaN stays.
+        scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
     origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
     modifiers = (
         softcap,

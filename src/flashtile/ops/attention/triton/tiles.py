@@ -16,6 +16,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+#: The smallest scale: a smaller one is no number of full precision, or 0, and hidden scores times 0 are NaN.
+LEAST_SCALE = tl.constexpr(2.0**-126)
 
 
 @triton.jit
