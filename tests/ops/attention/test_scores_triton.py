@@ -54,6 +54,27 @@ def test_interpreted_tables_of_any_layout() -> None:
     _tables_of_any_layout("cpu")
 
 
+def _empty_bias(device: str) -> None:
+    """The sequences have no keys, but there are rows past the last: nothing is read of a bias that has no columns."""
+    q, k = (torch.randn(rows, 2, 16, device=device, requires_grad=True) for rows in (40, 5))
+    bias = torch.empty(1, 2, 33, 0, device=device, requires_grad=True)
+    offsets_q, offsets_k = (torch.tensor(offsets, device=device) for offsets in ([0, 33], [0, 0]))
+    longest = {"max_seqlen_q": 33, "max_seqlen_k": 0}
+    out = flashtile.attention_varlen(q, k, k, offsets_q, offsets_k, bias=bias, backend="triton", **longest)
+    for gradient in torch.autograd.grad(out.sum(), (q, k, bias)):
+        assert not gradient.any()
+
+
+@pytest.mark.interpreter
+def test_interpreted_bias_without_columns() -> None:
+    _empty_bias("cpu")
+
+
+@pytest.mark.gpu
+def test_bias_without_columns() -> None:
+    _empty_bias("cuda")
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_interpreted_tables_of_whole_tiles(causal: bool) -> None:

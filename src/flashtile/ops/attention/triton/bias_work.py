@@ -42,7 +42,7 @@ def cut_work(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles
     """`shapes` of q, k and v."""
     longest = shapes[0][-3], shapes[1][-3]
     if len(shapes[0]) == 3:
-        longest_q, longest_k = (size if size > 1 else rows for size, rows in zip(bias.shape[2:], longest))
+        longest_q, longest_k = (size if size != 1 else rows for size, rows in zip(bias.shape[2:], longest))
         longest = longest_q, longest_k
     blocks = -(-longest[0] // tiles.block_m), -(-longest[1] // tiles.block_n)
     own_blocks = (1 if size == 1 else count for size, count in zip(bias.shape[2:], blocks))

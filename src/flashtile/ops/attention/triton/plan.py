@@ -317,7 +317,7 @@ def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
             (f"{name}_rows", f"{name}_columns")
         )
     batch, head, row = (stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3]))
-    rows, columns = (size if size > 1 else _ENDLESS for size in table.shape[2:])
+    rows, columns = (size if size != 1 else _ENDLESS for size in table.shape[2:])
     return {
         **{f"stride_{name}_batch": batch, f"stride_{name}_head": head, f"stride_{name}_row": row},
         **{f"{name}_rows": rows, f"{name}_columns": columns},
