@@ -161,6 +161,19 @@ def test_gpu_rows_past_the_capacity_are_not_written_and_not_read() -> None:
     assert written[1].tolist() == [True] * 2 + [False] * 30 and not written[2].any()
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_left_padding_past_32_bits_hides_all_rows(device: str) -> None:
+    """In 32 bits the first would be 1, and the second negative."""
+    q, cache = (torch.randn(2, rows, 2, 16, device=device) for rows in (1, 40))
+    left = torch.tensor([2**32 + 1, 2**31 + 7], device=device)
+    out, lse = flashtile.attention_with_kv_cache(
+        q, cache, cache, cache_left_padding=left, return_lse=True, backend="triton"
+    )
+    assert not out.any() and (lse == float("-inf")).all()
+
+
 @pytest.mark.interpreter
 @pytest.mark.unpoisoned
 def test_interpreted_offsets_within_a_page_pass_2_to_the_31() -> None:

@@ -54,7 +54,8 @@ def attend_kernel(
     _, total = sequence_lengths(lengths_ptr, sequence, length, seq_new, capacity)
     left = 0
     if left_ptr is not None:
-        left = tl.minimum(tl.maximum(tl.load(left_ptr + sequence).to(tl.int32), 0), total)
+        # 32 bits wide only after that, like a length.
+        left = tl.minimum(tl.maximum(tl.load(left_ptr + sequence), 0), total).to(tl.int32)
     shift = total - seq_q
     if diagonal is not None:
         shift = diagonal
