@@ -24,3 +24,24 @@ def test_inductor_makes_lowerings_without_writing_the_graph_out(
         flashtile.layer_norm(torch.empty(4, 8), torch.empty(8), torch.empty(8))
     named = {"flashtile::attention_forward", "flashtile::layer_norm_forward"} if writes_graphs_out else set()
     assert set(lowering.FALLBACK_ALLOW_LIST) == named
+
+
+def _negative_view(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers, of which memory holds the negatives."""
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+@pytest.mark.interpreter
+def test_interpreted_views_that_negate_stand_for_their_numbers() -> None:
+    q, bias = torch.randn(1, 20, 2, 1), torch.randn(20, 20)
+
+    def run(q: torch.Tensor, dout: torch.Tensor, bias: torch.Tensor) -> list[torch.Tensor]:
+        out = flashtile.attention(q, q, q, bias=bias, backend="triton")
+        return [out, *torch.autograd.grad(out, (q, bias), dout)]
+
+    expected = run(q.requires_grad_(), q.detach() + 1, bias.requires_grad_())
+    views = (_negative_view(t.detach()).requires_grad_() for t in (q, q + 1, bias))
+    for actual, wanted in zip(run(*views), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)

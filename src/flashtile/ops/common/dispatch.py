@@ -17,19 +17,21 @@ _WRITES_GRAPHS_OUT = TorchVersion(torch.__version__) < "2.13"
 
 
 def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch's dispatcher would only pass a call on: nothing else intercepts, records or traces it.
+    """Whether PyTorch's dispatcher would only pass a call on: nothing else intercepts, records or traces it, and no
+    tensor is one whose numbers it would negate first, as those of `z.conj().imag`.
 
     Args:
         tensors: all tensors of the call, on one device; the first is not None.
     """
+    if torch.compiler.is_compiling():
+        return False
     for tensor in tensors:
-        if tensor is not None and type(tensor) not in _PLAIN:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg()):
             return False
     first = tensors[0]
     assert first is not None
     return (
         (first.is_cuda or first.is_cpu)
-        and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()
