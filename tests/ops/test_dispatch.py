@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._inductor import lowering
 from torch._subclasses import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import flashtile
 from flashtile.ops.common import dispatch
@@ -45,3 +46,13 @@ def test_interpreted_views_that_negate_stand_for_their_numbers() -> None:
     views = (_negative_view(t.detach()).requires_grad_() for t in (q, q + 1, bias))
     for actual, wanted in zip(run(*views), expected, strict=True):
         torch.testing.assert_close(actual, wanted)
+
+
+@pytest.mark.interpreter
+def test_interpreted_backward_from_results_that_a_collective_is_bringing() -> None:
+    q = torch.randn(1, 20, 2, 16)
+    out, lse = flashtile.attention(q, q, q, return_lse=True, backend="triton")
+    expected = flashtile.attention_backward(q, q, q, q, out, lse, backend="triton")
+    coming = map(AsyncCollectiveTensor, (out, lse))
+    for actual, wanted in zip(flashtile.attention_backward(q, q, q, q, *coming, backend="triton"), expected):
+        assert torch.equal(actual, wanted) if wanted is not None else actual is None

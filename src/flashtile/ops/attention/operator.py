@@ -98,7 +98,7 @@ def run_backward(
     backend: str,
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
-    if dispatch.unobserved(q, k, v, dout, dlse, *side_tensors(side)):
+    if dispatch.unobserved(q, k, v, dout, dlse, out, lse, *side_tensors(side)):
         return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
     return Gradients(*grads[:3], *(grad if wants else None for grad, wants in zip(grads[3:], wanted)))
