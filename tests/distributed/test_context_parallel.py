@@ -48,6 +48,7 @@ _FEATURES: dict[str, Any] = {
     "packed-bias": Parallel(replace(_PACKED, bias="1hqk", mask="11qk", arguments=_CAUSAL)),
     "packed-lengths": Parallel(replace(_PACKED, key_lengths=(5, 3, 31, 17, 2, 0), sinks=True)),
     "packed-rest": Parallel(replace(_PACKED, arguments=_CAUSAL), rest=True),
+    "packed-rest-sinks": Parallel(replace(_PACKED, sinks=True), rest=True),
 }  # fmt: skip
 _ROW_SHARDED = {
     "bias-rows": Parallel(replace(_BASE, bias="bhqk", arguments=_CAUSAL), row_sharded=True),

@@ -58,6 +58,15 @@ class Call:
     def packed(self) -> bool:
         return bool(self.schedule.problem.documents)
 
+    @property
+    def rows(self) -> int:
+        """How many of the queries here are of the sequence, or of a document: the first ones. Those behind the last
+        document have no sink."""
+        problem = self.schedule.problem
+        end = problem.documents[-1] if problem.documents else problem.queries.length
+        chunks = problem.queries.ring_chunks(self.exchange.rank)
+        return sum(max(0, min(chunk.stop, end) - chunk.start) for chunk in chunks)
+
     def works(self, step: int) -> Sequence[Work]:
         return self.schedule.steps[step].work[self.exchange.rank]
 
@@ -144,7 +153,7 @@ def forward(
             if not works:
                 del block
                 blocks.used()
-    return merge.finish(sinks)
+    return merge.finish(sinks, call.rows)
 
 
 def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

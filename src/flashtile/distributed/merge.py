@@ -55,10 +55,12 @@ class RunningMerge:
             row_sum.zero_()
         return acc, row_max, row_sum
 
-    def finish(self, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """out in the dtype of the queries and lse. `sinks` `[heads]`: logits that belong to no key; the last part."""
+    def finish(self, sinks: Tensor | None = None, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        """out in the dtype of the queries and lse. `sinks` `[heads]`: logits that belong to no key; the last part, of
+        all queries or of the first `rows`."""
         if sinks is not None:
-            batch, rows, heads, _ = self._queries.shape
+            batch, queries, heads, _ = self._queries.shape
+            rows = queries if rows is None else rows
             if self._state is None and self._only is None:
                 self._state = self._start(False)
             nothing = self._queries.new_zeros(batch, 1, heads, self._head_dim_v).expand(-1, rows, -1, -1)
