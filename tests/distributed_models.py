@@ -72,6 +72,8 @@ def in_context(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             sharded = context_parallel(model(config), mesh, strategy=strategy)
             batch = tokens(config)
             x, y = shard_sequence(batch[:, :-1], mesh), shard_sequence(batch[:, 1:], mesh)
+            with torch.inference_mode():  # evaluated before it is trained
+                sharded(x)
             logits = sharded(x)
             loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
             mean = mean_over_shards(loss, y.numel(), mesh)

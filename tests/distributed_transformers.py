@@ -51,6 +51,8 @@ def in_context(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             model.train()
             model.gradient_checkpointing_enable()
         tokens, labels = (shard_sequence(part, mesh) for part in batch())
+        with torch.inference_mode():  # evaluated before it is trained
+            model(tokens)
         logits = model(tokens).logits
         total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         mean = mean_over_shards(total, labels.numel(), mesh)

@@ -76,7 +76,9 @@ def _numbered(
 
 @functools.lru_cache(maxsize=32)
 def _positions(mesh: DeviceMesh, layout: LayoutKind, length: int, device: torch.device) -> Tensor:
-    return sequence_positions(length, mesh, layout=layout, device=device)
+    # Kept for later calls, which may record a gradient: no inference tensor then.
+    with torch.inference_mode(False):
+        return sequence_positions(length, mesh, layout=layout, device=device)
 
 
 class ContextParallelInner(nn.Module):

@@ -100,7 +100,9 @@ def _rope_types(parameters: Any) -> list[str]:
 
 
 def _positions(mesh: DeviceMesh, layout: LayoutKind, ranks: int, tokens: int, device: torch.device) -> Tensor:
-    return sequence_positions(tokens * ranks, mesh, layout=layout, device=device)[None]
+    # Kept for later calls, which may record a gradient: no inference tensor then.
+    with torch.inference_mode(False):
+        return sequence_positions(tokens * ranks, mesh, layout=layout, device=device)[None]
 
 
 def _prepare(
