@@ -66,6 +66,16 @@ def test_module_attends_within_its_mask(config: Any) -> None:
     assert module.mask(LONGEST, qkv.device) is mask, "a mask is made once"
 
 
+@pytest.mark.parametrize("config", [_Layout(), patterns.butterfly])
+def test_a_mask_made_in_inference_mode_serves_training(config: Any) -> None:
+    module = FlashBlocksparseAttention(config)
+    qkv = torch.randn(1, LONGEST, 3, 2, 16, requires_grad=True)
+    with torch.inference_mode():
+        module(qkv)
+    module(qkv)[0].sum().backward()
+    assert qkv.grad is not None and qkv.grad.any()
+
+
 def test_module_takes_packed_sequences() -> None:
     module = FlashBlocksparseAttention(_Layout()).eval()
     qkv = torch.randn(sum(LENGTHS), 3, 2, 16)

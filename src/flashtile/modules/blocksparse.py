@@ -114,7 +114,9 @@ class FlashBlocksparseAttention(nn.Module):
         """The mask of a sequence length; making it, the first time, may wait for the device."""
         key = length, device
         if key not in self._masks:
-            self._masks[key] = self._made(length).to(device)
+            # Kept for later calls, which may record a gradient: no inference tensors then.
+            with torch.inference_mode(False):
+                self._masks[key] = self._made(length).to(device)
         return self._masks[key]
 
     def _made(self, length: int) -> BlockMask:
