@@ -55,7 +55,14 @@ def test_what_differs_between_two_machines_is_named():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot be read"), ("{", "is no JSON file"), ("[]", "expected an object with a list")]
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON file"),
+        ("[]", "expected an object with a list"),
+        ('{"rows": [{"op": "attention"}]}', "expected rows with op, phase, impl, case, ms in .*, got row 1"),
+        ('{"rows": ["attention"]}', "got row 1: attention; "),
+    ],
 )
 def test_what_is_no_record_is_refused(text, message, tmp_path):
     path = tmp_path / "record.json"

@@ -16,6 +16,11 @@ Row = dict[str, Any]
 #: Case, implementation, phase, and the step of a breakdown.
 Key = tuple[str, str, str, str]
 
+#: What every row has, with the type of its value.
+_OF_EVERY_ROW: dict[str, type | tuple[type, ...]] = {
+    "op": str, "phase": str, "impl": str, "case": dict, "ms": (int, float, type(None)),
+}  # fmt: skip
+
 
 def read_record(path: Path) -> Record:
     """A record from its file.
@@ -31,7 +36,17 @@ def read_record(path: Path) -> Record:
         raise ChoiceError(f"record: {path} is no JSON file: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):
         raise ChoiceError(f"record: expected an object with a list of rows in {path}; `flashtile bench -o` writes one")
+    for number, row in enumerate(record["rows"], 1):
+        if not _is_row(row):
+            raise ChoiceError(
+                f"record: expected rows with {', '.join(_OF_EVERY_ROW)} in {path}, got row {number}: {str(row)[:80]}; "
+                "`flashtile bench -o` writes such"
+            )
     return record
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and all(isinstance(row.get(name, ...), of) for name, of in _OF_EVERY_ROW.items())
 
 
 def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -> list[Table]:
