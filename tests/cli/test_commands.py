@@ -149,6 +149,7 @@ def test_explain_tells_what_moves_or_why_it_does_not(options, text):
         (("--heads", 3, "--heads-kv", 2), "expected a number of heads that divides"),
         (("--dropout-p", 2), "expected a probability"),
         (("--backend", "magic"), "expected one of 'auto'"),
+        (("--seq", 10**18), "--head-dim: expected tensors of fewer than 2**63 bytes, got shape (1, 10"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

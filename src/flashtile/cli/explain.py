@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -40,6 +41,11 @@ def explain(call: Call) -> str:
     heads_kv = call.heads_kv or call.heads
 
     def meta(*shape: int) -> torch.Tensor:
+        if math.prod(shape) * dtype.itemsize >= 2**63:
+            raise UserError(
+                f"--batch, --seq, --heads, --head-dim: expected tensors of fewer than 2**63 bytes, got shape {shape}; "
+                "no GPU holds them"
+            )
         return torch.empty(shape, dtype=dtype, device="meta")
 
     try:
