@@ -119,7 +119,7 @@ def attention_backward_kernel(
         window_left, window_right, blocks, shares,
     )  # fmt: skip
     READERS: gl.constexpr = 2
-    k = make_ring(k_desc, k_rest_desc, KEY_STAGES * WARPGROUPS, 1)
+    k = make_ring(k_desc, k_rest_desc, KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
     v = make_ring(v_desc, v_rest_desc, KEY_STAGES * WARPGROUPS, 1)
     q = make_ring(q_desc, q_rest_desc, STAGES, READERS)
     dout = make_ring(dout_desc, dout_rest_desc, STAGES, READERS)
@@ -344,9 +344,8 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
             for it in range(gl.minimum(walk.total, STAGES)):
                 load_step(walk, it, before, producing)
             load_keys(walk, count, producing)
-        for which in gl.static_range(WARPGROUPS):
-            mine, key_phase = keys_of(count, which, form)
-            mbarrier.wait(k.full.index(mine), key_phase)
+        # It does not wait for the keys: they are there when others give the first `ds`, and where no query sees them they
+        # may be gone before it comes to this tile, and others there.
         first_keys, _ = keys_of(count, 0, form)
         number_before = 0
         head, tile = step_of(walk, 0)

@@ -100,6 +100,7 @@ def sum_dv(inputs):
             mbarrier.wait(probs_empty.index(place), place_phase)
         else:
             mbarrier.wait(v.full.index(mine), key_phase)
+        release(k.empty.index(mine))
         count += 1
         _, _, dv_desc, dv_rest_desc = storing
         store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, walk.first, form.PACKED)

@@ -1,0 +1,128 @@
+"""The Hopper kernels and their host side, on the emulated machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from flashtile._backends.launch import KernelSource
+from flashtile._backends.tma import Layout
+from flashtile.ops.attention import hopper as package
+from gluon_emulator import language
+from gluon_emulator.machine import Machine
+from gluon_emulator.memory import Descriptor, Memory, dtype_of
+from gluon_emulator.values import BY_SIGNATURE, Pointer, Value, as_value
+
+_LANGUAGE = "flashtile._backends.gluon"
+
+
+class EmulatedHopper:
+    """The backend module `hopper` on a machine of so many multiprocessors. What comes first is drawn by lot.
+
+    Attributes:
+        launched: names of the kernels, in the order of their launches.
+    """
+
+    def __init__(self, multiprocessors: int, seed: int) -> None:
+        self.launched: list[str] = []
+        self._multiprocessors = multiprocessors
+        self._lots = random.Random(seed)
+        self._memory = Memory()
+        self._counter = torch.zeros(2, dtype=torch.int32)
+        self.modules = _copies()
+        changes = {
+            "make_launcher": lambda source, device, facts: functools.partial(self._launch, source),
+            "chunks_maker": _describe_chunks,
+            "descriptor_type": lambda dtype, box, swizzled=True: "tensordesc",
+            "multiprocessors": lambda device: multiprocessors,
+            "device_facts": lambda device: None,
+            "_counter": lambda device: self._counter,
+        }
+        for module in self.modules.values():
+            for name in changes.keys() & vars(module).keys():
+                setattr(module, name, changes[name])
+
+    def forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        result = self._call(self.modules["launch"].forward, arguments)
+        assert not self._counter.any(), "a launch left its counter behind"
+        return result
+
+    def backward(self, *arguments: Any) -> Any:
+        return self._call(self.modules["launch"].backward, arguments)
+
+    def _call(self, function: Callable, arguments: tuple) -> Any:
+        """Kernels may touch the tensors given, and those that are made on the way."""
+        self._memory = Memory()
+        self._memory.know(self._counter, *tree_leaves(arguments))
+        with self._memory:
+            return function(*arguments)
+
+    def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
+        function, names = source.function, source.function.arg_names
+        assert len(arguments) == len(source.types)
+        given = [_parameter(*each) for each in zip(names, source.types, source.multiples, arguments)]
+        constants = {name: source.constants[name] for name in names[len(arguments) :]}
+        self.launched.append(function.__name__)
+        with _disable_current_modes():
+            machine = Machine(self._memory, self._lots, self._multiprocessors)
+            machine.run(programs, source.num_warps, lambda: function(*given, **constants))
+
+
+def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
+    """What a kernel gets for a run-time argument, which must be what its compilation was promised."""
+    if of == "constexpr":
+        assert not argument, f"{name} is compiled away, and is given"
+        return None
+    if of == "tensordesc":
+        return argument
+    if of.startswith("*"):
+        argument = argument or 0  # None is an address too
+    assert multiple == 1 or argument % multiple == 0, f"{name} must be a multiple of {multiple}: {argument}"
+    if of.startswith("*"):
+        return Value(torch.tensor(argument), Pointer(BY_SIGNATURE[of[1:]]))
+    return as_value(argument, BY_SIGNATURE[of])
+
+
+def _describe_chunks(
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
+) -> Callable[[int], tuple]:
+    def make(address: int) -> tuple:
+        return tuple(
+            None if box is None else Descriptor(dtype_of(dtype), list(box), *layout, address) for box in boxes
+        )
+
+    return make
+
+
+def _copies() -> dict[str, ModuleType]:
+    """The modules of the Hopper kernels, imported once more with the emulated language. Others keep those they have."""
+    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
+    with _replaced(vars(package)), _replaced(sys.modules):
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules[_LANGUAGE] = language
+        copies = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
+    return copies
+
+
+@contextmanager
+def _replaced(names: dict[str, Any]) -> Iterator[None]:
+    """What is changed in a dictionary is as it was afterwards."""
+    before = dict(names)
+    try:
+        yield
+    finally:
+        names.clear()
+        names.update(before)

@@ -1,0 +1,362 @@
+"""The names of `flashtile._backends.gluon`, as functions that Python runs. Only what the Hopper kernels use is here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from gluon_emulator import values
+from gluon_emulator.machine import Barrier, NamedBarrier, Store, check_fenced, current
+from gluon_emulator.memory import Descriptor, Shared
+from gluon_emulator.values import Pointer, Value, as_value, binary, int1, int32, int64, layout_of
+
+SUMS_PASS_LOOPS = True
+GluonASTSource = None
+
+
+class _Int(int):
+    value = property(int)
+
+
+class _Float(float):
+    value = property(float)
+
+
+def _constexpr(number: Any) -> Any:
+    """A number as it is, with `.value` as constants of a module have."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return number
+    return _Int(number) if isinstance(number, int) else _Float(number)
+
+
+def _jit(function: Callable) -> Callable:
+    function.arg_names = list(inspect.signature(function).parameters)  # type: ignore[attr-defined]
+    function.is_gluon = lambda: True  # type: ignore[attr-defined]
+    return function
+
+
+def aggregate(cls: type) -> type:
+    return cls
+
+
+# Layouts: only what kernels ask of them.
+
+
+@dataclass(frozen=True)
+class _Slice:
+    dim: int
+    parent: Any
+
+
+@dataclass(frozen=True)
+class _Operand:
+    operand_index: int
+    parent: Any
+    k_width: int
+
+
+class _Barriers:
+    """The layout of barriers, and an array of them."""
+
+    def __init__(self, count: int = 0) -> None:
+        self._barriers = [Barrier() for _ in range(count)]
+
+    def index(self, place: Any) -> Barrier:
+        place = int(as_value(place).data)
+        assert 0 <= place < len(self._barriers), "outside of the barriers"
+        return self._barriers[place]
+
+
+def _layout(kind: str) -> Callable[..., tuple]:
+    return lambda *parameters: (kind, *map(repr, parameters))
+
+
+# Tensors.
+
+
+def _unary(function: Callable) -> Callable[[Value], Value]:
+    return lambda x: Value(function(as_value(x).data), as_value(x).dtype, layout_of(x))
+
+
+def _where(condition: Any, yes: Any, no: Any) -> Value:
+    dtype = values.common_dtype(yes, no)
+    chosen = torch.where(as_value(condition).data, as_value(yes, dtype).data, as_value(no, dtype).data)
+    return Value(chosen, dtype, layout_of(yes, no, condition))
+
+
+def _extreme(whole: Callable, real: Callable) -> Callable[..., Value]:
+    """Of two operands; of real ones the other where one is not a number."""
+
+    def choose(a: Any, b: Any) -> Value:
+        return binary(real if values.common_dtype(a, b).is_floating else whole, a, b)
+
+    return choose
+
+
+def _reduction(function: Callable, skipped: float | None = None) -> Callable[..., Value]:
+    """Along an axis; `skipped`: for numbers that are none."""
+
+    def reduce(x: Value, axis: int) -> Value:
+        data = x.data
+        if skipped is not None and x.dtype.is_floating:
+            data = torch.where(data.isnan() & ~data.isnan().all(axis, keepdim=True), skipped, data)
+        reduced = function(data, axis)
+        return Value(reduced, x.dtype, None if x._layout is None else _Slice(axis, x._layout))
+
+    return reduce
+
+
+def _sum(x: Value, axis: int) -> Value:
+    return Value(x.data.sum(axis, dtype=x.data.dtype), x.dtype, None if x._layout is None else _Slice(axis, x._layout))
+
+
+def _arange(begin: int, end: int, layout: Any = None) -> Value:
+    return Value(torch.arange(begin, end, dtype=torch.int32), int32, layout)
+
+
+def _full(shape: Sequence[int], number: Any, dtype: Any, layout: Any = None) -> Value:
+    return Value(as_value(number, dtype).data.expand(list(map(int, shape))).clone(), dtype, layout)
+
+
+def _zeros(shape: Sequence[int], dtype: Any, layout: Any = None) -> Value:
+    return _full(shape, 0, dtype, layout)
+
+
+def _reshape(x: Value, shape: Sequence[int]) -> Value:
+    return Value(x.data.reshape(list(map(int, shape))), x.dtype, ("reshaped",))
+
+
+def _permute(x: Value, order: Sequence[int]) -> Value:
+    return Value(x.data.permute(order), x.dtype, ("permuted",))
+
+
+def _split(x: Value) -> tuple[Value, Value]:
+    return tuple(Value(part, x.dtype) for part in x.data.unbind(-1))  # type: ignore[return-value]
+
+
+def _join(a: Value, b: Value) -> Value:
+    return Value(torch.stack((a.data, b.data), -1), a.dtype)
+
+
+def _convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+    return x.with_layout(layout)
+
+
+def _cdiv(a: Any, b: Any) -> Any:
+    return (a + (b - 1)) // b
+
+
+# Device memory.
+
+
+def _access(pointer: Value, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Addresses and mask in their common shape."""
+    assert isinstance(pointer.dtype, Pointer)
+    return torch.broadcast_tensors(pointer.data, as_value(mask).data)  # type: ignore[return-value]
+
+
+def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = False) -> Value:
+    if volatile:
+        current().let_others_run()
+    addresses, where = _access(pointer, mask)
+    dtype = pointer.dtype.element_ty
+    data = current().machine.memory.load(addresses, dtype, where)
+    if other is not None:
+        data = torch.where(where, data, as_value(other, dtype).data)
+    return Value(data, dtype, layout_of(pointer, mask))
+
+
+def _store(pointer: Value, value: Any, mask: Any = True) -> None:
+    addresses, where = _access(pointer, mask)
+    dtype = pointer.dtype.element_ty
+    data = as_value(value, dtype).data
+    addresses, where, data = torch.broadcast_tensors(addresses, where, data)
+    current().machine.memory.store(addresses, data, dtype, where)
+
+
+def _atomic_add(pointer: Value, value: Any, sem: str = "acq_rel") -> Value:
+    current().let_others_run()
+    addresses, where = _access(pointer, True)
+    dtype = pointer.dtype.element_ty
+    return Value(current().machine.memory.add(addresses, as_value(value, dtype).data, dtype, where), dtype)
+
+
+# Shared memory, copies and products.
+
+
+def _allocate_shared_memory(dtype: Any, shape: Sequence[int], layout: Any) -> Any:
+    return _Barriers(shape[0]) if isinstance(layout, _Barriers) else Shared.allocate(dtype, shape, layout)
+
+
+def _store_shared(place: Shared, value: Value) -> None:
+    assert value.dtype is place.dtype and value.shape == place.shape, (value.shape, place.shape)
+    current().write(place, value.data)
+
+
+Shared.store = _store_shared  # type: ignore[attr-defined]
+
+
+def reinterpret(tile: Shared, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+    return tile.reinterpret(dtype, shape, layout)
+
+
+def fence_async_shared() -> None:
+    current().fence()
+
+
+def thread_barrier() -> None:
+    current().let_others_run()
+
+
+def tma_load(descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, target: Shared) -> None:
+    current().machine.copy(descriptor, coordinates, barrier, target)
+
+
+def tma_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared) -> None:
+    memory = current().machine.memory
+    _start_store(descriptor, coordinates, source, memory.store)
+
+
+def tma_reduce_add(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared) -> None:
+    memory = current().machine.memory
+    _start_store(descriptor, coordinates, source, memory.add)
+
+
+def _start_store(descriptor: Descriptor, coordinates: Sequence[Any], source: Shared, write: Callable) -> None:
+    assert source.shape == descriptor.block_shape and source.dtype is descriptor.dtype
+    check_fenced(source)
+    addresses, inside = descriptor.places(coordinates)
+    current().start_store(Store(source, lambda data: write(addresses, data, descriptor.dtype, inside)))
+
+
+def tma_store_wait(pendings: int) -> None:
+    current().wait_stores(pendings)
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: Any = True, is_async: bool = False) -> Value:
+    assert is_async
+    return current().start_product(a, b, acc, bool(use_acc))
+
+
+def warpgroup_mma_wait(num_outstanding: int, deps: Sequence[Value]) -> Any:
+    settled = current().wait_products(num_outstanding, deps)
+    return settled[0] if len(settled) == 1 else settled
+
+
+def _wait(barrier: Barrier, phase: Any) -> None:
+    parity = int(as_value(phase).data)
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    current().wait(lambda: barrier.passed(parity), f"{caller.f_code.co_name}, line {caller.f_lineno}")  # type: ignore[union-attr]
+
+
+def _expect(barrier: Barrier, count: int) -> None:
+    barrier.expect(int(count))
+
+
+def _arrive(barrier: Barrier, count: int = 1) -> None:
+    """One thread for all, when all have come so far."""
+    barrier.arrive(count)
+    current().let_others_run()
+
+
+def _every_thread_arrives(barrier: Barrier, increment_count: bool = True) -> None:
+    assert not increment_count
+    barrier.arrive(current().threads)
+    current().let_others_run()
+
+
+# Machine instructions that kernels write themselves.
+
+
+def _inline_asm(asm: str, constraints: str, args: list, dtype: Any, is_pure: bool, pack: int) -> Any:
+    for pattern, function in _INSTRUCTIONS.items():
+        found = re.search(pattern, asm)
+        if found:
+            return function(found, dtype, *args)
+    raise NotImplementedError(f"what does this instruction do? {asm}")
+
+
+def _converted(found: re.Match, dtype: Any, x: Value) -> Value:
+    return x.to(dtype)
+
+
+def _same(found: re.Match, dtype: Any, x: Value) -> Value:
+    return x
+
+
+def _tanh(found: re.Match, dtype: Any, x: Value) -> Value:
+    return Value(torch.tanh(x.data), x.dtype, x._layout)
+
+
+def _stores_done(found: re.Match, dtype: Any, threads: Value) -> None:
+    current().let_others_run()
+    current().finish_stores()
+
+
+def _named_barrier(found: re.Match, dtype: Any) -> None:
+    crew = current()
+    barrier = crew.program.named_barriers.setdefault(int(found[2]), NamedBarrier())
+    phase = barrier.phase
+    barrier.arrive(crew.threads, int(found[3]))
+    if found[1] == "sync":
+        crew.wait(lambda: barrier.phase > phase, f"its turn, barrier {found[2]}")
+    else:
+        crew.let_others_run()
+
+
+def _add_fragments(found: re.Match, dtype: Any, x: Value, address: Value) -> None:
+    """Adds a block of a product to device memory, each thread its four numbers of every eight columns side by side:
+    those of two rows, 8 apart, and two columns."""
+    rows, columns = x.shape
+    assert rows == 64 and current().warps == 4
+    parts = x.data.view(4, 2, 8, columns // 8, 4, 2).permute(3, 0, 2, 4, 1, 5)
+    places = int(address.data) + 4 * torch.arange(x.data.numel())
+    everywhere = torch.ones(places.shape, dtype=torch.bool)
+    current().machine.memory.add(places, parts.reshape(-1), values.float32, everywhere)
+    current().let_others_run()
+
+
+_INSTRUCTIONS = {
+    r"tanh\.approx\.f32": _tanh,
+    r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
+    r"pmevent": _same,
+    r"cp\.async\.bulk\.wait_group 0": _stores_done,
+    r"barrier\.cta\.(sync|arrive)\.aligned (\d+), (\d+)": _named_barrier,
+    r"red\.relaxed\.gpu\.global\.add\.v4\.f32": _add_fragments,
+}
+
+gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
+async_copy = SimpleNamespace(mbarrier_arrive=_every_thread_arrives)
+mbarrier = SimpleNamespace(
+    MBarrierLayout=_Barriers,
+    init=lambda barrier, count: barrier.init(int(count)),
+    wait=_wait,
+    expect=_expect,
+    arrive=_arrive,
+)
+gl = SimpleNamespace(
+    constexpr=_constexpr, tensor=Value, shared_memory_descriptor=Shared, to_tensor=as_value,
+    int1=int1, int32=int32, uint32=values.uint32, int64=int64,
+    float16=values.float16, bfloat16=values.bfloat16, float32=values.float32, float8e4nv=values.float8e4nv,
+    SliceLayout=_Slice, DotOperandLayout=_Operand, BlockedLayout=_layout("blocked"),
+    NVMMADistributedLayout=_layout("product"), NVMMASharedLayout=_layout("swizzled"),
+    SwizzledSharedLayout=_layout("shared"), DistributedLinearLayout=_layout("linear"),
+    program_id=lambda axis: as_value(current().program.number),
+    num_programs=lambda axis: as_value(current().machine.programs),
+    num_warps=lambda: current().warps,
+    static_range=range,
+    arange=_arange, full=_full, zeros=_zeros, reshape=_reshape, permute=_permute, split=_split, join=_join,
+    convert_layout=_convert_layout, where=_where, cdiv=_cdiv,
+    exp2=_unary(torch.exp2), exp=_unary(torch.exp), log=_unary(torch.log), abs=_unary(torch.abs),
+    maximum=_extreme(torch.maximum, torch.fmax), minimum=_extreme(torch.minimum, torch.fmin),
+    sum=_sum, max=_reduction(torch.amax, float("-inf")), min=_reduction(torch.amin, float("inf")),
+    load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
+    allocate_shared_memory=_allocate_shared_memory,
+    warp_specialize=lambda parts, warps, registers: current().machine.specialize(parts, warps),
+)  # fmt: skip

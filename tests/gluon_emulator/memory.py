@@ -1,0 +1,148 @@
+"""Device memory, checked at every access, shared memory, and the descriptors by which TMA moves tiles between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from gluon_emulator.values import BY_TORCH, DType, Value, as_value
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Memory(TorchDispatchMode):
+    """The tensors that kernels may touch: those given, and all that are made while this mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._regions: list[tuple[int, int, Tensor]] = []
+
+    def know(self, *tensors: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.numel() and tensor.device.type == "cpu":
+                extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+                begin = tensor.data_ptr()
+                self._regions.append((begin, begin + extent * tensor.itemsize, tensor))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.know(*tree_leaves(result))
+        return result
+
+    def load(self, addresses: Tensor, dtype: DType, mask: Tensor) -> Tensor:
+        """Elements at addresses; zeros where masked."""
+        result = torch.zeros(addresses.shape, dtype=dtype.held_as)
+        if mask.any():
+            words, places = self._find(addresses[mask], dtype)
+            result[mask] = words[places].view(dtype.held_as)
+        return result
+
+    def store(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> None:
+        if mask.any():
+            words, places = self._find(addresses[mask], dtype)
+            words[places] = data[mask].contiguous().view(words.dtype)
+
+    def add(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> Tensor:
+        """Returns what was there. No address twice."""
+        before = self.load(addresses, dtype, mask)
+        self.store(addresses, before + data, dtype, mask)
+        return before
+
+    def _find(self, addresses: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
+        """The memory that addresses are in as words of the size of an element, and their places there."""
+        first, last = int(addresses.min()), int(addresses.max()) + dtype.itemsize
+        for begin, end, tensor in self._regions:
+            if begin <= first and last <= end:
+                storage = tensor.untyped_storage()
+                word = _WORDS[dtype.itemsize]
+                words = torch.empty(0, dtype=word).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
+                places = addresses - storage.data_ptr()
+                assert not (places % dtype.itemsize).any(), "an address that is no multiple of its element's size"
+                return words, places // dtype.itemsize
+        raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A tensor as TMA sees it: `shape` and `strides` in elements from `address` on, moved in boxes of `block_shape`."""
+
+    dtype: DType
+    block_shape: list[int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+    layout: Any = None
+
+    def __post_init__(self) -> None:
+        assert self.address % 16 == 0, "TMA reads from multiples of 16 bytes"
+        assert all(stride * self.dtype.itemsize % 16 == 0 for stride in self.strides[:-1])
+        assert self.strides[-1] == 1 and all(1 <= size <= 256 for size in self.block_shape)
+
+    def places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Addresses of a box, and which of them are inside of the tensor. Sums wrap around 64 bits, as they do there."""
+        assert len(coordinates) == len(self.shape)
+        addresses = torch.full((), self.address, dtype=torch.int64)
+        inside = torch.ones((), dtype=torch.bool)
+        for axis, (first, size) in enumerate(zip(coordinates, self.block_shape)):
+            along = [1] * len(self.shape)
+            along[axis] = size
+            index = (int(as_value(first).data) + torch.arange(size)).view(along)
+            addresses = addresses + index * self.strides[axis] * self.dtype.itemsize
+            inside = inside & (index >= 0) & (index < self.shape[axis])
+        return addresses, inside
+
+
+class Shared:
+    """A part of shared memory. `unfenced`: what threads have stored there that TMA and products may not see yet."""
+
+    def __init__(self, data: Tensor, unfenced: Tensor, dtype: DType, layout: Any) -> None:
+        self.data, self.unfenced, self.dtype, self.layout = data, unfenced, dtype, layout
+
+    @staticmethod
+    def allocate(dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+        data = torch.empty(list(map(int, shape)), dtype=dtype.held_as)
+        shared = Shared(data, torch.zeros(data.shape, dtype=torch.bool), dtype, layout)
+        shared.poison()
+        return shared
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def poison(self) -> None:
+        """What nobody may read: it is about to change."""
+        if self.dtype.is_floating:
+            self.data.view(_WORDS[self.dtype.itemsize]).fill_(-1)  # a NaN in all of these types
+        else:
+            self.data.fill_(torch.iinfo(self.data.dtype).max)
+
+    def _viewed(self, function: Any, layout: Any = None) -> Shared:
+        return Shared(function(self.data), function(self.unfenced), self.dtype, layout)
+
+    def index(self, place: Any) -> Shared:
+        place = int(as_value(place).data)
+        assert 0 <= place < self.data.shape[0], "outside of what was allocated"
+        return self._viewed(lambda data: data[place], self.layout)
+
+    def slice(self, first: int, count: int, dim: int = 0) -> Shared:
+        return self._viewed(lambda data: data.narrow(dim, first, count), self.layout)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return self._viewed(lambda data: data.permute(order))
+
+    def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
+        assert dtype is self.dtype
+        return self._viewed(lambda data: data.view(list(map(int, shape))), layout)
+
+    def load(self, layout: Any = None) -> Value:
+        return Value(self.data.clone(), self.dtype, layout)
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    return BY_TORCH[dtype]

@@ -1,0 +1,243 @@
+"""What kernels compute with: numbers and tensors of a program, with Triton's types and integer arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type; `held_as`: the type of the tensors here, which for uint32 is a wider one."""
+
+    name: str
+    held_as: torch.dtype
+    primitive_bitwidth: int
+
+    @property
+    def itemsize(self) -> int:
+        return self.primitive_bitwidth // 8
+
+    @property
+    def is_floating(self) -> bool:
+        return self.held_as.is_floating_point
+
+
+int1 = DType("int1", torch.bool, 8)
+int32 = DType("int32", torch.int32, 32)
+uint32 = DType("uint32", torch.int64, 32)
+int64 = DType("int64", torch.int64, 64)
+float8e4nv = DType("float8e4nv", torch.float8_e4m3fn, 8)
+float16 = DType("float16", torch.float16, 16)
+bfloat16 = DType("bfloat16", torch.bfloat16, 16)
+float32 = DType("float32", torch.float32, 32)
+
+#: By the names that Triton's signatures have.
+BY_SIGNATURE = {
+    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "i32": int32, "i64": int64,
+}  # fmt: skip
+BY_TORCH = {dtype.held_as: dtype for dtype in (float8e4nv, float16, bfloat16, float32, int32, int64)}
+_INTEGERS = (int1, int32, uint32, int64)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """The type of addresses, in bytes, of elements."""
+
+    element_ty: DType
+    held_as: torch.dtype = torch.int64
+
+
+class Value:
+    """A number or tensor of a program. `layout`: who holds what, as far as kernels ask for it."""
+
+    def __init__(self, data: Tensor, dtype: Any, layout: Any = None) -> None:
+        self._data, self.dtype, self._layout = data, dtype, layout
+
+    @property
+    def data(self) -> Tensor:
+        return self._data
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self._data.shape)
+
+    @property
+    def type(self) -> SimpleNamespace:
+        return SimpleNamespace(layout=self._layout)
+
+    def to(self, dtype: DType) -> Value:
+        return Value(_wrapped(self.data.to(dtype.held_as), dtype), dtype, self._layout)
+
+    def with_layout(self, layout: Any) -> Value:
+        return Value(self.data, self.dtype, layout)
+
+    def __getitem__(self, key: Any) -> Value:
+        """Only new dimensions of one: where the layout is a slice along the first of them it is the sliced one again."""
+        keys = key if isinstance(key, tuple) else (key,)
+        layout = self._layout
+        for axis, each in enumerate(keys):
+            if each is None:
+                layout = layout.parent if getattr(layout, "dim", None) == axis else None
+        return Value(self.data[key], self.dtype, layout)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __index__(self) -> int:
+        assert not self.dtype.is_floating
+        return int(self.data)
+
+    def __neg__(self) -> Value:
+        return 0 - self
+
+    def __add__(self, other: Any) -> Value:
+        return binary(torch.add, self, other)
+
+    def __radd__(self, other: Any) -> Value:
+        return binary(torch.add, other, self)
+
+    def __sub__(self, other: Any) -> Value:
+        return binary(torch.sub, self, other)
+
+    def __rsub__(self, other: Any) -> Value:
+        return binary(torch.sub, other, self)
+
+    def __mul__(self, other: Any) -> Value:
+        return binary(torch.mul, self, other)
+
+    def __rmul__(self, other: Any) -> Value:
+        return binary(torch.mul, other, self)
+
+    def __truediv__(self, other: Any) -> Value:
+        return binary(torch.div, self, other, real=True)
+
+    def __rtruediv__(self, other: Any) -> Value:
+        return binary(torch.div, other, self, real=True)
+
+    def __floordiv__(self, other: Any) -> Value:
+        return binary(_truncated, self, other)
+
+    def __rfloordiv__(self, other: Any) -> Value:
+        return binary(_truncated, other, self)
+
+    def __mod__(self, other: Any) -> Value:
+        return binary(torch.fmod, self, other)
+
+    def __rmod__(self, other: Any) -> Value:
+        return binary(torch.fmod, other, self)
+
+    def __and__(self, other: Any) -> Value:
+        return binary(torch.bitwise_and, self, other)
+
+    def __rand__(self, other: Any) -> Value:
+        return binary(torch.bitwise_and, other, self)
+
+    def __or__(self, other: Any) -> Value:
+        return binary(torch.bitwise_or, self, other)
+
+    def __ror__(self, other: Any) -> Value:
+        return binary(torch.bitwise_or, other, self)
+
+    def __xor__(self, other: Any) -> Value:
+        return binary(torch.bitwise_xor, self, other)
+
+    def __rxor__(self, other: Any) -> Value:
+        return binary(torch.bitwise_xor, other, self)
+
+    def __rshift__(self, other: Any) -> Value:
+        return binary(torch.bitwise_right_shift, self, other)
+
+    def __lt__(self, other: Any) -> Value:
+        return binary(torch.lt, self, other, gives=int1)
+
+    def __le__(self, other: Any) -> Value:
+        return binary(torch.le, self, other, gives=int1)
+
+    def __gt__(self, other: Any) -> Value:
+        return binary(torch.gt, self, other, gives=int1)
+
+    def __ge__(self, other: Any) -> Value:
+        return binary(torch.ge, self, other, gives=int1)
+
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
+        return binary(torch.eq, self, other, gives=int1)
+
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
+        return binary(torch.ne, self, other, gives=int1)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def as_value(number: Any, dtype: DType | None = None) -> Value:
+    """A number as Triton takes it: an int as int32 where it fits, a float as float32."""
+    if isinstance(number, Value):
+        return number if dtype is None or number.dtype is dtype else number.to(dtype)
+    if dtype is None:
+        whole = int32 if -(2**31) <= number < 2**31 else int64
+        dtype = int1 if isinstance(number, bool) else whole if isinstance(number, int) else float32
+    return Value(torch.tensor(number, dtype=dtype.held_as), dtype)
+
+
+def _truncated(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def _wrapped(data: Tensor, dtype: Any) -> Tensor:
+    return data & 0xFFFFFFFF if dtype is uint32 else data
+
+
+def common_dtype(a: Any, b: Any) -> DType:
+    """Of two operands: a number takes the type of the value beside it, if it can."""
+    if not isinstance(a, Value) and not isinstance(b, Value):
+        return common_dtype(as_value(a), b)
+    if not isinstance(a, Value):
+        a, b = b, a
+    if not isinstance(b, Value):
+        if isinstance(b, float) and not a.dtype.is_floating:
+            return float32
+        return int32 if a.dtype is int1 and not isinstance(b, bool) else a.dtype
+    if a.dtype is b.dtype:
+        return a.dtype
+    if a.dtype.is_floating and b.dtype.is_floating:
+        return float32
+    if a.dtype.is_floating or b.dtype.is_floating:
+        return a.dtype if a.dtype.is_floating else b.dtype
+    return max(a.dtype, b.dtype, key=_INTEGERS.index)
+
+
+def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool = False) -> Value:
+    """`function` of two operands in their common type; `real`: at least in float32."""
+    for pointer, other in ((a, b), (b, a)):
+        if isinstance(pointer, Value) and isinstance(pointer.dtype, Pointer):
+            assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
+            moved = pointer.data + as_value(other).data.to(torch.int64) * pointer.dtype.element_ty.itemsize
+            return Value(moved, pointer.dtype, layout_of(pointer, other))
+    dtype = common_dtype(a, b)
+    if real and not dtype.is_floating:
+        dtype = float32
+    left, right = as_value(a, dtype).data, as_value(b, dtype).data
+    result = function(left, right)
+    return Value(_wrapped(result, gives or dtype), gives or dtype, layout_of(a, b))
+
+
+def layout_of(*operands: Any) -> Any:
+    """That of the operand with the most dimensions."""
+    values = [each for each in operands if isinstance(each, Value) and each._layout is not None]
+    return max(values, key=lambda value: value.data.dim())._layout if values else None
+
+
+class InFlight(Value):
+    """The result of a product that has been started. It has a type, but its numbers may not be looked at."""
+
+    def __init__(self, product: Any, shape: tuple[int, ...], layout: Any) -> None:
+        super().__init__(torch.empty(shape, device="meta"), float32, layout)
+        self.product = product
+
+    @property
+    def data(self) -> Tensor:
+        raise AssertionError("the result of a product is used before warpgroup_mma_wait")

@@ -1,0 +1,216 @@
+"""The Hopper kernels' own source, run on a CPU by tests/gluon_emulator: results, and what programs owe one another.
+
+The machine has three multiprocessors, so that programs take several tiles each, and draws the order of events by lot.
+Sizes are small; thresholds from which on the kernels take another way are lowered to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+from flashtile.ops.attention import select
+from flashtile.ops.attention.hopper import configs
+from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from gluon_emulator import EmulatedHopper
+
+pytestmark = pytest.mark.skipif(
+    bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
+)
+_FP8 = torch.float8_e4m3fn
+_SMALL = AttentionCase(
+    batch=1, heads=2, heads_kv=1, seq_q=200, seq_k=330, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
+    """A machine, which serves from now on what asks for "hopper", or nothing else where it has no gradient."""
+    serve = select.implementation
+
+    def make(seed: int = 0, **thresholds: int) -> EmulatedHopper:
+        emulated = EmulatedHopper(multiprocessors=3, seed=seed)
+        for name, number in thresholds.items():
+            (module,) = (each for each in emulated.modules.values() if _defines(each, name))
+            setattr(module, name, number)
+
+        def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, slopes: bool = False):
+            if backend != "hopper":
+                return serve(phase, q, k, v, side, spec, backend, slopes)
+            obstacle = configs.obstacle(select.hopper_call(phase, "sm_90", q, k, v, side, spec, slopes))
+            if obstacle and phase == "backward":
+                return serve(phase, q, k, v, side, spec, "auto", slopes)
+            assert obstacle is None, obstacle
+            return emulated
+
+        monkeypatch.setattr(select, "implementation", implementation)
+        return emulated
+
+    return make
+
+
+def _defines(module: ModuleType, name: str) -> bool:
+    return module.__name__.rpartition(".")[2] in ("configs", "backward_variant") and name in vars(module)
+
+
+_MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (90, 20)},
+    "top-left": {"window": (70, None), "align": "top_left"},
+    "in-order": {"causal": True, "deterministic": True},
+}
+
+
+@pytest.mark.parametrize("arguments", _MASKS.values(), ids=_MASKS)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(40, 72), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
+)
+def test_heads_and_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    hopper()
+    check(with_arguments(replace(_SMALL, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:
+    hopper()
+    case = replace(_SMALL, lengths_q=(129, 0, 1, 70), lengths_k=(129, 33, 1, 90), head_dim=head_dim, head_dim_v=head_dim)
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16)], ids=str)
+def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype, packed: bool) -> None:
+    hopper()
+    lengths = {"lengths_q": (100, 0, 60), "lengths_k": (70, 33, 60)} if packed else {}
+    scores = {"alibi_slopes": "h", "constant": ("alibi_slopes",), "sinks": True}
+    case = replace(_SMALL, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **scores, **lengths)
+    check(with_arguments(case, causal=True, softcap=5.0), "hopper")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)])
+def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
+    hopper()
+    case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
+    """The steps that a mask cuts have a loop of their own; walks of heads that share keys go up, or meet."""
+    hopper(_LONG_WALK=256, WALK_BEYOND_CACHE=512)
+    case = replace(_SMALL, heads=6, heads_kv=2, seq_q=260, seq_k=515, head_dim=head_dim, head_dim_v=head_dim)
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(4, 1), (3, 1), (2, 2)])
+def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int) -> None:
+    emulated = hopper()
+    case = replace(_SMALL, heads=heads, heads_kv=heads_kv, seq_q=300, seq_k=100, head_dim=128, head_dim_v=128)
+    check(with_arguments(case, causal=True), "hopper")
+    assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
+
+
+@pytest.mark.parametrize("course", ["even", "rising", "first hidden"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 192)])
+def test_chances_and_tiles_that_are_computed_once_more(
+    hopper: Callable, head_dim: int, head_dim_v: int, dtype: torch.dtype, course: str
+) -> None:
+    hopper(LONG_ENOUGH=128)
+    case = replace(_SMALL, seq_q=400, seq_k=520, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    inputs = make_inputs(case)
+    if course == "rising":  # towards the first keys, which come last, for some of the queries
+        inputs.k *= torch.linspace(12, 1, case.seq_k)[None, :, None, None].to(dtype)
+        inputs.q[:, 100:140] *= 4
+    arguments = {"window": (300, 5)} if course == "first hidden" else {"causal": True}
+    check(with_arguments(case, **arguments), "hopper", inputs=inputs)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True, "softcap": 6.0}], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("long", [False, True], ids=["two", "three"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, arguments: dict) -> None:
+    """Beside the definition in float64 of the same 8-bit numbers; weights are rounded to bfloat16. A long call of heads
+    of 128 has three consumers."""
+    emulated = hopper(LONG_ENOUGH=128, **({"LONG_8": 64, "LONG_8_CAUSAL": 64} if long else {}))
+    lengths = {"lengths_q": (190, 0, 300), "lengths_k": (230, 33, 260)} if packed else {}
+    case = replace(_SMALL, seq_q=390, head_dim=head_dim, head_dim_v=head_dim, **lengths)
+    inputs = make_inputs(with_arguments(case, **arguments))
+    given = {**inputs.tensors, **with_arguments(case, **arguments).keywords()}
+    q, k, v = (tensor.to(_FP8) for tensor in (inputs.q, inputs.k, inputs.v))
+    function = _function(case)
+    out = function(q, k, v, **given, backend="hopper")
+    expected = function(*(tensor.double() for tensor in (q, k, v)), **given, backend="reference")
+    assert emulated.launched == ["attention_widen_kernel", "attention_forward_kernel"]
+    torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
+
+
+def _function(case: AttentionCase) -> Callable:
+    import flashtile
+
+    return flashtile.attention_varlen if case.packed else flashtile.attention
+
+
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_events_in_another_order(hopper: Callable, seed: int) -> None:
+    """What programs add up in order has the same bits in any order of events."""
+    case = replace(_SMALL, heads=4, heads_kv=2, seq_q=260, seq_k=390, head_dim=128, head_dim_v=128)
+    case = with_arguments(case, causal=True, deterministic=True)
+    hopper(seed=0)
+    first = check(case, "hopper")
+    hopper(seed=seed)
+    again = run(case, make_inputs(case), "hopper")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    return None
+
+
+_FAULTS: dict[str, tuple[str, str, Any, str]] = {
+    # name: (module, what is replaced there, by what, what is found)
+    "keys are not released": ("forward_walk", "release", _nothing, "deadlock"),
+    "no wait for keys": ("forward_walk", "mbarrier", SimpleNamespace(wait=_nothing), "deadlock|not close|nan"),
+    "no fence before out": ("forward_pieces", "fence_async_shared", _nothing, "without fence_async_shared"),
+    "out is not read yet": ("forward_pieces", "tma_store_wait", _nothing, "not close|NaN|nan|reads it"),
+    "scores are not waited for": ("forward_walk", "warpgroup_mma_wait", lambda n, x: x[0], "before warpgroup_mma_wait"),
+    "statistics are not there yet": ("backward", "mbarrier", None, "not close|NaN|nan"),
+    "sums are not fenced": ("backward_pieces", "fence_async_shared", _nothing, "without fence_async_shared"),
+    "queries arrive twice": ("backward", "release", None, "more arrivals|deadlock|not close"),
+}
+
+
+def _twice(release: Callable) -> Callable:
+    def twice(barrier: Any) -> None:
+        release(barrier)
+        release(barrier)
+
+    return twice
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_faults_are_found(hopper: Callable, fault: str) -> None:
+    """The machine sees what would go wrong on a GPU, at times."""
+    name, what, instead, found = _FAULTS[fault]
+    case = replace(_SMALL, seq_q=330, head_dim=128, head_dim_v=128)
+    with pytest.raises(AssertionError, match=found):
+        for seed in range(5):
+            emulated = hopper(seed=seed)
+            module = emulated.modules[name]
+            if fault == "queries arrive twice":
+                instead = _twice(module.release)
+            if fault == "statistics are not there yet":
+                instead = SimpleNamespace(arrive=module.mbarrier.arrive, wait=_nothing)
+            setattr(module, what, instead)
+            check(case, "hopper")
