@@ -99,9 +99,7 @@ def _describe_chunks(
     dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     def make(address: int) -> tuple:
-        return tuple(
-            None if box is None else Descriptor(dtype_of(dtype), list(box), *layout, address) for box in boxes
-        )
+        return tuple(None if box is None else Descriptor(dtype_of(dtype), list(box), *layout, address) for box in boxes)
 
     return make
 
@@ -113,8 +111,7 @@ def _copies() -> dict[str, ModuleType]:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules[_LANGUAGE] = language
-        copies = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
-    return copies
+        return {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
 
 
 @contextmanager

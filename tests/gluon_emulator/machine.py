@@ -19,9 +19,10 @@ import torch
 from gluon_emulator.memory import Descriptor, Memory, Shared
 from gluon_emulator.values import InFlight, Value, bfloat16, float8e4nv, float16, float32
 
-#: How often a crew goes on where it could let others run.
-_GOES_ON = 0.6
-#: How many copies and stores are late: they happen when nobody else can go on, or sometimes, for who waits may be awake.
+#: How often a crew goes on where it could let others run, and how many crews are slow: they never do, and are seldom
+#: drawn.
+_GOES_ON, _SLOW, _SELDOM = 0.6, 0.3, 0.05
+#: How many copies and stores are late: they happen when nobody else can go on, or at last, for who waits may be awake.
 _LATE, _AFTER_ALL = 0.3, 0.02
 #: Steps without an end: programs wait for one another, each awake.
 _TOO_MANY = 500_000
@@ -144,6 +145,7 @@ class Crew:
         self.stores: list[Store] = []
         self.unfenced: list[torch.Tensor] = []
         self.over = False
+        self.slow = machine.lots.random() < _SLOW
         self._body = body
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -168,7 +170,7 @@ class Crew:
 
     def wait(self, condition: Callable[[], bool], where: str) -> None:
         """Until the condition holds; others may run before in any case."""
-        if condition() and self.machine.lots.random() < _GOES_ON:
+        if not self.slow and condition() and self.machine.lots.random() < _GOES_ON:
             return
         self.waits_for, self.waits_where = condition, where
         self.machine.switch(self)
@@ -335,15 +337,16 @@ class Machine:
                 where = "; ".join(f"{crew.name} waits for {crew.waits_where}" for crew in self._crews)
                 self.error = AssertionError(f"deadlock: {where}")
             else:
-                lot = self.lots.randrange(len(ready) + len(events))
-                if lot < len(ready):
-                    return ready[lot]
-                self._happen(events, lot - len(ready))
+                weights = [_SELDOM if crew.slow else 1 for crew in ready] + [1] * len(events)
+                (drawn,) = self.lots.choices([*ready, *events], weights)
+                if isinstance(drawn, Crew):
+                    return drawn
+                self._happen(drawn, events)
 
-    def _happen(self, events: list[Copy | Store], place: int) -> None:
+    def _happen(self, event: Copy | Store, events: list[Copy | Store]) -> None:
         try:
-            if events[place].happen():
-                events.pop(place)
+            if event.happen():
+                events.remove(event)
         except Exception as error:
             self.fail(error)
 

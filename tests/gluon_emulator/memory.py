@@ -85,7 +85,7 @@ class Descriptor:
         assert self.strides[-1] == 1 and all(1 <= size <= 256 for size in self.block_shape)
 
     def places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Addresses of a box, and which of them are inside of the tensor. Sums wrap around 64 bits, as they do there."""
+        """Addresses of a box, and which of them are inside of the tensor. Sums wrap around 64 bits."""
         assert len(coordinates) == len(self.shape)
         addresses = torch.full((), self.address, dtype=torch.int64)
         inside = torch.ones((), dtype=torch.bool)

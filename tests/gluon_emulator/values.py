@@ -77,7 +77,7 @@ class Value:
         return Value(self.data, self.dtype, layout)
 
     def __getitem__(self, key: Any) -> Value:
-        """Only new dimensions of one: where the layout is a slice along the first of them it is the sliced one again."""
+        """Only new dimensions of one. Where the layout is a slice along it, it is the sliced one again."""
         keys = key if isinstance(key, tuple) else (key,)
         layout = self._layout
         for axis, each in enumerate(keys):
