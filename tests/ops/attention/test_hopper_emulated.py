@@ -159,6 +159,17 @@ def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, argum
     torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
 
 
+def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
+    """They make scores of 0, and hidden keys stay hidden."""
+    hopper()
+    inputs = make_inputs(_SMALL)
+    q, k, v = (tensor.to(_FP8) for tensor in (inputs.q, inputs.k, inputs.v))
+    tiny = torch.full((1, 1), 2.0**-80)
+    out = flashtile.attention(q, k, v, causal=True, descale_q=tiny, descale_k=tiny, backend="hopper")
+    expected = flashtile.attention(0 * q.double(), k.double(), v.double(), causal=True, backend="reference")
+    torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
+
+
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_events_in_another_order(hopper: Callable, seed: int) -> None:
     """What programs add up in order has the same bits in any order of events."""

@@ -8,6 +8,9 @@ its rows, which takes the time that the faster product saves (docs/kernels.md ha
 
 from flashtile._backends.gluon import gl, gluon
 
+#: The smallest unit of scores: less, as factors may make it, is 0 or has few bits, and hidden scores times 0 are NaN.
+LEAST_UNIT = gl.constexpr(2.0**-126)
+
 #: Values that a thread takes at a time: it writes 16 bytes, next to those of its neighbours.
 _VALUES = gl.constexpr(8)
 

@@ -26,7 +26,7 @@ from flashtile.ops.attention.hopper.blocks import (
     make_news,
     tell,
 )
-from flashtile.ops.attention.hopper.eight_bits import load_descale
+from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, load_descale
 from flashtile.ops.attention.hopper.forward_pieces import (
     Form,
     end_turn,
@@ -337,6 +337,7 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
             cap_unit = cap_scale * factor
         else:
             unit = scale_log2 * factor
+            unit = gl.where(gl.abs(unit) < LEAST_UNIT, LEAST_UNIT, unit)
     slope = alibi_slopes_ptr  # None stays None
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, seen)
