@@ -344,8 +344,8 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
             for it in range(gl.minimum(walk.total, STAGES)):
                 load_step(walk, it, before, producing)
             load_keys(walk, count, producing)
-        # It does not wait for the keys: they are there when others give the first `ds`. Where no query sees them they may be
-        # gone before it comes to this tile, and others there.
+        # It does not wait for the keys: they are there when others give the first `ds`, and where no query sees them
+        # they may be gone before it looks.
         first_keys, _ = keys_of(count, 0, form)
         number_before = 0
         head, tile = step_of(walk, 0)
