@@ -51,6 +51,21 @@ def values(mesh: DeviceMesh) -> str:
         del os.environ["FLASHTILE_CHECK_VALUES"]
 
 
+def values_of_earlier_calls(mesh: DeviceMesh) -> list[str]:
+    """Each is one that the ranks have agreed on before, or one of them is."""
+    os.environ["FLASHTILE_CHECK_VALUES"] = "1"
+    try:
+        seeds = torch.tensor([1, 0]), torch.tensor([2, 0])
+        agreed = [error(mesh, dropout_p=0.1, dropout_seed=seed) for seed in seeds]
+        found = [error(mesh, dropout_p=0.1, dropout_seed=seeds[dist.get_rank()])]
+        agreed.append(error(mesh, key_lengths=torch.tensor([3])))
+        found.append(error(mesh, key_lengths=torch.tensor([5 if dist.get_rank() else 3])))
+        assert agreed == ["nothing"] * 3
+        return found
+    finally:
+        del os.environ["FLASHTILE_CHECK_VALUES"]
+
+
 def agreed_once(mesh: DeviceMesh) -> list[int]:
     """How many exchanges of facts three equal calls take, and one of another kind."""
     counts, calls = [], []
@@ -210,6 +225,7 @@ JOBS = {
     "settings": settings,
     "bias": bias_on_one,
     "values": values,
+    "values of earlier calls": values_of_earlier_calls,
     "agreed": agreed_once,
     "seed": seed,
     "unshard": unshard_with_gradient,

@@ -29,6 +29,13 @@ def test_ranks_that_come_with_different_calls_hear_of_it(name, message, results)
     assert "expected the same on all ranks" in results[1][name]
 
 
+def test_values_are_compared_in_every_call(results):
+    for of_rank in results:
+        seeds, lengths = of_rank["values of earlier calls"]
+        assert "dropout_seed: expected the same on all ranks" in seeds
+        assert "key_lengths: expected the same on all ranks" in lengths
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_strategy_cannot_do_is_refused(name, results):
     for of_rank in results:
