@@ -125,8 +125,8 @@ def context_parallel_attention(
         dropout_seed: the same on all ranks; drawn on the first when left out. The mask is that of one GPU.
         key_lengths: `[batch]`, or one for each document, of the whole sequence.
         bias: broadcasts to the scores of the whole sequence, the same on all ranks; or with the `seq_q / N` rows of
-            this shard, in its order, and all keys ("ring" and "all_gather"). With cu_seqlens it counts within each
-            document: `[1, heads_q, longest, longest]`. mask likewise.
+            this shard, in its order, and all keys ("ring" and "all_gather"). A single row is one for the whole
+            sequence. With cu_seqlens it counts within each document: `[1, heads_q, longest, longest]`. mask likewise.
         alibi_slopes: `[heads_q]`, `[batch, heads_q]` or `[documents, heads_q]`, the same on all ranks.
         sinks: `[heads_q]`, the same on all ranks.
         return_lse: also return the log-sum-exp of this shard's rows.
