@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from flashtile.distributed import (
     ColumnParallelLinear,
@@ -81,6 +83,25 @@ def in_context(mesh: DeviceMesh) -> dict[str, dict[str, Tensor]]:
             grads = {key: p.grad for key, p in sharded.named_parameters()}
             whole = unshard_sequence(logits.detach(), mesh)
             found[f"{name}-{strategy}"] = {"logits": whole, "loss": mean.detach(), **grads}
+    return found
+
+
+def checkpointed(mesh: DeviceMesh) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    """Gradients of blocks that are computed again in the backward, with the same dropout, and of those that are not."""
+    found = {}
+    config = replace(CONFIGS["gpt2"], attention_dropout=0.2)
+    x, y = (shard_sequence(part, mesh) for part in (tokens(config)[:, :-1], tokens(config)[:, 1:]))
+    for strategy in ("ring", "all_to_all"):
+        grads = []
+        for again in (False, True):
+            sharded = context_parallel(model(config), mesh, strategy=strategy)
+            if again:
+                for block in sharded.blocks:
+                    block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            torch.manual_seed(7 + mesh.get_local_rank())
+            F.cross_entropy(sharded(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+            grads.append([p.grad for p in sharded.parameters()])
+        found[strategy] = grads[0], grads[1]
     return found
 
 
@@ -222,5 +243,5 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
 
 JOBS = {
     "context": in_context, "refused": refused, "tensor": in_tensor, "layers": layers, "second": second_derivatives,
-    "refused plans": refused_plans,
+    "refused plans": refused_plans, "checkpointed": checkpointed,
 }  # fmt: skip

@@ -45,6 +45,14 @@ def test_what_cannot_be_sharded_is_refused(results):
         assert "got a Bert" in found[4]
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_context_parallel_blocks_are_computed_again_by_activation_checkpointing(strategy, results):
+    for of_rank in results:
+        assert not isinstance(of_rank["checkpointed"], str), of_rank["checkpointed"]
+        kept, again = of_rank["checkpointed"][strategy]
+        torch.testing.assert_close(again, kept)
+
+
 @pytest.mark.parametrize("shards", [False, True], ids=["", "sequence"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)

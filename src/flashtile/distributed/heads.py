@@ -241,8 +241,8 @@ class AttentionByHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse):
-        exchange, kept = ctx.exchange, ctx.saved_tensors[3:]
-        tables = [_Table(t, dim) for t, dim in zip(ctx.saved_tensors[:3], _DIMS)]
+        exchange, saved = ctx.exchange, ctx.saved_tensors  # once: activation checkpointing computes them anew
+        tables, kept = [_Table(t, dim) for t, dim in zip(saved[:3], _DIMS)], saved[3:]
         dq, dk, dv = (kept[0].new_empty(shape) for shape in ctx.shapes)
         if dout is None:
             dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
