@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from flashtile.distributed import (
@@ -212,6 +213,13 @@ def _curvature(steps: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> tuple[
     return torch.autograd.grad(grad.square().sum(), x)
 
 
+class _Adapted(nn.Linear):
+    """What an adapter makes of a layer: the same weight, and something beside the product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
 def refused_plans(mesh: DeviceMesh) -> list[str]:
     found = []
     odd = replace(CONFIGS["llama"], heads_kv=1)
@@ -231,6 +239,9 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
         lambda: MlpParallel()._apply(Mlp(4, return_residual=True), mesh),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[0, 4]])),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[-1, 0]])),
+        lambda: RowParallelLinear.of(_Adapted(4, 4), mesh),
+        lambda: ColumnParallelLinear.of(weight_norm(nn.Linear(4, 4)), mesh),
+        lambda: VocabParallelEmbedding.of(nn.Linear(4, 4), mesh),
     )
     for action in actions:
         try:

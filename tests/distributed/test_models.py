@@ -90,6 +90,9 @@ def test_plans_that_cannot_be_are_refused(results):
         "plan: expected Mlp with return_residual=False, got True",
         "tokens: expected numbers from 0 to 3, got 4",
         "tokens: expected numbers from 0 to 3, got -1",
+        "layer: expected a torch.nn.Linear, got distributed_models._Adapted",
+        "layer: expected a torch.nn.Linear, got torch.nn.utils.parametrize.ParametrizedLinear",
+        "layer: expected a torch.nn.Embedding, got torch.nn.modules.linear.Linear",
     )
     for of_rank in results:
         for found, message in zip(of_rank["refused plans"], messages, strict=True):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils.parametrize import is_parametrized
 
 #: The dimension of activations `[..., tokens, features]` along which sequence parallelism cuts them.
 _TOKENS = -2
@@ -164,6 +165,16 @@ def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
     return _Enter.apply(parameter, mesh.get_group())
 
 
+def _check_just(kind: type[nn.Module], layer: nn.Module) -> None:
+    """Of a layer that is cut the weights alone are read: what another class or a parametrization does beside would be
+    lost in silence."""
+    if not isinstance(layer, kind) or type(layer).forward is not kind.forward or is_parametrized(layer):
+        raise TypeError(
+            f"layer: expected a torch.nn.{kind.__name__}, got {type(layer).__module__}.{type(layer).__qualname__}; its "
+            "weights are cut, not what it does with them: merge adapters and parametrizations before"
+        )
+
+
 def local(parameter: Tensor) -> Tensor:
     """This rank's part of a parameter; its gradient finds the way back."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -223,6 +234,7 @@ class ColumnParallelLinear(nn.Module):
         cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
     ) -> ColumnParallelLinear:
         """The layer with the weights of a whole one; `order`: its rows as they are shared out, each rank's together."""
+        _check_just(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(linear, mesh, order, sequence_parallel)
@@ -271,6 +283,7 @@ class RowParallelLinear(nn.Module):
     @classmethod
     def of(cls, linear: nn.Linear, mesh: DeviceMesh, sequence_parallel: bool = False) -> RowParallelLinear:
         """The layer with the weights of a whole one."""
+        _check_just(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(linear, mesh, sequence_parallel)
@@ -325,6 +338,7 @@ class VocabParallelEmbedding(nn.Module):
     @classmethod
     def of(cls, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool = False) -> VocabParallelEmbedding:
         """The layer with the weights of a whole one, which has no other options."""
+        _check_just(nn.Embedding, embedding)
         options = {name: getattr(embedding, name) for name in _EMBEDDING_OPTIONS}
         given = {name: value for name, value in options.items() if value is not None and value is not False}
         if given:
