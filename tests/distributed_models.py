@@ -118,6 +118,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
         lambda: context_parallel(torch.nn.Linear(2, 2), mesh),
         lambda: context_parallel(GPT(config, attention=lambda q, k, v: v), mesh),
         lambda: context_parallel(Bert(BertConfig(layers=1, heads=2, width=8, vocabulary=10)), mesh),
+        lambda: sharded.loss(tokens(config)[:, :9]),
     )
     for action in actions:
         try:
@@ -222,6 +223,8 @@ class _Adapted(nn.Linear):
 
 def refused_plans(mesh: DeviceMesh) -> list[str]:
     found = []
+    cut = model(CONFIGS["gpt2"])
+    parallelize_module(cut, mesh, tensor_parallel_plan(cut))
     odd = replace(CONFIGS["llama"], heads_kv=1)
     dropping = replace(CONFIGS["gpt2"], attention_dropout=0.1)
     actions = (
@@ -239,6 +242,10 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
         lambda: MlpParallel()._apply(Mlp(4, return_residual=True), mesh),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[0, 4]])),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[-1, 0]])),
+        lambda: cut(tokens(CONFIGS["gpt2"])[:, :8]),
+        lambda: cut.loss(tokens(CONFIGS["gpt2"])),
+        lambda: cut.generate(tokens(CONFIGS["gpt2"])[:, :8], 2),
+        lambda: cut.initialise(),
         lambda: RowParallelLinear.of(_Adapted(4, 4), mesh),
         lambda: ColumnParallelLinear.of(weight_norm(nn.Linear(4, 4)), mesh),
         lambda: VocabParallelEmbedding.of(nn.Linear(4, 4), mesh),

@@ -43,6 +43,7 @@ def test_what_cannot_be_sharded_is_refused(results):
         assert "model: expected one with flashtile.modules.MHA, got Linear" in found[2]
         assert "give GPT no attention=" in found[3]
         assert "got a Bert" in found[4]
+        assert "tokens: expected whole sequences for loss, got a model of context_parallel" in found[5]
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
@@ -90,6 +91,10 @@ def test_plans_that_cannot_be_are_refused(results):
         "plan: expected Mlp with return_residual=False, got True",
         "tokens: expected numbers from 0 to 3, got 4",
         "tokens: expected numbers from 0 to 3, got -1",
+        "model: expected whole weights for logits, got a model of tensor_parallel_plan",
+        "model: expected whole weights for a loss, got",
+        "model: expected whole weights for generation, got",
+        "model: expected whole weights for initialise, got",
         "layer: expected a torch.nn.Linear, got distributed_models._Adapted",
         "layer: expected a torch.nn.Linear, got torch.nn.utils.parametrize.ParametrizedLinear",
         "layer: expected a torch.nn.Embedding, got torch.nn.modules.linear.Linear",

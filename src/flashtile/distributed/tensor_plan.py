@@ -168,6 +168,7 @@ class VocabularyParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, GPT):
             raise TypeError(f"plan: expected a GPT, got {type(module).__name__}")
+        module.cut = True
         module.token = cast(Any, VocabParallelEmbedding.of(module.token, device_mesh, self.sequence_parallel))
         if module.head is not None:
             module.head = cast(Any, ColumnParallelLinear.of(module.head, device_mesh, None, self.sequence_parallel))

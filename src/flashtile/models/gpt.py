@@ -25,6 +25,9 @@ from flashtile.modules import MHA, Block, KVCache, LayerNorm, ParallelBlock, RMS
 #: Causal self-attention: (q, k, v) -> out, each `[B, S, H, D]`.
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+#: What to do with a model whose weights ranks share.
+_OF_PARTS = "compute hidden(tokens), and its loss with flashtile.distributed.vocabulary_loss"
+
 
 def flashtile_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention in tiles: memory linear in the sequence length."""
@@ -53,9 +56,12 @@ class GPT(nn.Module):
     Attributes:
         numbered: the positions of so many tokens on a device, int64 `[S]`, where a model has a part of each sequence
             (`flashtile.distributed.context_parallel` sets it); None = tokens follow one another.
+        cut: whether ranks share the weights (`flashtile.distributed.tensor_parallel_plan` sets it); then `hidden` alone
+            can be called.
     """
 
     numbered: Callable[[int, torch.device], Tensor] | None = None
+    cut = False
 
     def __init__(
         self,
@@ -80,6 +86,7 @@ class GPT(nn.Module):
 
     def initialise(self) -> None:
         """Draws the weights from torch's generator."""
+        self._check_whole("initialise", "call it before the model is cut, or load_state_dict instead")
         std = self.config.initial_std
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -103,6 +110,7 @@ class GPT(nn.Module):
         Returns:
             `[B, S, V]`.
         """
+        self._check_whole("logits", _OF_PARTS)
         return F.linear(self.hidden(tokens, cache), self.output_weight)
 
     def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
@@ -129,10 +137,23 @@ class GPT(nn.Module):
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy, in nats, of each token of `[B, S + 1]` given those before it."""
+        self._check_whole("a loss", _OF_PARTS)
+        if self.numbered is not None:
+            raise ValueError(
+                "tokens: expected whole sequences for loss, got a model of context_parallel, which takes shards: the "
+                "next token may be on another rank; shift labels before shard_sequence, and take mean_over_shards"
+            )
         hidden, labels = self.hidden(tokens[:, :-1]), tokens[:, 1:]
         if self.config.fused_loss:
             return cast(Tensor, flashtile.linear_cross_entropy(hidden, self.output_weight, labels))
         return cast(Tensor, flashtile.cross_entropy(F.linear(hidden, self.output_weight), labels))
+
+    def _check_whole(self, wanted: str, instead: str) -> None:
+        if self.cut:
+            raise ValueError(
+                f"model: expected whole weights for {wanted}, got a model of tensor_parallel_plan, whose heads and "
+                f"vocabulary ranks share; {instead}"
+            )
 
     @property
     def output_weight(self) -> Tensor:
@@ -172,8 +193,10 @@ class GPT(nn.Module):
 
         Raises:
             TypeError: new_tokens is no int.
-            ValueError: no prompt, more tokens than the context has, or choices that do not go together.
+            ValueError: a model whose weights ranks share, no prompt, more tokens than the context has, or choices that
+                do not go together.
         """
+        self._check_whole("generation", _OF_PARTS)
         if tokens.dim() != 2 or not tokens.shape[1]:
             raise ValueError(f"tokens: expected [batch, seq] with at least one token, got shape {tuple(tokens.shape)}")
         if isinstance(new_tokens, bool) or not isinstance(new_tokens, int):
