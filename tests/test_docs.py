@@ -259,6 +259,12 @@ def test_decoding_speeds_are_those_of_the_record():
         batch, length = (int(part.replace(",", "")) for part in name.split(" × "))
         assert cells == [found.get((batch, length, *column), "–") for column in columns], name
     assert len(table) == len({key[:2] for key in found})
+    speeds = {key: float(text.replace(",", "")) for key, text in found.items()}
+    costs = {(key[:2], key[3]): 1 - speeds[key] / speeds[(*key[:3], None)] for key in speeds if key[3] in (16, 64)}
+    small = (8, 4096)
+    most = max(cost for (case, _), cost in costs.items() if case != small)
+    assert f"up to {100 * most:.0f} % of the speed" in FIGURES
+    assert f"{100 * costs[small, 64]:.0f} and {100 * costs[small, 16]:.0f} %." in FIGURES
 
 
 def test_speeds_of_several_gpus_are_those_of_the_record():
