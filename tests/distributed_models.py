@@ -33,7 +33,7 @@ from flashtile.distributed import (
 )
 from flashtile.distributed.tensor_parallel import collect
 from flashtile.models import GPT, GPTConfig
-from flashtile.modules import Mlp
+from flashtile.modules import FusedMlp, Mlp
 
 SMALL: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "width": 32, "vocabulary": 64}
 #: GPT-2, Llama with grouped heads, GPT-NeoX with parallel blocks.
@@ -240,6 +240,7 @@ def refused_plans(mesh: DeviceMesh) -> list[str]:
         lambda: VocabParallelEmbedding.of(nn.Embedding(4, 4, padding_idx=0), mesh),
         lambda: VocabParallelEmbedding.of(nn.Embedding(4, 4, max_norm=1.0), mesh),
         lambda: MlpParallel()._apply(Mlp(4, return_residual=True), mesh),
+        lambda: MlpParallel()._apply(FusedMlp(4, accumulate_main_grad=True), mesh),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[0, 4]])),
         lambda: VocabParallelEmbedding(4, 4, mesh)(torch.tensor([[-1, 0]])),
         lambda: cut(tokens(CONFIGS["gpt2"])[:, :8]),

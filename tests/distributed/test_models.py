@@ -89,6 +89,7 @@ def test_plans_that_cannot_be_are_refused(results):
         "embedding: expected one without padding_idx, max_norm, scale_grad_by_freq, sparse, got {'padding_idx': 0}",
         "got {'max_norm': 1.0}",
         "plan: expected Mlp with return_residual=False, got True",
+        "plan: expected FusedMlp with accumulate_main_grad=False, got True",
         "tokens: expected numbers from 0 to 3, got 4",
         "tokens: expected numbers from 0 to 3, got -1",
         "model: expected whole weights for logits, got a model of tensor_parallel_plan",

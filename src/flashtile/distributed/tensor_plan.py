@@ -81,6 +81,11 @@ class MlpParallel(ParallelStyle):
             raise ValueError(
                 f"plan: expected {type(module).__name__} with return_residual=False, got True; add the input outside"
             )
+        if isinstance(module, FusedMlp) and module.accumulate_main_grad:
+            raise ValueError(
+                "plan: expected FusedMlp with accumulate_main_grad=False, got True; weights that ranks share have "
+                "their gradients in grad"
+            )
         gated = isinstance(module, GatedMlp) or (isinstance(module, FusedMlp) and module.gated)
         rows = module.fc1.out_features
         order = interleaved([rows // 2] * 2 if gated else [rows], device_mesh.size())
