@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
@@ -91,7 +93,26 @@ def _let_names_through() -> None:
                 f"attn_implementation: expected 'eager' or 'sdpa' for {type(self).__name__}, whose attention is "
                 f"written into the model, got {attn_implementation!r}; it cannot be exchanged"
             )
+        _name_in_tables(self, attn_implementation)
         return attn_implementation
 
     checked.knows_flashtile = True  # type: ignore[attr-defined]
     setattr(PreTrainedModel, _CHECK, checked)
+
+
+def _name_in_tables(model: PreTrainedModel, name: str) -> None:
+    """Enters a name in the tables of classes by which parts of some models (SAM's images, GIT's text) choose their own
+    attention when they are built: what it stands for says that there is none of this name."""
+    modules = {kind.__module__ for kind in type(model).__mro__ if issubclass(kind, PreTrainedModel)}
+    for module in modules & sys.modules.keys():
+        for table in list(vars(sys.modules[module]).values()):
+            own = table.get("eager") if isinstance(table, dict) else None
+            if isinstance(own, type) and issubclass(own, nn.Module):
+                table.setdefault(name, partial(_refuse_own, name, own.__name__))
+
+
+def _refuse_own(name: str, own: str, *arguments: Any, **options: Any) -> None:
+    raise ValueError(
+        f"attn_implementation: expected 'eager' or 'sdpa' for {own}, which is written into the model, got {name!r}; "
+        f"build the model with one of them, then model.set_attn_implementation({name!r}) exchanges the rest"
+    )
