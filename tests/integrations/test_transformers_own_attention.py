@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile.integrations.transformers import register, unregister
-from transformers_cases import VOCABULARY, transformers
+from transformers_cases import SEQ, VOCABULARY, transformers
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 SAM_IMAGES = {**IMAGES, "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8}
@@ -99,3 +99,53 @@ def test_what_can_be_exchanged_of_such_a_model_is() -> None:
     check_switched(model, {"pixel_values": images, "input_points": torch.tensor([[[[3.0, 4.0], [20.0, 9.0]]]])})
     by_part = {"": "flashtile", "vision_config": "sdpa", "mask_decoder_config": "flashtile"}
     transformers.SamModel._from_config(sam_config(), attn_implementation=by_part)
+
+
+# --- masks that models read themselves ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_git_adds_its_mask_to_scores(padded: bool) -> None:
+    model = transformers.GitModel._from_config(git_config(), attn_implementation="eager")
+    tokens = torch.arange(3, 3 + 2 * SEQ).view(2, SEQ)
+    mask = torch.ones_like(tokens)
+    mask[0, : 4 * padded] = 0
+    check_switched(model, {"input_ids": tokens, "attention_mask": mask}, mask.bool())
+
+
+def test_informer_wants_no_mask_where_it_hides_nothing() -> None:
+    config = config_of(
+        "InformerConfig", prediction_length=6, context_length=12, lags_sequence=[1, 2], d_model=16, encoder_layers=2,
+        decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16,
+        num_time_features=1, sampling_factor=1,
+    )  # fmt: skip
+    model = transformers.InformerModel._from_config(config, attn_implementation="eager")
+    past, future = (torch.linspace(0, 3, 2 * seq).sin().view(2, seq) for seq in (14, 6))
+    check_switched(model, {
+        "past_values": past, "past_time_features": past[..., None], "past_observed_mask": torch.ones(2, 14),
+        "future_values": future, "future_time_features": future[..., None],
+    })  # fmt: skip
+
+
+def test_gemma4_cuts_the_mask_of_its_audio_into_blocks() -> None:
+    config = config_of(
+        "Gemma4AudioConfig", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, attention_chunk_size=4,
+        attention_context_left=5, attention_context_right=0, subsampling_conv_channels=(128, 8), output_proj_dims=16,
+    )  # fmt: skip
+    model = transformers.Gemma4AudioModel._from_config(config, attn_implementation="eager")
+    features = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(1))
+    check_switched(model, {"input_features": features, "attention_mask": torch.arange(64) < torch.tensor([[64], [40]])})
+
+
+def test_reading_order_of_documents_adds_its_mask_to_scores() -> None:
+    path = "transformers.models.pp_doclayout_v2"
+    models = pytest.importorskip(f"{path}.modeling_pp_doclayout_v2")
+    configs = pytest.importorskip(f"{path}.configuration_pp_doclayout_v2")
+    config = configs.PPDocLayoutV2ReadingOrderConfig(
+        hidden_size=32, num_attention_heads=2, num_hidden_layers=2, intermediate_size=32
+    )
+    model = models.PPDocLayoutV2ReadingOrder._from_config(config, attn_implementation="eager")
+    corners = torch.arange(24).view(2, 6, 2).float() * 30
+    labels = torch.arange(12).view(2, 6) % 5
+    found = torch.arange(6) < torch.tensor([[6], [3]])
+    check_switched(model, {"boxes": torch.cat((corners, corners + 9), -1), "labels": labels, "mask": found})

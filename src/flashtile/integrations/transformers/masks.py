@@ -16,8 +16,11 @@ from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.compact import Band
 
 #: Types of models that read masks in code of their own too, or append to them, as additions to scores: eager
-#: attention's is the only one that they know.
-_READERS = frozenset({"bigbird_pegasus", "deepseek_v4", "doge", "lasr_encoder", "nllb-moe"})
+#: attention's is the only one that they know. By its class where a configuration tells no type.
+_READERS = frozenset({
+    "bigbird_pegasus", "deepseek_v4", "doge", "gemma4_audio", "git", "informer", "lasr_encoder", "nllb-moe",
+    "PPDocLayoutV2ReadingOrderConfig",
+})  # fmt: skip
 
 
 def make_mask(
@@ -34,21 +37,22 @@ def make_mask(
     device: torch.device | str = "cpu",
     config: Any = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Tensor | None:
     """A mask of one model call, with the arguments of transformers' mask functions.
 
     Returns:
         A compact mask, of at most `[B, 8, 1, K]` (see `compact`), where the pattern is causal or full, with or without
         a window, over padded or packed sequences. Elsewhere, where the model asks for a whole one, and for one query
         at a cache of fixed size, that of transformers, bool `[B, 1, Q, K]`; for models that read it themselves the one
-        that is added to scores, of the dtype of the model.
+        that is added to scores, of the dtype of the model, or None where it would hide nothing.
     """
     found: Tensor | None = None
     tracing = torch.compiler.is_compiling()  # functions that are being traced do not show what they are made of
     packed = None if tracing else _packed_sequences(mask_function)
     make_whole: Any = masking_utils.sdpa_mask
-    if getattr(config, "model_type", None) in _READERS:
-        make_whole = masking_utils.eager_mask
+    skip = False
+    if not _READERS.isdisjoint((getattr(config, "model_type", None), type(config).__name__)):
+        make_whole, skip = masking_utils.eager_mask, allow_is_bidirectional_skip
     elif packed is not None and attention_mask is None:
         pattern, sequence_of_row = packed
         band = _recognised(pattern)
@@ -63,7 +67,7 @@ def make_mask(
             found = _compact(band, q_length, kv_length, q_offset, kv_offset, attention_mask, device)
     if found is not None:
         return found
-    whole: Tensor = make_whole(
+    whole: Tensor | None = make_whole(
         batch_size,
         q_length,
         kv_length,
@@ -73,7 +77,7 @@ def make_mask(
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
+        allow_is_bidirectional_skip=skip,
         device=device,
         **kwargs,
     )
