@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from flashtile.integrations.transformers import register, unregister
-from transformers_cases import SEQ, VOCABULARY, transformers
+from transformers_cases import SEQ, VOCABULARY, decoder, transformers
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
 SAM_IMAGES = {**IMAGES, "output_channels": 16, "global_attn_indexes": [1], "window_size": 2, "num_pos_feats": 8}
+#: Three packed sequences in one row.
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -149,3 +151,30 @@ def test_reading_order_of_documents_adds_its_mask_to_scores() -> None:
     labels = torch.arange(12).view(2, 6) % 5
     found = torch.arange(6) < torch.tensor([[6], [3]])
     check_switched(model, {"boxes": torch.cat((corners, corners + 9), -1), "labels": labels, "mask": found})
+
+
+# --- packed sequences -----------------------------------------------------------------------------------------------
+
+
+def packed_tokens() -> dict[str, Any]:
+    return {"input_ids": torch.arange(3, 3 + SEQ)[None], "position_ids": POSITIONS, "use_cache": False}
+
+
+def test_indexers_that_read_the_mask_get_a_whole_one() -> None:
+    config = config_of(
+        "Qwen4ExpTextConfig", **decoder(), layer_types=["indexed_attention"] * 2, indexer_budget=4,
+        indexer_compress_ratio=2, indexer_head_dim=16, indexer_kv_heads=1, indexer_n_heads=4, pad_token_id=0,
+        moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, hc_mult=2,
+    )  # fmt: skip
+    check_switched(transformers.AutoModel.from_config(config, attn_implementation="eager"), packed_tokens())
+
+
+def test_keys_chosen_by_an_indexer_are_refused_by_name() -> None:
+    config = config_of(
+        "DeepseekV32Config", **decoder(num_key_value_heads=4), moe_intermediate_size=16, q_lora_rank=16,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, index_topk=4, index_n_heads=2,
+        index_head_dim=16, n_routed_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config, attn_implementation="flashtile")
+    with pytest.raises(ValueError, match="indices: not served by attn_implementation='flashtile'"):
+        model(**packed_tokens())

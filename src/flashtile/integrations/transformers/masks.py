@@ -53,7 +53,7 @@ def make_mask(
     skip = False
     if not _READERS.isdisjoint((getattr(config, "model_type", None), type(config).__name__)):
         make_whole, skip = masking_utils.eager_mask, allow_is_bidirectional_skip
-    elif packed is not None and attention_mask is None:
+    elif packed is not None and attention_mask is None and not _has_indexers(config):
         pattern, sequence_of_row = packed
         band = _recognised(pattern)
         if band is not None:
@@ -82,6 +82,11 @@ def make_mask(
         **kwargs,
     )
     return whole
+
+
+def _has_indexers(config: Any) -> bool:
+    """Whether layers choose keys by the mask, of which they read a whole one; for packed sequences they do not ask."""
+    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def _compact(
