@@ -178,3 +178,14 @@ def test_keys_chosen_by_an_indexer_are_refused_by_name() -> None:
     model = transformers.AutoModel.from_config(config, attn_implementation="flashtile")
     with pytest.raises(ValueError, match="indices: not served by attn_implementation='flashtile'"):
         model(**packed_tokens())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_packed_sequences_with_a_position_bias(rows: int) -> None:
+    config = config_of("InklingTextConfig", **decoder(num_key_value_heads=4), pad_token_id=0)
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
+    inputs = packed_tokens()
+    for name in ("input_ids", "position_ids"):
+        inputs[name] = inputs[name].expand(rows, -1).clone()
+    inputs["position_ids"][1:] = torch.arange(SEQ)
+    check_switched(model, inputs)

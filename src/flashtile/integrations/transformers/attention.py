@@ -89,6 +89,8 @@ def attend(
         "backend": backend,
     }
     query, key, value = (t.transpose(1, 2) for t in (query, key, value))  # [B, seq, heads, D]
+    if position_bias is not None and visible.ends is not None:  # a bias needs the rows of queries × keys
+        visible = visible._replace(ends=None, mask=_same_sequence(visible.ends, *query.shape[:2]))
     packed = _packed(visible, query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if packed is not None:
         if position_bias is not None:
@@ -261,6 +263,13 @@ def _packed(
         "max_seqlen_q": max_length_q if isinstance(max_length_q, int) else None,
         "max_seqlen_k": max_length_k if isinstance(max_length_k, int) else None,
     }
+
+
+def _same_sequence(ends: Tensor, batch: int, seq: int) -> Tensor:
+    """bool `[B, 1, S, S]`: whether two rows lie in one of the packed sequences that end there."""
+    row = torch.arange(batch * seq, dtype=ends.dtype, device=ends.device)
+    sequence = torch.bucketize(row, ends, right=True).view(batch, 1, seq)
+    return sequence[..., None] == sequence[..., None, :]
 
 
 def _summed(position_bias: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
