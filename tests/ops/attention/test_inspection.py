@@ -185,6 +185,19 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], message: str)
         flashtile.attention_probs(**{"q": _Q, "k": _K, **arguments})
 
 
+@pytest.mark.parametrize("options", [{}, {"rows": slice(-2, None), "causal": True}, {"heads": [3], "window": (2, 1)}])
+def test_exports_with_any_batch_and_lengths(options: dict[str, Any]) -> None:
+    class Weights(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return flashtile.attention_probs(q, k, **options)
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    inputs = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
+    program = torch.export.export(Weights(), inputs, dynamic_shapes=(sizes, sizes))
+    others = torch.randn(3, 9, 4, 16), torch.randn(3, 40, 2, 16)
+    assert torch.equal(program.module()(*others), Weights()(*others))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

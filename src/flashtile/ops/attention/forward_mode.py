@@ -61,19 +61,20 @@ def _dense(
     for first in range(0, max(seq_q, 1), rows_at_once):
         last = min(first + rows_at_once, seq_q)
         rows = torch.arange(first, last, device=q.device)
-        part = Part(rows, None, group, _keys_of(first, last, seq_q, seq_k, spec), seq_q, seq_k, sequence)
+        first_key, keys = _keys_of(first, last, seq_q, seq_k, spec)
+        part = Part(rows, None, group, first_key, keys, seq_q, seq_k, sequence)
         dout, dlse = _rows(q, k, v, part, side, spec, tangents)
         outs.append(dout.transpose(1, 2))
         lses.append(dlse)
     return torch.cat(outs, dim=1).to(q.dtype), torch.cat(lses, dim=2)
 
 
-def _keys_of(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> range:
-    """The keys that the band shows any row from `first` to `last - 1`."""
+def _keys_of(first: int, last: int, seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
+    """The first of the keys that the band shows any row from `first` to `last - 1`, and how many they are."""
     shift = 0 if spec.top_left else seq_k - seq_q
     begin = 0 if spec.window_left is None else min(max(0, first + shift - spec.window_left), seq_k)
     end = seq_k if spec.window_right is None else min(seq_k, last + shift + spec.window_right)
-    return range(begin, max(begin, end))
+    return begin, max(0, end - begin)
 
 
 def _rows(

@@ -106,7 +106,7 @@ def attention_probs(
         row_numbers = torch.arange(seq_q, device=q.device)
     head_numbers = _chosen("heads", heads, heads_q, "heads_q", q.device)
     group = heads_q // k.shape[2] if head_numbers is None else 1
-    part = Part(row_numbers, head_numbers, group, range(seq_k), seq_q, seq_k)
+    part = Part(row_numbers, head_numbers, group, 0, seq_k, seq_q, seq_k)
     with row_weights.no_autocast(q.device):
         weights = row_weights.weights(q, k, part, side, spec).keys
         kept = row_weights.kept(part, batch, heads_q, side, spec)
@@ -193,6 +193,8 @@ def _chosen(name: str, chosen: Chosen, size: int, of: str, device: torch.device)
     if chosen is None:
         return None
     if isinstance(chosen, slice):
+        if chosen.step is None:  # nor may it take a size for a number that an exported program leaves open
+            return torch.arange(size, device=device)[chosen]
         numbers = range(*chosen.indices(size))
         # Not from start to stop: of an empty slice they need not lie in the direction of the step.
         return numbers.start + numbers.step * torch.arange(len(numbers), device=device)

@@ -64,16 +64,19 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     return kept[:, first_row : first_row + len(rows), first_column : first_column + len(columns)]
 
 
-def keep_rows(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tensor, columns: range) -> Tensor:
+def keep_rows(
+    seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tensor, first_column: int, columns: int
+) -> Tensor:
     """As `keep_tile`, of rows in any order.
 
     Args:
         rows: int64 `[rows]`, their numbers.
+        first_column, columns: number of the first column, and how many lie side by side.
 
     Returns:
-        bool `[n, rows, len(columns)]`, True = kept.
+        bool `[n, rows, columns]`, True = kept.
     """
-    groups = torch.arange(columns.start // 16 * 8, (columns.stop + 15) // 16 * 8, device=seed.device)
+    groups = torch.arange(first_column // 16 * 8, (first_column + columns + 15) // 16 * 8, device=seed.device)
     row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
     counters = groups[None, None, :], row_groups[None, :, None], sequence_head[:, None, None], seed[1]
     words = philox_words(seed[0], counters)
@@ -81,8 +84,8 @@ def keep_rows(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: Tenso
     halves = torch.where(lower, words[2], words[0]), torch.where(lower, words[3], words[1])  # columns c and c + 8
     kept = torch.stack([word.to(torch.int32) >= keep_threshold(dropout_p) for word in halves])
     kept = kept.unflatten(3, (-1, 8)).permute(1, 2, 3, 0, 4).flatten(2)  # [n, rows, 16 · groups of columns]
-    first_column = columns.start % 16
-    return kept[:, :, first_column : first_column + len(columns)]
+    skipped = first_column % 16
+    return kept[:, :, skipped : skipped + columns]
 
 
 def sequence_heads(sequences: range, heads: range, all_heads: int, origin: Origin | None) -> Tensor:

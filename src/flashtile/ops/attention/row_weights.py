@@ -30,7 +30,8 @@ class Part(NamedTuple):
         rows: int64 `[R]`, numbers of queries in any order.
         heads: int64 `[H]`, numbers of query heads in any order; None = all.
         group: G, query heads that read one of the key/value heads in turn; 1 where heads are chosen.
-        keys: keys that lie side by side.
+        first_key, keys: the first of the keys, which lie side by side, and C. Not a range, whose length is a number
+            once and for all also where the program that is traced leaves it open.
         seq_q, seq_k: lengths of the call.
         sequence: number of the first batch entry or sequence, for the dropout bits.
     """
@@ -38,7 +39,8 @@ class Part(NamedTuple):
     rows: Tensor
     heads: Tensor | None
     group: int
-    keys: range
+    first_key: int
+    keys: int
     seq_q: int
     seq_k: int
     sequence: int = 0
@@ -83,7 +85,7 @@ def load_keys(tensor: Tensor, part: Part, heads: int, side: SideInputs) -> Tenso
     """The part's keys or values of `[B, S, Hkv, D]`: `[B, Hkv, C, D]`, each head as often as the chosen heads read it.
     `heads`: query heads of the call. What lies past a key length may be NaN, and is 0 here."""
     # Not by brackets, which make an alias of everything: that has no rule where one tangent stands for several.
-    keys = tensor.narrow(1, part.keys.start, len(part.keys))
+    keys = tensor.narrow(1, part.first_key, part.keys)
     if part.heads is not None:
         keys = keys.index_select(2, part.heads // (heads // tensor.shape[2]))
     keys = keys.to(statistics_dtype(tensor.dtype)).transpose(1, 2)
@@ -122,7 +124,7 @@ def part_of(tensor: Tensor, part: Part) -> Tensor:
     if tensor.shape[2] > 1:
         tensor = tensor.index_select(2, part.rows)
     if tensor.shape[3] > 1:
-        tensor = tensor.narrow(-1, part.keys.start, len(part.keys))
+        tensor = tensor.narrow(-1, part.first_key, part.keys)
     return tensor
 
 
@@ -209,13 +211,13 @@ def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSp
     if spec.origin is not None:
         row, column, _, first, all_heads = spec.origin
     sequence_head = first + (part.sequence + torch.arange(batch, device=device))[:, None] * all_heads + chosen
-    keys = range(part.keys.start + column, part.keys.stop + column)
-    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows + row, keys)
+    first_key = part.first_key + column
+    bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows + row, first_key, part.keys)
     return bits.unflatten(0, (batch, chosen.shape[0]))
 
 
 def _key_numbers(part: Part) -> Tensor:
-    return torch.arange(part.keys.start, part.keys.stop, device=part.rows.device)
+    return torch.arange(part.first_key, part.first_key + part.keys, device=part.rows.device)
 
 
 def _valid(part: Part, key_lengths: Tensor) -> Tensor:
@@ -233,4 +235,4 @@ def _shown_by_tiles(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor
         table = table.index_select(1, part.heads)
     kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]
     rows = mask.masks_with_ends().bool()[kinds, (part.rows % tile_q)[:, None]]  # [..., tile_k]
-    return rows.flatten(-2)[..., part.keys.start : part.keys.stop]
+    return rows.flatten(-2)[..., part.first_key : part.first_key + part.keys]
