@@ -185,6 +185,17 @@ def test_default_is_the_whole_cache() -> None:
     close(out, flashtile.attention(q, k, v, causal=True, backend="reference")[:, -1:])
 
 
+def test_autocast_casts_nothing() -> None:
+    """The cache is written where it is, so the step runs in its dtype, whatever autocast says."""
+    q, k, v = qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flashtile.attention_with_kv_cache(q, k, v).dtype is torch.float64
+        narrow = flashtile.attention_with_kv_cache(*(t.to(torch.float32) for t in (q, k, v)))
+        assert narrow.dtype is torch.float32
+        with pytest.raises(TypeError, match="k_cache: expected the dtype of q"):
+            flashtile.attention_with_kv_cache(q.float(), k.bfloat16(), v.bfloat16())
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 _Q, _CACHE, _NEW = torch.randn(2, 1, 4, 8), torch.randn(2, 20, 2, 8), torch.randn(2, 1, 2, 8)

@@ -88,9 +88,11 @@ def attention_with_kv_cache(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One step of decoding: appends new keys and values to a cache in place, and attends to all that is in it.
 
-    For inference: nothing is recorded for a backward. Lengths and tables may stay on the GPU, where nothing waits for
-    them, so a call can be captured in a CUDA graph and replayed with other lengths. A sequence has the rows from
-    `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last row.
+    For inference: nothing is recorded for a backward. Under `torch.autocast` nothing is cast either: what is given
+    must have the dtype of the cache, which is written in place. Lengths and tables may stay on the GPU, where nothing
+    waits for them, so a call can be captured in a CUDA graph and replayed with other lengths. A sequence has the rows
+    from `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last
+    row.
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
