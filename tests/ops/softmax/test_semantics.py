@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -152,8 +153,10 @@ _X = torch.randn(2, 3, 4, 5)
         ({"scale": torch.ones(())}, TypeError, "scale: expected a float, got a Tensor; reading it would synchronise"),
         ({"scale": float("inf")}, ValueError, "scale: expected a finite number, got inf"),
         ({"backend": "x"}, ValueError, "backend: expected one of"),
+        ({"backend": np.array("cpu")}, ValueError, "backend: expected one of"),
+        ({"backend": np.array(["cpu", "auto"])}, ValueError, "backend: expected one of"),
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -165,6 +168,8 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
     [
         (lambda: flashtile.scaled_causal_softmax(torch.randn(5)), "x: expected shape (..., seq_q, seq_k), got (5,)"),
         (lambda: flashtile.logsumexp_merge([], []), "lses: expected as many as outs, and at least one"),
+        (lambda: flashtile.logsumexp_merge(None, [_X]), "outs: expected a sequence of tensors, got NoneType"),
+        (lambda: flashtile.logsumexp_merge([_X], None), "lses: expected a sequence of tensors, got NoneType"),
         (lambda: flashtile.logsumexp_merge([_X], [_X]), "outs[0], lses[0]: expected shapes"),
         (lambda: flashtile.online_softmax(_X, _X), "values: expected 5 rows, one for each key of scores"),
         (lambda: flashtile.online_softmax(_X, _X[0, 0, 0]), "values: expected shape (..., keys, columns), got (5,)"),
@@ -174,7 +179,7 @@ def test_bad_input(changes: dict[str, Any], error: type[Exception], message: str
         (lambda: flashtile.logsumexp_merge([_X.int()], [_X]), "outs: expected dtype float16"),
         (lambda: flashtile.logsumexp_merge([_X[0, 0]], [_X]), "outs[0]: expected [batch, seq, heads"),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 def test_more_bad_input(call: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):

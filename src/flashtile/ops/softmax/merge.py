@@ -110,7 +110,10 @@ def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         TypeError: something is not a tensor, or outs are no floats.
         ValueError: there is nothing to merge, or shapes do not match.
     """
-    if len(outs) != len(lses) or not len(outs):  # both may be tensors that stack the parts
+    for name, parts in (("outs", outs), ("lses", lses)):  # both may be tensors that stack the parts
+        if not isinstance(parts, (Sequence, Tensor)):
+            raise TypeError(f"{name}: expected a sequence of tensors, got {type(parts).__name__}; of one make a list")
+    if len(outs) != len(lses) or not len(outs):
         raise ValueError(f"lses: expected as many as outs, and at least one, got {len(outs)} outs and {len(lses)} lses")
     check_tensors(**{f"outs[{index}]": out for index, out in enumerate(outs)})
     check_tensors(**{f"lses[{index}]": lse for index, lse in enumerate(lses)})
