@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.models import GPT, GPTConfig, flashtile_attention, plain_attention
+from flashtile.models import GPT, BertConfig, GPTConfig, flashtile_attention, plain_attention
 
 SMALL = GPTConfig(context=32, layers=2, heads=2, width=32)
 
@@ -223,6 +223,18 @@ def test_more_mistakes_are_explained():
         make(None).generate(tokens(length=3), 4, top_k=3)
     with pytest.raises(ValueError, match="top_k: expected at least 1, got 0"):
         make(None).generate(tokens(length=3), 4, temperature=1.0, top_k=0)
+
+
+@pytest.mark.parametrize("config", [GPTConfig, BertConfig])
+def test_sizes_are_numbers(config: type[GPTConfig] | type[BertConfig]) -> None:
+    for name in ("context", "layers", "heads", "width", "vocabulary", "hidden"):
+        for wrong in (2.0, "2", True):
+            with pytest.raises(TypeError, match=f"{name}: expected an int, got {wrong!r}"):
+                config(**{name: wrong})
+        with pytest.raises(ValueError, match=f"{name}: expected at least 0, got -1"):
+            config(**{name: -1})
+    with pytest.raises(TypeError, match="context: expected an int, got None"):
+        config(context=None)
 
 
 @pytest.mark.gpu

@@ -306,3 +306,12 @@ def test_mistakes_are_explained():
             call()
     with torch.enable_grad(), pytest.raises(ValueError, match="expected no gradient with a cache"):
         make(causal=True)(x, cache=cache())
+
+
+def test_sizes_are_numbers() -> None:
+    with pytest.raises(TypeError, match=r"capacity: expected an int, got 8\.0"):
+        KVCache(2, 8.0, HEADS, D)
+    with pytest.raises(ValueError, match="batch: expected at least 0, got -1"):
+        KVCache(-1, 8, HEADS, D)
+    with pytest.raises(TypeError, match=r"num_heads: expected an int, got 2\.0"):
+        MHA(32, 2.0)

@@ -158,3 +158,11 @@ def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
     torch.testing.assert_close(module(x), expected)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.parametrize("kind", [Mlp, GatedMlp, FusedMlp])
+def test_sizes_are_numbers(kind: Any) -> None:
+    with pytest.raises(TypeError, match=r"in_features: expected an int, got 8\.0"):
+        kind(8.0, 16)
+    with pytest.raises(ValueError, match="out_features: expected at least 0, got -3"):
+        kind(8, 16, -3)

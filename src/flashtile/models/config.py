@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from flashtile.modules import FusedMlp
+from flashtile.modules.sizes import check_sizes
 
 #: What stands between the two layers of an MLP; "swiglu" is a gate, `values · silu(gates)`.
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu"]
@@ -73,6 +74,10 @@ class GPTConfig:
     initial_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_sizes(
+            context=self.context, layers=self.layers, heads=self.heads, width=self.width, vocabulary=self.vocabulary,
+            **_given(self, "heads_kv", "hidden", "rotary_dim"),
+        )  # fmt: skip
         check_heads(self.width, self.heads)
         check_choice("positions", self.positions, ("learned", "rotary"))
         check_choice("norm", self.norm, ("layer", "rms"))
@@ -120,8 +125,17 @@ class BertConfig:
     initial_std: float = 0.02
 
     def __post_init__(self) -> None:
+        check_sizes(
+            context=self.context, layers=self.layers, heads=self.heads, width=self.width, vocabulary=self.vocabulary,
+            segments=self.segments, **_given(self, "hidden"),
+        )  # fmt: skip
         check_heads(self.width, self.heads)
         check_choice("activation", self.activation, ACTIVATIONS[:3])
+
+
+def _given(config: GPTConfig | BertConfig, *names: str) -> dict[str, int]:
+    """Those of the sizes that were not left out."""
+    return {name: size for name in names if (size := getattr(config, name)) is not None}
 
 
 def check_heads(width: int, heads: int) -> None:
@@ -130,7 +144,7 @@ def check_heads(width: int, heads: int) -> None:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 
 

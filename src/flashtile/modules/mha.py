@@ -11,6 +11,7 @@ import flashtile
 from flashtile.modules.attention import InnerAttention, alibi_slopes
 from flashtile.modules.padding import pad_input, unpad_input
 from flashtile.modules.rotary import RotaryEmbedding
+from flashtile.modules.sizes import check_sizes
 
 
 class KVCache:
@@ -28,6 +29,10 @@ class KVCache:
         k, v: `[batch, capacity, heads_kv, head_dim]`.
         length: how many tokens are filled; the host knows it, so nothing waits for the GPU. Set it to 0 to begin anew,
             or to a lower number to forget the last tokens.
+
+    Raises:
+        TypeError: a size is no int.
+        ValueError: a size is below 0.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class KVCache:
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_sizes(batch=batch, capacity=capacity, heads_kv=heads_kv, head_dim=head_dim)
         self.k = torch.empty(batch, capacity, heads_kv, head_dim, device=device, dtype=dtype)
         self.v = torch.empty_like(self.k)
         self.length = 0
@@ -411,6 +417,7 @@ class FlashMHA(MHA):
 
 
 def _check_sizes(embed_dim: int, num_heads: int, num_heads_kv: int) -> None:
+    check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_heads_kv=num_heads_kv)
     if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(f"embed_dim: expected a multiple of num_heads, {num_heads}, got {embed_dim}")
     if num_heads_kv < 1 or num_heads % num_heads_kv:

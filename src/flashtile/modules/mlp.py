@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import flashtile
+from flashtile.modules.sizes import check_sizes
 
 #: Hidden features are rounded up to it where they are not given: matrix products like multiples of their tiles.
 _MULTIPLE_OF = 128
@@ -68,6 +69,7 @@ class _Perceptron(nn.Module):
     ) -> None:
         super().__init__()
         out_features = in_features if out_features is None else out_features
+        check_sizes(in_features=in_features, hidden_features=hidden_features, out_features=out_features)
         self.return_residual = return_residual
         rows = 2 * hidden_features if gated else hidden_features
         self.fc1 = nn.Linear(in_features, rows, bias=bias1, device=device, dtype=dtype)
