@@ -124,6 +124,9 @@ class Options:
         for name, folder in (("--output", self.output), ("--cache", self.cache_folder)):
             if folder.resolve().is_relative_to(self.data.resolve()):
                 raise OptionError(f"{name}: expected a folder outside of --data, {self.data}, got {folder}")
+            there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+            if not there.is_dir():
+                raise OptionError(f"{name}: expected a folder, got {folder}, as {there} is a file")
         if self.tokenizer is not None and not self.tokenizer.is_file():
             raise OptionError(f"--tokenizer: expected a tokenizer.json, got {self.tokenizer}, which is no file")
         if self.end_of_text is not None and self.tokenizer is None:

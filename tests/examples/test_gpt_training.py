@@ -255,6 +255,8 @@ def test_help_explains_every_option(capsys):
             "--output: expected a folder outside of --data, docs",
         ),
         ({"data": Path("docs"), "cache": Path("docs")}, "--cache: expected a folder outside of --data, docs, got docs"),
+        ({"output": Path("README.md")}, "--output: expected a folder, got README.md, as .*README.md is a file"),
+        ({"cache": Path("README.md/cache")}, "--cache: expected a folder, got README.md/cache, as .*README.md is a"),
         ({"steps": 5, "warm_up": 6}, "--warm-up: expected at most --steps, 5, got 6"),
         ({"minimum_learning_rate": 1.0}, "--minimum-learning-rate: expected at most --learning-rate"),
         ({"parallel": "tp"}, "--parallel: expected one of ddp, fsdp, got 'tp'"),
