@@ -72,6 +72,12 @@ def test_demo_exits_with_1_when_losses_disagree(monkeypatch):
     assert invoke("demo").exit_code == 1
 
 
+@pytest.mark.parametrize("seconds", ["inf", "nan", "9"])
+def test_a_demo_needs_a_time_that_ends(tmp_path, seconds):
+    result = invoke("demo", "--seconds", seconds, "--output", tmp_path / "out")
+    assert result.exit_code == 2 and "Traceback" not in result.output and not (tmp_path / "out").exists()
+
+
 def test_demo_reports_a_missing_file_without_traceback(tmp_path):
     result = invoke("demo", tmp_path / "missing [draft].txt", "--output", tmp_path / "out")
     assert result.exit_code == 2 and "Traceback" not in result.output

@@ -30,7 +30,8 @@ def demo(
         "demo-output"
     ),
     seconds: Annotated[
-        float | None, typer.Option(min=10, help="Time for the whole run; default 85 on a CPU, 110 on a GPU.")
+        float | None,
+        typer.Option(min=10, max=86_400, help="Time for the whole run; default 85 on a CPU, 110 on a GPU."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Training steps; default: what time allows.")] = None,
     pictures: Annotated[bool, typer.Option(help="Draw the PNGs; needs matplotlib.")] = True,
