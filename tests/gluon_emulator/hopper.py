@@ -106,20 +106,20 @@ def _describe_chunks(
 
 def _copies() -> dict[str, ModuleType]:
     """The modules of the Hopper kernels, imported once more with the emulated language. Others keep those they have."""
-    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    with _replaced(vars(package)), _replaced(sys.modules):
-        for name in names:
-            sys.modules.pop(name, None)
+    short = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    names = [f"{package.__name__}.{name}" for name in short]
+    with _set_aside(vars(package), short), _set_aside(sys.modules, [*names, _LANGUAGE]):
         sys.modules[_LANGUAGE] = language
         return {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
 
 
 @contextmanager
-def _replaced(names: dict[str, Any]) -> Iterator[None]:
-    """What is changed in a dictionary is as it was afterwards."""
-    before = dict(names)
+def _set_aside(names: dict[str, Any], those: list[str]) -> Iterator[None]:
+    """Without some entries of a dictionary, which are afterwards as they were."""
+    before = {name: names.pop(name) for name in those if name in names}
     try:
         yield
     finally:
-        names.clear()
+        for name in those:
+            names.pop(name, None)
         names.update(before)
