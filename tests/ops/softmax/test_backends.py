@@ -28,6 +28,31 @@ def test_interpreted(case: SoftmaxCase) -> None:
     check(case, "triton")
 
 
+def _largest_numbers(backend: str, device: str = "cpu") -> None:
+    """Rows of the smallest number, as added masks write it, and of the largest, beside others."""
+    limits = torch.finfo(torch.float32)
+    for width in (5, 9000):
+        x = torch.randn(2, 4, 4, width, device=device)
+        x[:, 0], x[:, 1, :, 1] = limits.min, limits.max
+        x[:, 2, :, 2:] = limits.min
+        out = flashtile.scaled_masked_softmax(x, None, scale=1.0, backend=backend)
+        torch.testing.assert_close(out, x.softmax(-1), rtol=1e-5, atol=1e-6)
+
+
+def test_the_largest_numbers() -> None:
+    _largest_numbers("cpu")
+
+
+@pytest.mark.interpreter
+def test_the_largest_numbers_interpreted() -> None:
+    _largest_numbers("triton")
+
+
+@pytest.mark.gpu
+def test_the_largest_numbers_on_a_gpu() -> None:
+    _largest_numbers("triton", "cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", parameters())
 def test_gpu(case: SoftmaxCase) -> None:

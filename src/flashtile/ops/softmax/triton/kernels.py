@@ -36,7 +36,7 @@ def load_scores(
     x_ptr, mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, row, columns, ends, rows, heads, seq_q,
     scale, MASK_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores in units of log2: float32 `[M, N]`, -inf where nothing is visible."""
+    """A tile of scores: float32 `[M, N]`, -inf where nothing is visible."""
     inside = readable(row, columns, ends, rows, WIDTH, CAUSAL)
     visible = inside & (columns[None, :] < ends[:, None])
     if HAS_MASK:
@@ -46,13 +46,14 @@ def load_scores(
         offsets = mask_rows[:, None] + columns[None, :].to(tl.int64) * MASK_COLUMNS
         visible = visible & (tl.load(mask_ptr + offsets, mask=inside, other=1) == 0)
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
-    return tl.where(visible, x.to(tl.float32) * (scale * LOG2_E), float("-inf"))
+    return tl.where(visible, x.to(tl.float32) * scale, float("-inf"))
 
 
 @triton.jit
 def exponentials(scores, row_max):
-    """exp2 of scores `[M, N]` against their maximum `[M]`; 0 in a row that sees nothing."""
-    return tl.exp2(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+    """exp of scores `[M, N]` against their maximum `[M]`; 0 in a row that sees nothing. Only the difference is in units of
+    log2, in which the largest numbers would be infinite."""
+    return tl.exp2((scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]) * LOG2_E)
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def softmax_forward_kernel(
             )  # fmt: skip
             larger = tl.maximum(place_max, scores)
             against = tl.where(larger == float("-inf"), 0.0, larger)
-            place_sum = place_sum * tl.exp2(place_max - against) + tl.exp2(scores - against)
+            place_sum = place_sum * tl.exp2((place_max - against) * LOG2_E) + tl.exp2((scores - against) * LOG2_E)
             place_max = larger
         row_max = tl.max(place_max, axis=1)
         row_sum = tl.sum(place_sum * exponentials(place_max, row_max), axis=1)
