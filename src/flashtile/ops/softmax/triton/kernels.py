@@ -51,8 +51,8 @@ def load_scores(
 
 @triton.jit
 def exponentials(scores, row_max):
-    """exp of scores `[M, N]` against their maximum `[M]`; 0 in a row that sees nothing. Only the difference is in units of
-    log2, in which the largest numbers would be infinite."""
+    """exp of scores `[M, N]` against their maximum `[M]`; 0 in a row that sees nothing. Units of log2 are for the
+    difference alone: in these the largest numbers would be infinite."""
     return tl.exp2((scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]) * LOG2_E)
 
 
