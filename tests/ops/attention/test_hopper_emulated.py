@@ -130,7 +130,7 @@ def test_chances_and_tiles_that_are_computed_once_more(
     hopper: Callable, head_dim: int, head_dim_v: int, dtype: torch.dtype, course: str
 ) -> None:
     hopper(LONG_ENOUGH=128)
-    case = replace(_SMALL, seq_q=400, seq_k=520, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    case = replace(_SMALL, seq_q=260, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
     inputs = make_inputs(case)
     if course == "rising":  # towards the first keys, which come last, for some of the queries
         inputs.k *= torch.linspace(12, 1, case.seq_k)[None, :, None, None].to(dtype)
@@ -170,7 +170,7 @@ def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
     torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
 
 
-@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("seed", range(1, 4))
 def test_events_in_another_order(hopper: Callable, seed: int) -> None:
     """What programs add up in order has the same bits in any order of events."""
     case = replace(_SMALL, heads=4, heads_kv=2, seq_q=260, seq_k=390, head_dim=128, head_dim_v=128)
