@@ -7,7 +7,7 @@ transformers' eager attention in float32, and with that in float64, the oracle.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,17 @@ from flashtile.testing import Size, assert_close, size
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 VOCABULARY, SEQ = 97, 13
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    """For all tests of a module that takes this name: transformers knows flashtile's attention."""
+    from flashtile.integrations.transformers import register, unregister
+
+    transformers.logging.set_verbosity_error()
+    register()
+    yield
+    unregister()
 
 
 def decoder(**more: Any) -> dict[str, Any]:

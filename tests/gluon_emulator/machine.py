@@ -191,7 +191,8 @@ class Crew:
     def wait_products(self, in_flight: int, results: Sequence[Value]) -> list[Value]:
         """The results, which must be complete when no more than so many products are in flight."""
         self.let_others_run()
-        done, self.products = self.products[: -in_flight or None], self.products[-in_flight:] if in_flight else []
+        complete = max(len(self.products) - in_flight, 0)
+        done, self.products = self.products[:complete], self.products[complete:]
         for product in done:
             product.result()
         settled = []
@@ -263,7 +264,7 @@ class Machine:
 
     def run(self, programs: int, warps: int, body: Callable[[], None]) -> None:
         self.programs, self._body, self._warps = programs, body, warps
-        self._begun = self._ended = 0
+        self._begun = 0
         while self._begun < min(programs, self.resident):
             self._begin()
         self._next().baton.release()
@@ -288,8 +289,6 @@ class Machine:
         ]
         self._crews += crews
         parent.wait(lambda: all(crew.over for crew in crews), "the end of its parts")
-        for crew in crews:
-            parent.stores += crew.stores
 
     def copy(self, descriptor: Descriptor, coordinates: Sequence[Any], barrier: Barrier, target: Shared) -> None:
         """A load by TMA, at some time from now on."""
@@ -357,10 +356,9 @@ class Machine:
     def leave(self, crew: Crew) -> None:
         """A crew has ended: another program begins, or all is over."""
         self._crews.remove(crew)
-        if crew.name == f"program {crew.program.number}":
-            self._ended += 1
-            if self.error is None and self._begun < self.programs:
-                self._begin()
+        ends_program = crew.name == f"program {crew.program.number}"
+        if ends_program and self.error is None and self._begun < self.programs:
+            self._begin()
         if self._crews:
             self._next().baton.release()
         else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import transformers_cases
 from flashtile.integrations import use_flashtile_sdpa
 from flashtile.integrations.transformers import register, unregister
 from transformers_cases import (
@@ -36,12 +36,7 @@ Cache = transformers.cache_utils.Cache
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    transformers.logging.set_verbosity_error()
-    register()
-    yield
-    unregister()
+registered = transformers_cases.registered
 
 
 class Watch(TorchDispatchMode):

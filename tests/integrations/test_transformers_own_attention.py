@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashtile.integrations.transformers import register, unregister
+import transformers_cases
 from transformers_cases import SEQ, VOCABULARY, decoder, transformers
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
@@ -19,12 +18,7 @@ SAM_IMAGES = {**IMAGES, "output_channels": 16, "global_attn_indexes": [1], "wind
 POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2, 3]])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def registered() -> Iterator[None]:
-    transformers.logging.set_verbosity_error()
-    register()
-    yield
-    unregister()
+registered = transformers_cases.registered
 
 
 def config_of(name: str, **sizes: Any) -> Any:
