@@ -31,13 +31,16 @@ _LANGUAGE = "flashtile._backends.gluon"
 class EmulatedHopper:
     """The backend module `hopper` on a machine of so many multiprocessors. What comes first is drawn by lot.
 
+    `held` of them work for another stream, all the time, so that programs which should begin there begin when others
+    have ended.
+
     Attributes:
         launched: names of the kernels, in the order of their launches.
     """
 
-    def __init__(self, multiprocessors: int, seed: int) -> None:
+    def __init__(self, multiprocessors: int, seed: int, held: int = 0) -> None:
         self.launched: list[str] = []
-        self._multiprocessors = multiprocessors
+        self._resident = multiprocessors - held
         self._lots = random.Random(seed)
         self._memory = Memory()
         self._counter = torch.zeros(2, dtype=torch.int32)
@@ -76,7 +79,7 @@ class EmulatedHopper:
         constants = {name: source.constants[name] for name in names[len(arguments) :]}
         self.launched.append(function.__name__)
         with _disable_current_modes():
-            machine = Machine(self._memory, self._lots, self._multiprocessors)
+            machine = Machine(self._memory, self._lots, self._resident)
             machine.run(programs, source.num_warps, lambda: function(*given, **constants))
 
 

@@ -35,8 +35,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
     """Makes a machine that serves from now on what asks for "hopper"."""
     serve = select.implementation
 
-    def make(seed: int = 0, **thresholds: int) -> EmulatedHopper:
-        emulated = EmulatedHopper(multiprocessors=3, seed=seed)
+    def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
+        emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
         for name, number in thresholds.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
@@ -198,6 +198,22 @@ def test_keys_that_no_query_sees(hopper: Callable, changes: dict, arguments: dic
     hopper(seed)
     case = replace(_SMALL, batch=2, head_dim=head_dim, head_dim_v=head_dim, **changes)
     check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", ["causal", "packed", "block mask"])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_programs_that_begin_late(
+    hopper: Callable, head_dim: int, head_dim_v: int, kind: str, deterministic: bool
+) -> None:
+    """Nobody waits for what a program that has not begun is to do: two calls on two streams would wait for each other
+    without an end."""
+    hopper(held=2)
+    lengths = {"lengths_q": (100, 0, 200), "lengths_k": (200, 33, 300)} if kind == "packed" else {}
+    case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, **lengths)
+    if kind == "block mask":
+        case = replace(case, block_mask=(128, 128))
+    check(with_arguments(case, causal=kind != "block mask", deterministic=deterministic), "hopper")
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> None:

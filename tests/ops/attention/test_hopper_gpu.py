@@ -521,6 +521,28 @@ def test_keys_that_no_query_sees(head_dim: int, changes: dict, arguments: dict) 
         assert torch.equal(again["dk"], first["dk"]) and torch.equal(again["dv"], first["dv"])
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
+    """Each has the multiprocessors that the other left, so that some of its programs begin when others have ended. They
+    once waited for one another without an end."""
+    lengths = {"lengths_q": (700, 300, 1100, 90), "lengths_k": (700, 300, 1100, 90)} if packed else {}
+    case = replace(_LARGE, heads=16, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500, seq_k=1500, **lengths)
+    case = with_arguments(case, causal=True, deterministic=True)
+    inputs = make_inputs(case, "cuda")
+    first = check(case, "hopper", inputs=inputs)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda._sleep(100_000_000)  # until all calls are in line
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    found = []
+    for turn in range(40):
+        with torch.cuda.stream(streams[turn % 2]):
+            found.append(run(case, inputs, "hopper"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(each[name], first[name]) for each in found for name in first)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_hundred_runs_give_the_same_bits(head_dim: int) -> None:
     case = replace(_LARGE, batch=4, heads=12, heads_kv=3, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500)

@@ -64,6 +64,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     adders_before,
     await_last_sum,
     find_keys,
+    first_number,
     hear_keys,
     hear_next_keys,
     keys_of,
@@ -104,8 +105,8 @@ def attention_backward_kernel(
     once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles` key tiles (packed:
     slots) on each line of such a head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how
     many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
-    been taken beside each program's first, zero at the start; if MEETS, with a zero for each line behind it
-    (`backward_walk.meeting_point`). `scale` > 0. Other arguments as in the forward kernel."""
+    been taken, unless ORDERED beside each program's first, zero at the start; if MEETS, with a zero for each line
+    behind it (`backward_walk.meeting_point`). `scale` > 0. Other arguments as in the forward kernel."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
@@ -335,7 +336,7 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     count = 0
     before = 0
     if LOADS:
-        _, found = find_keys(gl.program_id(0), (mailbox, count, producing[9], call), form)
+        _, found = find_keys(first_number(producing[9], form), (mailbox, count, producing[9], call), form)
     else:
         found = hear_keys(mailbox, count, form)
     while found[0] >= 0:

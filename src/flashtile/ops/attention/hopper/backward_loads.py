@@ -7,14 +7,16 @@ from flashtile._backends.gluon import gl, gluon, mbarrier, tma_load
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, STATISTIC_COLUMNS
 from flashtile.ops.attention.hopper.backward_walk import (
     find_keys,
+    first_number,
     keys_of,
     meeting_point,
+    number_after,
     step_of,
     turned_tile,
     walk_of,
 )
 from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, listed_rank, listed_tile, tell
-from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, next_number, place_of
+from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, place_of
 
 
 @gluon.jit
@@ -26,7 +28,7 @@ def load_tiles(producing):
     q = loading[0]
     count = 0
     before = 0
-    number, found = find_keys(gl.program_id(0), (mailbox, count, counter_ptr, call), form)
+    number, found = find_keys(first_number(counter_ptr, form), (mailbox, count, counter_ptr, call), form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         if form.TILE_K > 0:
@@ -42,7 +44,7 @@ def load_tiles(producing):
                 load_step(walk, it, before, producing)
         count += 1
         before += walk.total
-        number = next_number(number, counter_ptr, 1)
+        number = number_after(number, counter_ptr, form)
         number, found = find_keys(number, (mailbox, count, counter_ptr, call), form)
 
 

@@ -151,6 +151,30 @@ class Walk:
 
 
 @gluon.jit
+def first_number(counter_ptr, form):
+    """The first tile of this program: its share, but in order whichever is the next one.
+
+    Then programs wait for tiles with smaller numbers. Beside a kernel of another stream some programs begin only when
+    others have ended; so nobody may wait for the share of one that has not begun. Programs that do not stay begin in
+    the order of their numbers.
+    """
+    number = gl.program_id(0)
+    if form.ORDERED and form.STAYS:
+        number = gl.atomic_add(counter_ptr, 1)
+    return number
+
+
+@gluon.jit
+def number_after(number, counter_ptr, form):
+    """The next tile of a program that stays."""
+    if form.ORDERED:
+        following = gl.atomic_add(counter_ptr, 1)
+    else:
+        following = next_number(number, counter_ptr, 1)
+    return following
+
+
+@gluon.jit
 def find_keys(number, taking, form):
     """The first tile with keys from the `number`-th on, told to the others as their `count`-th: its number, and what
     `walk_of` needs. Of a program that does not stay, its own tile if that has keys."""
@@ -158,7 +182,7 @@ def find_keys(number, taking, form):
     found = _locate_keys(number, call, form)
     if form.STAYS and (form.PACKED or form.TILE_K > 0):
         while found[0] == _EMPTY_SLOT:
-            number = next_number(number, counter_ptr, 1)
+            number = number_after(number, counter_ptr, form)
             found = _locate_keys(number, call, form)
     if form.MEETS:
         found += (gl.load(meeting_point(counter_ptr, found, call), volatile=True),)
