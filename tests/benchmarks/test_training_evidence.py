@@ -129,15 +129,62 @@ def test_bert_packed_and_padded_are_the_same_training(case, dtype):
         assert row["case"]["lengths"] == list(case[0].lengths) and row["op"] == "bert-step"
 
 
-def test_bert_that_sees_its_padding_gets_no_speed(case):
-    def blind(config, state):
-        model = bert._flashtile(config, state)
-        logits = model.inner.forward
-        model.inner.forward = lambda tokens, mask: logits(tokens, None)
-        return model
+def _blind(config, state):
+    """Sees its padding when asked for logits."""
+    model = bert._flashtile(config, state)
+    logits = model.inner.forward
+    model.inner.forward = lambda tokens, mask: logits(tokens, None)
+    return model
 
-    (row,) = _run(case, bert.Implementation("blind", blind, None))
-    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss")
+
+def _frozen(config, state):
+    """One block does not learn."""
+    model = bert._flashtile(config, state)
+    model.inner.bert.blocks[1].requires_grad_(False)
+    return model
+
+
+def test_bert_that_sees_its_padding_gets_no_speed(case):
+    (row,) = _run(case, bert.Implementation("blind", _blind, None))
+    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss: ")
+
+
+def test_bert_that_does_not_learn_gets_no_speed(case):
+    (row,) = _run(case, bert.Implementation("frozen", _frozen, None))
+    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss_after: ")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_under_autocast_right_and_wrong_are_far_apart(case, tmp_path, monkeypatch, seed):
+    """In six layers rounding adds up. It leaves right models a speed by no luck, and wrong ones none."""
+    monkeypatch.setitem(bert.MODELS, "bert-small", (6, 4, 256, 512))
+    words = [" ".join(f"w{7 * n + m}" for m in range((60, 12, 55, 30, 50)[n % 5])) for n in range(40)]
+    (tmp_path / "long.txt").write_text("\n\n".join(words))
+    case = bert.make_case("bert-small", 4, 64, "bf16", load_text(tmp_path / "long.txt"), seed)
+    right = bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])
+    wrong = [bert.Implementation("blind", _blind, None), bert.Implementation("frozen", _frozen, None)]
+    rows = _run(case, *right, *wrong)
+    reasons = _reasons(rows[: len(right)])
+    assert not reasons, "\n".join(reasons)
+    assert len(_reasons(rows[len(right) :])) == len(wrong)
+
+
+def test_under_autocast_ours_is_held_to_hidden_states_of_its_own_dtype(case):
+    """Between layers, of which each ends in a norm: PyTorch's give float32, ours the dtype of what they norm."""
+    some, state = case[1].shortest_and_longest(), bert.BertForPreTraining(case[0].config).state_dict()
+    dtypes = []
+    for build in (bert._flashtile, bert._narrow_eager, bert._transformers("eager")):
+        model = build(case[0].config, state)
+        last = model.inner.bert.blocks[-1] if model.ours else model.inner.bert.encoder.layer[-1]
+        last.register_forward_hook(lambda module, inputs, out: dtypes.append(out.dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            model(some)
+    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+
+def _reasons(rows):
+    """Of those without a speed, why."""
+    return [f"{row['impl']}: {row['why']}" for row in rows if row["ms"] is None]
 
 
 def test_flops_are_those_of_the_tokens_that_are_there(case):
