@@ -216,9 +216,14 @@ def test_scripts_run_on_a_gpu(text, tmp_path):
     data.write_text(" ".join(f"word{n}" for n in range(4000)))
     output = tmp_path / "bert.json"
     assert bert_script.main([*arguments, f"--data={data}", f"--output={output}"]) == 0
-    assert all(row["ms"] is not None and row["peak_mib"] > 0 for row in json.loads(output.read_text())["rows"])
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["impl"] for row in rows] == list(bert.IMPLEMENTATIONS)
+    reasons = _reasons(rows)
+    assert not reasons, "\n".join(reasons)
+    assert all(row["peak_mib"] > 0 for row in rows)
     output = tmp_path / "gpt2.json"
     arguments = ["--steps=20", "--batch=2", "--context=256", "--device=cuda", f"--data={data}", f"--output={output}"]
     assert gpt2_script.main(arguments) == 0
-    ((largest, _),) = differences(json.loads(output.read_text())["rows"]).values()
-    assert largest < 0.05
+    rows = json.loads(output.read_text())["rows"]
+    ((largest, _),) = differences(rows).values()
+    assert largest < 0.05, [row["curve"] for row in rows]
