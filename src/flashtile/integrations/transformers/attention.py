@@ -19,8 +19,8 @@ from flashtile.integrations.transformers.compact import CompactMask
 _REFUSED = {
     "cache": "a paged cache; generate without continuous batching",
     "block_table": "a paged cache; generate without continuous batching",
-    "indices": "keys chosen by an indexer; use attn_implementation='sdpa', whose mask has them",
-    "block_indices": "blocks chosen by an indexer; use attn_implementation='sdpa', whose mask has them",
+    "indices": "keys chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
+    "block_indices": "blocks chosen by an indexer; use attn_implementation='eager', or 'sdpa' where the model has it",
     "sinks": "a sink for each query; use attn_implementation='eager'",
     "head_mask": "weights for heads; use attn_implementation='eager'",
 }
