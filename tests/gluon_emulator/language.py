@@ -112,8 +112,8 @@ def _reduction(function: Callable, skipped: float | None = None) -> Callable[...
     return reduce
 
 
-def _sum(x: Value, axis: int) -> Value:
-    return Value(x.data.sum(axis, dtype=x.data.dtype), x.dtype, None if x._layout is None else _Slice(axis, x._layout))
+def _sum(data: torch.Tensor, axis: int) -> torch.Tensor:
+    return data.sum(axis, dtype=data.dtype)
 
 
 def _arange(begin: int, end: int, layout: Any = None) -> Value:
@@ -355,7 +355,7 @@ gl = SimpleNamespace(
     convert_layout=_convert_layout, where=_where, cdiv=_cdiv,
     exp2=_unary(torch.exp2), exp=_unary(torch.exp), log=_unary(torch.log), abs=_unary(torch.abs),
     maximum=_extreme(torch.maximum, torch.fmax), minimum=_extreme(torch.minimum, torch.fmin),
-    sum=_sum, max=_reduction(torch.amax, float("-inf")), min=_reduction(torch.amin, float("inf")),
+    sum=_reduction(_sum), max=_reduction(torch.amax, float("-inf")), min=_reduction(torch.amin, float("inf")),
     load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,
     allocate_shared_memory=_allocate_shared_memory,
     warp_specialize=lambda parts, warps, registers: current().machine.specialize(parts, warps),

@@ -52,6 +52,18 @@ class Pointer:
     held_as: torch.dtype = torch.int64
 
 
+def _truncated(a: Tensor, b: Tensor) -> Tensor:
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def _operator(function: Any, **how: Any) -> tuple[Any, Any]:
+    """`function` (`binary`) as an operator, and the one whose right operand is the value: `a < b` is `b > a`."""
+    return (
+        lambda value, other: binary(function, value, other, **how),
+        lambda value, other: binary(function, other, value, **how),
+    )
+
+
 class Value:
     """A number or tensor of a program. `layout`: who holds what, as far as kernels ask for it."""
 
@@ -95,81 +107,20 @@ class Value:
     def __neg__(self) -> Value:
         return 0 - self
 
-    def __add__(self, other: Any) -> Value:
-        return binary(torch.add, self, other)
-
-    def __radd__(self, other: Any) -> Value:
-        return binary(torch.add, other, self)
-
-    def __sub__(self, other: Any) -> Value:
-        return binary(torch.sub, self, other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return binary(torch.sub, other, self)
-
-    def __mul__(self, other: Any) -> Value:
-        return binary(torch.mul, self, other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return binary(torch.mul, other, self)
-
-    def __truediv__(self, other: Any) -> Value:
-        return binary(torch.div, self, other, real=True)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return binary(torch.div, other, self, real=True)
-
-    def __floordiv__(self, other: Any) -> Value:
-        return binary(_truncated, self, other)
-
-    def __rfloordiv__(self, other: Any) -> Value:
-        return binary(_truncated, other, self)
-
-    def __mod__(self, other: Any) -> Value:
-        return binary(torch.fmod, self, other)
-
-    def __rmod__(self, other: Any) -> Value:
-        return binary(torch.fmod, other, self)
-
-    def __and__(self, other: Any) -> Value:
-        return binary(torch.bitwise_and, self, other)
-
-    def __rand__(self, other: Any) -> Value:
-        return binary(torch.bitwise_and, other, self)
-
-    def __or__(self, other: Any) -> Value:
-        return binary(torch.bitwise_or, self, other)
-
-    def __ror__(self, other: Any) -> Value:
-        return binary(torch.bitwise_or, other, self)
-
-    def __xor__(self, other: Any) -> Value:
-        return binary(torch.bitwise_xor, self, other)
-
-    def __rxor__(self, other: Any) -> Value:
-        return binary(torch.bitwise_xor, other, self)
-
-    def __rshift__(self, other: Any) -> Value:
-        return binary(torch.bitwise_right_shift, self, other)
-
-    def __lt__(self, other: Any) -> Value:
-        return binary(torch.lt, self, other, gives=int1)
-
-    def __le__(self, other: Any) -> Value:
-        return binary(torch.le, self, other, gives=int1)
-
-    def __gt__(self, other: Any) -> Value:
-        return binary(torch.gt, self, other, gives=int1)
-
-    def __ge__(self, other: Any) -> Value:
-        return binary(torch.ge, self, other, gives=int1)
-
-    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
-        return binary(torch.eq, self, other, gives=int1)
-
-    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
-        return binary(torch.ne, self, other, gives=int1)
-
+    __add__, __radd__ = _operator(torch.add)
+    __sub__, __rsub__ = _operator(torch.sub)
+    __mul__, __rmul__ = _operator(torch.mul)
+    __truediv__, __rtruediv__ = _operator(torch.div, real=True)
+    __floordiv__, __rfloordiv__ = _operator(_truncated)
+    __mod__, __rmod__ = _operator(torch.fmod)
+    __and__, __rand__ = _operator(torch.bitwise_and)
+    __or__, __ror__ = _operator(torch.bitwise_or)
+    __xor__, __rxor__ = _operator(torch.bitwise_xor)
+    __rshift__ = _operator(torch.bitwise_right_shift)[0]
+    __lt__, __gt__ = _operator(torch.lt, gives=int1)
+    __le__, __ge__ = _operator(torch.le, gives=int1)
+    __eq__ = _operator(torch.eq, gives=int1)[0]  # type: ignore[assignment]
+    __ne__ = _operator(torch.ne, gives=int1)[0]  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
 
 
@@ -181,10 +132,6 @@ def as_value(number: Any, dtype: DType | None = None) -> Value:
         whole = int32 if -(2**31) <= number < 2**31 else int64
         dtype = int1 if isinstance(number, bool) else whole if isinstance(number, int) else float32
     return Value(torch.tensor(number, dtype=dtype.held_as), dtype)
-
-
-def _truncated(a: Tensor, b: Tensor) -> Tensor:
-    return torch.div(a, b, rounding_mode="trunc")
 
 
 def _wrapped(data: Tensor, dtype: Any) -> Tensor:

@@ -28,7 +28,15 @@ def test_interpreted(case: SoftmaxCase) -> None:
     check(case, "triton")
 
 
-def _largest_numbers(backend: str, device: str = "cpu") -> None:
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        ("cpu", "cpu"),
+        pytest.param("triton", "cpu", marks=pytest.mark.interpreter),
+        pytest.param("triton", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_the_largest_numbers(backend: str, device: str) -> None:
     """Rows of the smallest number, as added masks write it, and of the largest, beside others."""
     limits = torch.finfo(torch.float32)
     for width in (5, 9000):
@@ -37,20 +45,6 @@ def _largest_numbers(backend: str, device: str = "cpu") -> None:
         x[:, 2, :, 2:] = limits.min
         out = flashtile.scaled_masked_softmax(x, None, scale=1.0, backend=backend)
         torch.testing.assert_close(out, x.softmax(-1), rtol=1e-5, atol=1e-6)
-
-
-def test_the_largest_numbers() -> None:
-    _largest_numbers("cpu")
-
-
-@pytest.mark.interpreter
-def test_the_largest_numbers_interpreted() -> None:
-    _largest_numbers("triton")
-
-
-@pytest.mark.gpu
-def test_the_largest_numbers_on_a_gpu() -> None:
-    _largest_numbers("triton", "cuda")
 
 
 @pytest.mark.gpu
