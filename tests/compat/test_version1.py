@@ -115,6 +115,7 @@ def test_split_runs_on_two_streams(dtype, monkeypatch):
     qkv, cu = torch.randn(sum(lengths), 3, 8, 64, device="cuda", dtype=dtype), cumulative(lengths, "cuda")
     streams = []
     make = torch.cuda.Stream
+    default = torch.cuda.default_stream()
     monkeypatch.setattr(
         torch.cuda, "Stream", lambda *given, **named: streams.append(make(*given, **named)) or streams[-1]
     )
@@ -125,8 +126,8 @@ def test_split_runs_on_two_streams(dtype, monkeypatch):
         (grad,) = torch.autograd.grad(out, x, torch.ones_like(out))
         expected = expected or (out.detach().clone(), grad.clone())
         assert torch.equal(out, expected[0]) and torch.equal(grad, expected[1])
-    # PyTorch makes a `Stream` for each look at the current one too.
-    assert sum(stream != torch.cuda.default_stream() for stream in streams) >= 20
+    # PyTorch makes a `Stream` for each look at the current or the default one too.
+    assert sum(stream != default for stream in streams) >= 20
     whole = flash_attn_unpadded_qkvpacked_func(qkv, cu, 2000, 0.0, causal=True)
     torch.testing.assert_close(expected[0], whole)
 
