@@ -524,8 +524,8 @@ def test_keys_that_no_query_sees(head_dim: int, changes: dict, arguments: dict) 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_backwards_in_order_on_two_streams(head_dim: int, packed: bool) -> None:
-    """Each has the multiprocessors that the other left, so that some of its programs begin when others have ended; nobody
-    may wait for those that have not begun (`test_programs_that_begin_late`)."""
+    """Each has the multiprocessors that the other left, so that some of its programs begin when others have ended;
+    nobody may wait for those that have not begun (`test_programs_that_begin_late`)."""
     lengths = {"lengths_q": (700, 300, 1100, 90), "lengths_k": (700, 300, 1100, 90)} if packed else {}
     case = replace(_LARGE, heads=16, head_dim=head_dim, head_dim_v=head_dim, seq_q=1500, seq_k=1500, **lengths)
     case = with_arguments(case, causal=True, deterministic=True)
