@@ -178,5 +178,6 @@ BACKWARD_FORMS = {
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
     "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
 }
-#: Those whose products ptxas serialises: beside a producer, dk and dv leave too few registers (docs/kernels.md).
+#: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
+#: (docs/engineering_log/hopper_backward.md).
 SERIALISED = {"192x128-blocks"}

@@ -16,9 +16,11 @@ from unittest import mock
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
+from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
-from flashtile._backends.launch import compile_kernel
+from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper import widening
@@ -28,7 +30,28 @@ from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
 
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+#: NVIDIA's compiler and tools, of Triton's own wheel.
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class WrongCodeError(AssertionError):
+    """A kernel's machine code has wrong addresses, or its PTX is such that some compilers would write them."""
+
+
+def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
+    """Compiles a kernel as a launch does, and searches its code for wrong addresses (`control_flow`).
+
+    Every test that compiles a kernel calls this function. So does every launch of a test on a GPU (`conftest`).
+
+    Raises:
+        WrongCodeError: something was found.
+    """
+    compiled = compile_kernel(source, device)
+    if device.is_cuda:
+        found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
+        if found:
+            raise WrongCodeError(f"{source.function.__name__} for {device.arch}: {'; '.join(found)}")
+    return compiled
 
 
 class Call(NamedTuple):
@@ -204,7 +227,7 @@ def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
     """The binary that a call launches on an architecture."""
     device = KNOWN_DEVICES[arch]
     variant = plan(kernel, device, call).launch
-    compiled = compile_kernel(triton_plan.kernel_source(kernel, variant), device)
+    compiled = compile_source(triton_plan.kernel_source(kernel, variant), device)
     return Binary(variant, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
 
 
@@ -215,24 +238,24 @@ def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
 
 def instructions(asm: dict[str, str | bytes]) -> str:
     """NVIDIA's machine instructions."""
-    return _disassembled(asm["cubin"])
+    return disassemble(asm["cubin"])
 
 
 @functools.lru_cache(maxsize=2)
-def _disassembled(cubin: bytes) -> str:
+def disassemble(cubin: bytes) -> str:
     return _run_tool("nvdisasm", "-c", cubin)
 
 
 def compile_hopper(call: Call) -> Binary:
     """The binary that a forward of the Hopper kernels launches."""
     variant = hopper_plan(call).launch
-    compiled = compile_kernel(hopper_launch.kernel_source(variant), KNOWN_DEVICES["sm_90"])
+    compiled = compile_source(hopper_launch.kernel_source(variant), KNOWN_DEVICES["sm_90"])
     return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
 def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
     """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    compiled = compile_kernel(hopper_backward_launch.backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
+    compiled = compile_source(hopper_backward_launch.backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
     return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
@@ -265,5 +288,5 @@ def _run_tool(name: str, options: str, data: bytes) -> str:
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
-        command = [str(_TOOLS / name), *options.split(), file.name]
+        command = [str(TOOLS / name), *options.split(), file.name]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout

@@ -310,6 +310,22 @@ def _named_barrier(found: re.Match, dtype: Any) -> None:
         crew.let_others_run()
 
 
+def _declare_flag(found: re.Match, dtype: Any) -> None:
+    assert found[1] not in current().flags, "declared twice"
+    current().flags[found[1]] = None
+
+
+def _vote(found: re.Match, dtype: Any, sums: Value) -> Value:
+    """Of all warps together: a warp that has nothing to do behind the branch does nothing there."""
+    assert found[2] in current().flags, "not declared"
+    current().flags[found[2]] = int((sums.data > float(found[1])).any())
+    return sums
+
+
+def _read_flag(found: re.Match, dtype: Any) -> Value:
+    return as_value(current().flags[found[1]])
+
+
 def _add_fragments(found: re.Match, dtype: Any, x: Value, address: Value) -> None:
     """Adds a block of a product to device memory, each thread its four numbers of every eight columns side by side:
     those of two rows, 8 apart, and two columns."""
@@ -328,6 +344,9 @@ _INSTRUCTIONS = {
     r"pmevent": _same,
     r"cp\.async\.bulk\.wait_group 0": _stores_done,
     r"barrier\.cta\.(sync|arrive)\.aligned (\d+), (\d+)": _named_barrier,
+    r"\.reg \.b32 (flashtile_flag_\d)": _declare_flag,
+    r"(?s)setp\.gt\.f32 above, largest, (\S+);.*vote\.sync\.any.*selp\.b32 (flashtile_flag_\d)": _vote,
+    r"mov\.b32 \$0, (flashtile_flag_\d)": _read_flag,
     r"red\.relaxed\.gpu\.global\.add\.v4\.f32": _add_fragments,
 }
 

@@ -144,6 +144,7 @@ class Crew:
         self.products: list[Product] = []
         self.stores: list[Store] = []
         self.unfenced: list[torch.Tensor] = []
+        self.flags: dict[str, int | None] = {}
         self.over = False
         self.slow = machine.lots.random() < _SLOW
         self._body = body

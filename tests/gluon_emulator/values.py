@@ -82,7 +82,9 @@ class Value:
     def type(self) -> SimpleNamespace:
         return SimpleNamespace(layout=self._layout)
 
-    def to(self, dtype: DType) -> Value:
+    def to(self, dtype: DType, bitcast: bool = False) -> Value:
+        if bitcast:
+            return Value(self.data.view(dtype.held_as), dtype, self._layout)
         return Value(_wrapped(self.data.to(dtype.held_as), dtype), dtype, self._layout)
 
     def with_layout(self, layout: Any) -> Value:

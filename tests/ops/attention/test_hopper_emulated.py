@@ -18,7 +18,7 @@ import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper import configs
-from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper
 
 pytestmark = pytest.mark.skipif(
@@ -123,20 +123,59 @@ def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int,
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
 
 
-@pytest.mark.parametrize("course", ["even", "rising", "first hidden"])
+def _spread(inputs: Any, values: str) -> None:
+    """Makes the scores of `inputs` differ by more than the weights of one reference can."""
+    dtype, rows, keys = inputs.k.dtype, inputs.q.shape[1], inputs.k.shape[1]
+    if values == "rising":  # towards the first keys, which come last, for some of the queries
+        inputs.k.mul_(torch.linspace(12, 1, keys)[None, :, None, None].to(dtype))
+        inputs.q[:, rows // 3 : rows // 2].mul_(4)
+    elif values == "large":
+        inputs.q.mul_(16)
+    elif values == "sink":  # the key that is visited last
+        inputs.k[:, 0].mul_(100)
+    elif values == "spike":
+        inputs.k[:, keys * 3 // 4].mul_(300)
+    elif values == "infinite":
+        inputs.k[:, keys // 2, :, 0] = float("inf")
+
+
+_VALUES = ("normal", "rising", "large", "sink", "spike")
+
+
+@pytest.mark.parametrize("values", _VALUES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 192)])
-def test_chances_and_tiles_that_are_computed_once_more(
-    hopper: Callable, head_dim: int, head_dim_v: int, dtype: torch.dtype, course: str
+def test_scores_that_rise_after_the_first_tile(
+    hopper: Callable, head_dim: int, head_dim_v: int, dtype: torch.dtype, values: str
 ) -> None:
-    hopper(LONG_ENOUGH=128)
+    hopper()
     case = replace(_SMALL, seq_q=260, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
     inputs = make_inputs(case)
-    if course == "rising":  # towards the first keys, which come last, for some of the queries
-        inputs.k *= torch.linspace(12, 1, case.seq_k)[None, :, None, None].to(dtype)
-        inputs.q[:, 100:140] *= 4
-    arguments = {"window": (300, 5)} if course == "first hidden" else {"causal": True}
-    check(with_arguments(case, **arguments), "hopper", inputs=inputs)
+    _spread(inputs, values)
+    # The window hides the first tile from most rows.
+    for arguments in ({"causal": True}, {"window": (300, 5)}):
+        check(with_arguments(case, **arguments), "hopper", inputs=inputs)
+
+
+@pytest.mark.parametrize("values", [*_VALUES, "infinite"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_bits_of_a_row_depend_on_that_row_alone(hopper: Callable, dtype: torch.dtype, values: str) -> None:
+    """Also on a row whose scores keep all others busy, or are not numbers."""
+    hopper()
+    case = with_arguments(replace(_SMALL, batch=2, seq_q=260, seq_k=400, dtype=dtype), causal=True)
+    inputs = make_inputs(case)
+    _spread(inputs, values)
+    q, k, v = inputs.q.detach(), inputs.k.detach(), inputs.v.detach()
+    out, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend="hopper")
+    changed = q.clone()
+    mine = torch.zeros(q.shape[:3], dtype=torch.bool)
+    mine[:, 3::7] = True
+    mine[1], mine[:, :, 1] = False, False
+    changed[~mine] = changed[~mine].flip(-1) * 50
+    k[1], v[1] = 7.0, float("nan")
+    other_out, other_lse = flashtile.attention(changed, k, v, causal=True, return_lse=True, backend="hopper")
+    for one, other in ((out, other_out), (lse.mT, other_lse.mT)):
+        assert torch.equal(one[mine].nan_to_num(7.0), other[mine].nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True, "softcap": 6.0}], ids=str)
@@ -146,7 +185,7 @@ def test_chances_and_tiles_that_are_computed_once_more(
 def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, arguments: dict) -> None:
     """Beside the definition in float64 of the same 8-bit numbers; weights are rounded to bfloat16. A long call of heads
     of 128 has three consumers."""
-    emulated = hopper(LONG_ENOUGH=128, **({"LONG_8": 64, "LONG_8_CAUSAL": 64} if long else {}))
+    emulated = hopper(**({"LONG_8": 64, "LONG_8_CAUSAL": 64} if long else {}))
     lengths = {"lengths_q": (190, 0, 300), "lengths_k": (230, 33, 260)} if packed else {}
     case = replace(_SMALL, seq_q=390, head_dim=head_dim, head_dim_v=head_dim, **lengths)
     inputs = make_inputs(with_arguments(case, **arguments))
@@ -154,9 +193,12 @@ def test_8_bits(hopper: Callable, head_dim: int, long: bool, packed: bool, argum
     q, k, v = (tensor.to(_FP8) for tensor in (inputs.q, inputs.k, inputs.v))
     function = flashtile.attention_varlen if case.packed else flashtile.attention
     out = function(q, k, v, **given, backend="hopper")
-    expected = function(*(tensor.double() for tensor in (q, k, v)), **given, backend="reference")
+    oracle, eager = (
+        function(*(tensor.to(dtype) for tensor in (q, k, v)), **given, backend="reference")
+        for dtype in (torch.float64, torch.bfloat16)
+    )
     assert emulated.launched == ["attention_widen_kernel", "attention_forward_kernel"]
-    torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
+    assert_close("out", out, oracle, eager)
 
 
 def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
@@ -166,8 +208,11 @@ def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
     q, k, v = (tensor.to(_FP8) for tensor in (inputs.q, inputs.k, inputs.v))
     tiny = torch.full((1, 1), 2.0**-80)
     out = flashtile.attention(q, k, v, causal=True, descale_q=tiny, descale_k=tiny, backend="hopper")
-    expected = flashtile.attention(0 * q.double(), k.double(), v.double(), causal=True, backend="reference")
-    torch.testing.assert_close(out.double(), expected, atol=2**-7, rtol=2**-6)
+    oracle, eager = (
+        flashtile.attention(0 * q.to(dtype), k.to(dtype), v.to(dtype), causal=True, backend="reference")
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert_close("out", out, oracle, eager)
 
 
 @pytest.mark.parametrize("seed", range(1, 4))

@@ -47,7 +47,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     make_statistics,
     mask_probs,
     modified_scores,
-    pack,
     products_of_sum,
     settled_pairs,
     slice_of,
@@ -80,6 +79,7 @@ from flashtile.ops.attention.hopper.pieces import (
     make_mailbox,
     make_ring,
     matrix_layout,
+    pack,
     place_of,
     release,
 )

@@ -271,21 +271,6 @@ def mask_probs(p, key, first_query, shift, keys, window_left, window_right, form
     return gl.where(visible, p, 0.0)
 
 
-@gluon.jit
-def pack(x, dtype: gl.constexpr):
-    """Rounds to 16 bits, in pairs. `x.to(dtype)` of a value that is used in two layouts is converted one by one, on a
-    unit with an eighth of the rate."""
-    if dtype == gl.bfloat16:
-        packed = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        packed = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return packed
-
-
 @gluon.constexpr_function
 def _settling(WORDS):
     """An event if one of the first four words is negative, and all words as they are."""

@@ -18,7 +18,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     less_statistics,
     mask_probs,
     modified_scores,
-    pack,
     start_sum,
     start_transposed,
     store_rows,
@@ -36,7 +35,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     walk_of,
 )
 from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_shown
-from flashtile.ops.attention.hopper.pieces import place_of, release
+from flashtile.ops.attention.hopper.pieces import pack, place_of, release
 
 
 @gluon.jit

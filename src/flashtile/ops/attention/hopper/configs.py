@@ -29,9 +29,6 @@ PRODUCER_REGISTERS = 24
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
 SHORT, SHORT_CAUSAL = 256, 2048
 
-#: Keys from which on there are enough key tiles for chances to pay.
-LONG_ENOUGH = 1024
-
 #: Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 
@@ -52,7 +49,6 @@ class HopperConfig(NamedTuple):
         q_in_registers: a consumer takes its queries into registers; their place is free for the next tile at once.
         ahead: columns of a tile whose exponentials come while the product of the tile before is in flight, a power of
             two or 0; the others come after it.
-        steady_ahead: the same in the loop without running maxima (`takes_chances`).
         in_turn: consumers start their products one after the other.
     """
 
@@ -63,7 +59,6 @@ class HopperConfig(NamedTuple):
     max_registers: int
     q_in_registers: bool
     ahead: int
-    steady_ahead: int = 0
     in_turn: bool = False
 
     @property
@@ -187,29 +182,29 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
     # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
-    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, 0, in_turn=True)),
+    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, in_turn=True)),
     # Half of the exponentials ahead: up to 3 % more cycles. None: 6 to 11 % more. Four stages of half the keys, or keys
     # and values released together: nothing gained. Queries in registers: such products take longer to issue (622 for
     # 648).
-    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 32, 64)),
+    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 64)),
     # Shared memory: the output of one consumer after the other goes through one place.
-    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 32, 64)),
-    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 8, 64)),
+    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 64)),
+    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 64)),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 8, 64, in_turn=True)),
+    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 64, in_turn=True)),
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
 #: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
-_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64, 64)
+_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64)
 
 
 #: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
 #: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
 #: full, 1,024 tokens 701 and 674, 2,048 840 and 860, 8,192 910 and 973; causal, 4,096 805 and 783, 8,192 870 and 906,
 #: 16,384 892 and 956. All exponentials after the product: 0 to 3 % slower; consumers in turn: no faster.
-_LONG_8 = HopperConfig(3, 64, 6, 160, 128, False, 16, 16)
+_LONG_8 = HopperConfig(3, 64, 6, 160, 128, False, 16)
 
 #: Queries of a sequence from which on that serves, without a mask and under a causal one.
 LONG_8, LONG_8_CAUSAL = 2048, 8192
@@ -233,14 +228,6 @@ def choose_config(
         return _NARROW if left or blocks or short else row
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     return _LONG_8 if dtype is FP8 and widest <= 128 and long and not (left or blocks) else row
-
-
-def takes_chances(keys: int, window_left: int | None, patterns: int) -> bool:
-    """Whether the forward computes tiles against one reference, without running maxima (`forward_walk`), where a
-    sequence has about so many keys. Not where tiles of a block mask have patterns, as the first may show many rows
-    nothing."""
-    visible = keys if window_left is None else min(keys, window_left)
-    return visible >= LONG_ENOUGH and not patterns
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

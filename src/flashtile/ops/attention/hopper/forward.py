@@ -6,9 +6,6 @@ loops over key tiles are in `forward_walk`. In the end `out = o / l`, `lse = c·
 scores (`scores`); a sink joins `l` at the end. 8-bit queries and keys are multiplied as they are, their factors
 join the scale, and values come in 16 bits.
 
-Tiles come in two rounds: all of them, and those that are to be computed once more (`repeats`), of which there usually
-are none.
-
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
 
@@ -37,7 +34,7 @@ from flashtile.ops.attention.hopper.forward_pieces import (
     take_queries,
     wait_values,
 )
-from flashtile.ops.attention.hopper.forward_walk import LEAST_TILES, trustworthy, visit_key_tiles
+from flashtile.ops.attention.hopper.forward_walk import visit_key_tiles
 from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     PAIRS_TOGETHER,
@@ -46,6 +43,7 @@ from flashtile.ops.attention.hopper.pieces import (
     barriers,
     closing_lines,
     consumer_key_tiles,
+    declare_flag,
     finish_numbers,
     hear_tile,
     key_tile_ranges,
@@ -60,21 +58,13 @@ from flashtile.ops.attention.hopper.pieces import (
     tell_tile,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.repeats import (
-    NOTHING,
-    end_of_notes,
-    last_noted,
-    make_repeats,
-    note_repeat,
-    noted_before,
-)
 from flashtile.ops.attention.hopper.scores import load_slope
 
 
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
-    lse_ptr, counter_ptr, links_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
+    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
     descale_q_ptr, descale_k_ptr, descale_v_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     scale_log2, cap_scale, stride_alibi_batch,
@@ -82,8 +72,8 @@ def attention_forward_kernel(
     stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
     stride_descale_v_batch, stride_descale_v_head, descale_group,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr, STEADY_AHEAD: gl.constexpr,
-    STEADY: gl.constexpr, IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
+    Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
+    IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
@@ -96,7 +86,7 @@ def attention_forward_kernel(
     """
     EIGHT_BITS: gl.constexpr = k_desc.dtype.primitive_bitwidth == 8
     form = Form(
-        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, STEADY_AHEAD, STEADY, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED,
+        EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED,
         HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     )  # fmt: skip
     q = make_ring(q_desc, q_rest_desc, CONSUMERS * QUERY_PLACES, 1)
@@ -110,9 +100,6 @@ def attention_forward_kernel(
         )
     out_free = barriers(CONSUMERS, WARPGROUP)
     mailbox = make_mailbox(CONSUMERS)
-    repeats = mailbox
-    if STEADY:
-        repeats = make_repeats(links_ptr, tiles * lines, CONSUMERS)
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
         stride_block_batch, stride_block_head, block_order,
@@ -136,12 +123,12 @@ def attention_forward_kernel(
     units = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
     places = (out, out_rest, out_free, out_desc, out_rest_desc)
     consuming = (
-        form, mailbox, repeats, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, mailbox, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     )  # fmt: skip
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consumer, (0, consuming)), (_consumer, (1, consuming)), (_producer, (repeats, producing))],
+            [(_consumer, (0, consuming)), (_consumer, (1, consuming)), (_producer, (producing,))],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
         )
@@ -151,7 +138,7 @@ def attention_forward_kernel(
                 (_consumer, (0, consuming)),
                 (_consumer, (1, consuming)),
                 (_consumer, (2, consuming)),
-                (_producer, (repeats, producing)),
+                (_producer, (producing,)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -159,7 +146,7 @@ def attention_forward_kernel(
 
 
 @gluon.jit
-def _producer(repeats, inputs):
+def _producer(inputs):
     """Finds the tiles of this program, and loads what they need as soon as there is a place for it."""
     form, mailbox, order = inputs[:3]
     counter_ptr, tiles, lines, dynamic = order
@@ -167,30 +154,15 @@ def _producer(repeats, inputs):
     pair = 0
     number = gl.program_id(0)
     while number < tiles * lines:
-        told, pair, number = _bring(number, told, pair, False, inputs)
-    _tell_end(mailbox, told, form)
+        told, pair, number = _bring(number, told, pair, inputs)
+    tell_tile(mailbox, told, _numbers(-1, 0, 0, 0, 0, 0, 0, form))
     finish_numbers(counter_ptr, dynamic)
-    if form.STEADY:
-        mbarrier.wait(repeats.said.index(0), 0)
-        for which in range(form.CONSUMERS):
-            number = last_noted(repeats, which)
-            while number != NOTHING:
-                before = noted_before(repeats, which, number)
-                told, pair, _ = _bring(number, told, pair, True, inputs)
-                number = before
-        _tell_end(mailbox, told + 1, form)
 
 
 @gluon.jit
-def _tell_end(mailbox, count, form):
-    """Tells the consumers that a round has no more tiles."""
-    tell_tile(mailbox, count, _numbers(-1, 0, 0, 0, 0, 0, 0, 0, form))
-
-
-@gluon.jit
-def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
+def _bring(number, told, pair, inputs):
     """Tells the consumers of a tile, if it has rows, and loads it. Returns how many they have been told of, how many
-    key tiles were loaded, and, unless it is brought again, the number of the next tile."""
+    key tiles were loaded, and the number of the next tile."""
     (
         form, mailbox, order, q, k, v, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right, listing,
@@ -210,9 +182,7 @@ def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
         if form.TILE_Q > 0:
             entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
             listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
-        note = NOTHING if AGAIN else number
-        numbers = _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, note, form)
-        tell_tile(mailbox, told + (1 if AGAIN else 0), numbers)
+        tell_tile(mailbox, told, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
         place, phase = place_of(told, form.QUERY_PLACES)
         for which in gl.static_range(form.CONSUMERS):
             mine = place * form.CONSUMERS + which
@@ -241,63 +211,54 @@ def _bring(number, told, pair, AGAIN: gl.constexpr, inputs):
             mbarrier.wait(v.empty.index(stage), phase ^ 1)
             load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
             pair += 1
-            if not AGAIN:
-                if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                    following = next_number(number, counter_ptr, dynamic)
+            if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
+                following = next_number(number, counter_ptr, dynamic)
     else:
-        if not AGAIN:
-            following = next_number(number, counter_ptr, dynamic)
+        following = next_number(number, counter_ptr, dynamic)
     return told, pair, following
 
 
 @gluon.jit
-def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, note, form):
+def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
     """What consumers are told of a tile: its first row (-1: no more tiles), sequence and head; packed, where the
-    sequence's queries begin, and how many queries and keys it has; with a block mask, how many key tiles it lists; and
-    where there may be a chance to take, what to note for the tile to be brought again, or that this is that time."""
+    sequence's queries begin, and how many queries and keys it has; with a block mask, how many key tiles it lists."""
     if form.PACKED:
         numbers = (first, sequence, head, begin, seq_q, seq_k)
     elif form.TILE_Q > 0:
         numbers = (first, sequence, head, listed)
     else:
         numbers = (first, sequence, head)
-    if form.STEADY:
-        numbers = numbers + (note,)
     return numbers
 
 
 @gluon.jit
 def _consumer(WHICH: gl.constexpr, inputs):
     """Computes the `WHICH`-th 64 rows of each tile. It visits the key tiles that some of these rows see."""
-    form, mailbox, repeats = inputs[:3]
-    ROUNDS: gl.constexpr = 2 if form.STEADY else 1
+    form, mailbox = inputs[:2]
+    declare_flag(WHICH)
     heard = 0
     pair = 0
-    noted = gl.to_tensor(NOTHING)
     if form.IN_TURN and WHICH == form.CONSUMERS - 1:
         end_turn(WHICH, form.CONSUMERS)
-    for again in range(ROUNDS):
-        tile = hear_tile(mailbox, heard + again, _told(form))
-        while tile[0] >= 0:
-            heard += 1
-            tile, pair, noted = _compute(tile, heard, again, pair, noted, WHICH, inputs)
-        if form.STEADY:
-            end_of_notes(repeats, WHICH, noted)
+    tile = hear_tile(mailbox, heard, _told(form))
+    while tile[0] >= 0:
+        heard += 1
+        tile, pair = _compute(tile, heard, pair, WHICH, inputs)
     tma_store_wait(0)
 
 
 @gluon.constexpr_function
 def _told(form):
     """How many numbers consumers are told of a tile."""
-    return (6 if form.PACKED else 4 if form.TILE_Q > 0 else 3) + (1 if form.STEADY else 0)
+    return 6 if form.PACKED else 4 if form.TILE_Q > 0 else 3
 
 
 @gluon.jit
-def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
-    """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile,
-    the number of key tiles taken from the rings so far, and the last tile noted to be brought again."""
+def _compute(tile, heard, pair, WHICH: gl.constexpr, inputs):
+    """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile
+    and the number of key tiles taken from the rings so far."""
     (
-        form, mailbox, repeats, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, mailbox, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     ) = inputs  # fmt: skip
     batch, _heads, rows_q, rows_k = sizes
@@ -348,22 +309,17 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     view = (
         row, shift, seq_k, window_left, window_right, full_begin, full_end, my_first, listing, seq_k - seq_q,
     )  # fmt: skip
-    if form.STEADY:
-        note = tile[_told(form) - 1]
-        steady = (note != NOTHING) & (key_end - key_begin >= LEAST_TILES)
-    else:
-        steady: gl.constexpr = False
-    p, o, o_rest, row_sum, m_scaled, pair, last_stage, last_phase = visit_key_tiles(
-        q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, steady, form, WHICH
+    p, o, o_rest, row_sum, reference, pair, last_stage, last_phase = visit_key_tiles(
+        q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, form, WHICH
     )
     mbarrier.wait(v.full.index(last_stage), last_phase)
     o, o_rest = start_values(p, o, o_rest, v, last_stage)
     if not form.Q_IN_REGISTERS:
         release(q.empty.index(mine))
     # While the last product is in flight: what comes next, and the statistics.
-    tile = hear_tile(mailbox, heard + again, _told(form))
-    summed, inverse = _statistics(
-        row_sum, m_scaled, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
+    tile = hear_tile(mailbox, heard, _told(form))
+    inverse = _statistics(
+        row_sum, reference, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
     )
     o, o_rest = wait_values(o, o_rest, v)
     release(v.empty.index(last_stage))
@@ -371,35 +327,29 @@ def _compute(tile, heard, again, pair, noted, WHICH: gl.constexpr, inputs):
     if SKIPS and form.HAS_LEFT:
         pair = skip_key_tiles(after, k, v, pair, form, WHICH)
     _hand_out(o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH)
-    if steady:
-        fine = trustworthy(summed, o, o_rest, v, v.tiles.dtype) | (row >= seq_q)
-        if gl.min(fine.to(gl.int32), 0) == 0:
-            note_repeat(repeats, WHICH, note, noted, row, my_first)
-            noted = note
-    return tile, pair, noted
+    return tile, pair
 
 
 @gluon.jit
 def _statistics(
-    row_sum, m_scaled, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
+    row_sum, reference, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
 ):  # fmt: skip
-    """Stores lse. Returns the row sums `[M]` without a sink, and what `o` is to be multiplied by."""
+    """Stores lse. Returns what `o` is to be multiplied by."""
     batch, heads, rows_q, _ = sizes
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row.type.layout)
-    summed = row_sum
     own = 1.0
     if sinks_ptr is not None:
-        row_sum, m_scaled, own = join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch)
+        row_sum, reference, own = join_sink(row_sum, reference, sinks_ptr, sequence, head, batch)
     if form.EIGHT_BITS:
         own *= load_descale(descales[2], sequence, head, sequence < batch)
     inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
-    lse = gl.where(row_sum == 0.0, float("-inf"), m_scaled * LN_2 + gl.log(row_sum))
+    lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
     if form.PACKED:
         offset = head.to(gl.int64) * rows_q + begin
     else:
         offset = (sequence.to(gl.int64) * heads + head) * rows_q
     gl.store(lse_ptr + offset + row, lse, mask=row < seq_q)
-    return summed, inverse
+    return inverse
 
 
 @gluon.jit

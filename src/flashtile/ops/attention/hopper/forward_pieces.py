@@ -26,8 +26,6 @@ class Form:
     CONSUMERS: gl.constexpr
     Q_IN_REGISTERS: gl.constexpr
     AHEAD: gl.constexpr
-    STEADY_AHEAD: gl.constexpr
-    STEADY: gl.constexpr
     IN_TURN: gl.constexpr
     OUT_PLACES: gl.constexpr
     QUERY_PLACES: gl.constexpr
@@ -40,15 +38,13 @@ class Form:
 
     @gluon.constexpr_function
     def __init__(
-        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, STEADY_AHEAD, STEADY, IN_TURN, OUT_PLACES, QUERY_PLACES,
+        self, EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES,
         PACKED, HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     ):  # fmt: skip
         self.EIGHT_BITS = gl.constexpr(EIGHT_BITS)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_IN_REGISTERS = gl.constexpr(Q_IN_REGISTERS)
         self.AHEAD = gl.constexpr(AHEAD)
-        self.STEADY_AHEAD = gl.constexpr(STEADY_AHEAD)
-        self.STEADY = gl.constexpr(STEADY)
         self.IN_TURN = gl.constexpr(IN_TURN)
         self.OUT_PLACES = gl.constexpr(OUT_PLACES)
         self.QUERY_PLACES = gl.constexpr(QUERY_PLACES)
@@ -155,11 +151,11 @@ def modified(s, diagonal, first_key, cap_scale, slope):
 
 
 @gluon.jit
-def join_sink(row_sum, m_scaled, sinks_ptr, sequence, head, batch):
+def join_sink(row_sum, reference, sinks_ptr, sequence, head, batch):
     """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
     rows past the end of a packed call (sequence number `batch`) have no sink."""
     sink = gl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
-    seen = gl.where(row_sum == 0.0, float("-inf"), m_scaled)
+    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
     top = finite(gl.maximum(seen, sink))
     own = gl.exp2(seen - top)
     return row_sum * own + gl.exp2(sink - top), top, own

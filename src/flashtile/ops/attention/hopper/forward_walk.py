@@ -1,28 +1,31 @@
-"""The loops over key tiles of the forward for Hopper: with running maxima, and against one reference.
+"""The forward's loop over key tiles: an online softmax whose references rarely move.
 
 Per key tile, with `c = scale · log2(e)` (letters as in `pieces`), the online softmax computes::
 
-    s     = q kᵀ                      [M, N]
-    m'    = max(m, rowmax(s))         [M]
-    p     = exp2(c·s - c·m')          [M, N]
-    alpha = exp2(c·m - c·m')          [M]
-    l     = alpha·l + rowsum(p)       [M], kept as [M, 8]: each thread's own part
-    o     = alpha·o + p v             [M, E]
+    s = q kᵀ               [M, N]
+    p = exp2(c·s - r)      [M, N]
+    l = l + rowsum(p)      [M], kept as [M, 8]: each thread's own part
+    o = o + p v            [M, E]
 
-`c·m` cancels out of `o / l`: it is there only to keep powers of two within range. So any reference near the maximum
-will do, and a floating-point weight has as many bits whatever its exponent. `_steadily` takes the maximum over the
-first key tile for all of them: a third of the instructions (comparisons, shuffles, rescaling) are not there, and
-exponentials begin as soon as there are scores. It takes a chance: a later score may be so much larger that sums
-overflow, and a row that sees nothing of the first tile has 0 for a reference, from which scores may be far. What came
-out tells (`trustworthy`), and a tile where it went wrong is computed once more with running maxima (`repeats`). So
-results depend on the inputs alone, and are as exact as the others.
+The reference `r` `[M]` cancels out of `o / l`. It only keeps powers of two within range, so it need not follow the
+running maximum of a row. It moves when weights would leave the range of their dtype, and then `o` and `l` are rescaled.
 
-`p v` of the tile before is in flight while some exponentials of a tile are computed (`AHEAD`, `STEADY_AHEAD`). Key
-tiles come from the last to the first, so that the masked ones of the diagonal come first. Each way is one loop with a
-branch for masks; one without it, behind a loop for the masked tiles, was no faster.
+bfloat16 weights have all their bits from 2⁻¹²⁶ to 2¹²⁷. The reference is placed well above the first scores that a row
+sees, and stays until a weight passes 2³². The sums of a tile show that before the tile is multiplied by `v`. So the
+loop needs no maxima, shuffles or rescaling, a third of the usual instructions. A tile with such a weight is
+exponentiated once more, against new references.
 
-References: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), for the running maxima; Shah et
-al., "FlashAttention-3" (2024), algorithm 2, for the products in flight.
+float16 weights have all their bits from 2⁻¹⁴ to 2¹⁵. The reference is the maximum of the first tile, and stays until a
+score is larger by 15 in log2. The loop compares the maximum of each tile before it takes exponentials.
+
+Whether a reference moves is decided for each row by its own scores. So the bits of a row do not depend on other rows. A
+warp that has nothing to raise does not wait for one that has.
+
+`p v` of the tile before is in flight while `form.AHEAD` columns of a tile are exponentiated. Key tiles come from the
+last to the first, so that the masked ones of the diagonal come first.
+
+References: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Shah et al., "FlashAttention-3"
+(2024), algorithm 2, for the products in flight; FlashAttention-4 rescales lazily too, at a threshold of 8.
 """
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, warpgroup_mma_wait
@@ -30,7 +33,6 @@ from flashtile.ops.attention.hopper.blocks import FULL, hear_listed, where_shown
 from flashtile.ops.attention.hopper.forward_pieces import (
     begin_turn,
     end_turn,
-    finite,
     modified,
     start_scores,
     start_values,
@@ -38,8 +40,10 @@ from flashtile.ops.attention.hopper.forward_pieces import (
 )
 from flashtile.ops.attention.hopper.pieces import (
     M,
+    any_above,
     join_columns,
     mask_scores,
+    pack,
     place_of,
     product_layout,
     release,
@@ -50,21 +54,27 @@ from flashtile.ops.attention.hopper.pieces import (
     split_off,
 )
 
-#: Key tiles from which on a chance pays: fewer are over before the check at the end has.
-LEAST_TILES = gl.constexpr(3)
+#: How far above a row's largest score its reference is placed, in log2, with bfloat16 weights; and the largest weight,
+#: or sum of a tile's weights in a thread. Between them is room for scores that rise by 50 (natural logarithm). Products
+#: with values of `v` from 2⁻⁷⁸ to 2⁸² stay within the range of float32.
+HEADROOM = gl.constexpr(40.0)
+LARGEST_WEIGHT = gl.constexpr(2.0**32)
 
-#: A float16 weight ends at 2¹⁶ and has all its bits down to 2⁻¹⁴. So references are so much higher there, in log2, and
-#: later scores may be larger by 23.
-FLOAT16_MARGIN = gl.constexpr(8.0)
+#: The largest sum whose exponent tells by how much to raise a reference. Above, weights may be infinite.
+_LARGEST_FINITE = gl.constexpr(2.0**126)
+
+#: The largest float16 weight, in log2.
+LARGEST_FLOAT16_EXPONENT = gl.constexpr(15.0)
+
+#: The reference of a row that has seen nothing: whatever it sees first is too large for it.
+NOTHING_SEEN = gl.constexpr(-(2.0**100))
 
 
 @gluon.jit
 def visit_key_tiles(
-    q_tile, q_rest, k, v, pair, key_begin, key_end, scale_log2, cap_scale, slope, view, steady,
-    form, WHICH: gl.constexpr,
+    q_tile, q_rest, k, v, pair, key_begin, key_end, scale_log2, cap_scale, slope, view, form, WHICH: gl.constexpr
 ):  # fmt: skip
-    """The online softmax over the key tiles from the last to `key_begin`; `view`: as `_seen` takes it. `steady`:
-    whether to take a chance.
+    """The online softmax over the key tiles from the last to `key_begin`; `view`: as `_seen` takes it.
 
     Returns the weights of the last tile, which are still to be multiplied, `o` and its second chunk, the row sums in
     parts, the references in units of log2, how many tiles came out of the rings before the last one, and where that is.
@@ -85,81 +95,125 @@ def visit_key_tiles(
     s = warpgroup_mma_wait(0, [start_scores(q_tile, q_rest, k, stage, zeros)])
     release(k.empty.index(stage))
     s = _seen(s, n, kind, bits, cap_scale, slope, view, True, form)
-    m = row_maximum(s)
-    m_scaled = finite(m * scale_log2)
-    if form.STEADY and dtype == gl.float16:
-        m_scaled += gl.where(steady, FLOAT16_MARGIN, 0.0)
-    first_probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
-    row_sum = row_sums(first_probs)
-    p = gl.convert_layout(first_probs.to(dtype), p_layout)
+    reference = _first_reference(row_maximum(s) * scale_log2, dtype)
+    probs = gl.exp2(s * scale_log2 - reference[:, None])
+    row_sum = row_sums(probs)
+    p = gl.convert_layout(pack(probs, dtype), p_layout)
 
     walk = (q_tile, q_rest, k, v, key_begin, key_end, scale_log2, zeros, view)
-    if steady:
-        p, o, o_rest, row_sum, pair, stage, phase = _steadily(
-            walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m_scaled, form, WHICH
-        )
-    else:
-        p, o, o_rest, row_sum, m_scaled, pair, stage, phase = _with_running_maxima(
-            walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m, m_scaled, form, WHICH
-        )
-    return p, o, o_rest, row_sum, m_scaled, pair, stage, phase
-
-
-@gluon.jit
-def trustworthy(row_sum, o, o_rest, v, dtype: gl.constexpr):
-    """Of each row that was computed steadily, `[M]`: whether nothing overflowed and no bits were lost.
-
-    No weight is larger than their sum. Below, a sum is small only where the first tile showed a row nothing.
-    """
-    MOST: gl.constexpr = 2.0**15 if dtype == gl.float16 else 2.0**64
-    LEAST: gl.constexpr = 2.0**-9 if dtype == gl.float16 else 2.0**-40
-    overflow = gl.convert_layout(gl.sum(o * 0.0, 1), row_sum.type.layout)  # 0, or not a number
-    if v.REST > 0:
-        overflow += gl.convert_layout(gl.sum(o_rest * 0.0, 1), row_sum.type.layout)
-    return (row_sum >= LEAST) & (row_sum <= MOST) & (overflow == 0.0)
-
-
-@gluon.jit
-def _steadily(
-    walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m_scaled, form, WHICH: gl.constexpr
-):  # fmt: skip
-    """The loop over the key tiles after the first one, against one reference."""
-    _, _, _, v, key_begin, key_end, scale_log2, _, _ = walk
     for done in range(key_begin + 1, key_end):
         v_stage = stage
         s, o, o_rest, pair, stage, phase = _scores_beside_values(
             walk, cap_scale, slope, done, pair, stage, phase, p, o, o_rest, form, WHICH
         )
-        probs, row_sum, o, o_rest = _weights_beside_values(
-            s, scale_log2, m_scaled, row_sum, o, o_rest, v, v_stage, form.STEADY_AHEAD
-        )
-        p = gl.convert_layout(probs.to(v.tiles.dtype), p.type.layout)
-    return p, o, o_rest, row_sum, pair, stage, phase
+        if dtype == gl.float16:
+            p, row_sum, reference, o, o_rest = _weights_by_maxima(
+                s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout, form, WHICH
+            )
+        else:
+            p, row_sum, reference, o, o_rest = _weights_by_sums(
+                s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout, form, WHICH
+            )
+    return p, o, o_rest, row_sum, reference, pair, stage, phase
 
 
 @gluon.jit
-def _with_running_maxima(
-    walk, cap_scale, slope, pair, stage, phase, p, o, o_rest, row_sum, m, m_scaled,
-    form, WHICH: gl.constexpr,
+def _first_reference(highest, dtype: gl.constexpr):
+    """The references `[M]` after the first tile, whose largest scores are `highest`, in units of log2."""
+    if dtype != gl.float16:
+        highest += HEADROOM
+    return gl.where(highest == float("-inf"), NOTHING_SEEN, highest)
+
+
+@gluon.jit
+def _weights_by_sums(
+    s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
 ):  # fmt: skip
-    """The loop over the key tiles after the first one, against the maximum so far."""
-    _, _, _, v, key_begin, key_end, scale_log2, _, _ = walk
-    for done in range(key_begin + 1, key_end):
-        v_stage = stage
-        s, o, o_rest, pair, stage, phase = _scores_beside_values(
-            walk, cap_scale, slope, done, pair, stage, phase, p, o, o_rest, form, WHICH
-        )
-        m_new = gl.maximum(m, row_maximum(s))
-        m_scaled = finite(m_new * scale_log2)
-        alpha = gl.exp2(m * scale_log2 - m_scaled)
-        m = m_new
-        row_sum = row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        probs, row_sum, o, o_rest = _weights_beside_values(
-            s, scale_log2, m_scaled, row_sum, o, o_rest, v, v_stage, form.AHEAD
-        )
-        p = gl.convert_layout(probs.to(v.tiles.dtype), p.type.layout)
+    """bfloat16 weights of a tile, the row sums with them, the references, and `o` when its product has come to an end.
+    Weights come first: they show in which rows they are too large."""
+    probs, tile_sum, o, o_rest = _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form)
+    p = gl.convert_layout(pack(probs, gl.bfloat16), p_layout)
+    if any_above(tile_sum, LARGEST_WEIGHT, WHICH):
+        reference, alpha = _raised(s, scale_log2, row_sum, tile_sum, reference, WHICH)
+        again = gl.exp2(s * scale_log2 - reference[:, None])
+        p = gl.convert_layout(pack(again, gl.bfloat16), p_layout)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        row_sum *= factor
+        tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
         o, o_rest = scale_rows(o, o_rest, alpha, v)
-    return p, o, o_rest, row_sum, m_scaled, pair, stage, phase
+    return p, row_sum + tile_sum, reference, o, o_rest
+
+
+@gluon.jit
+def _raised(s, scale_log2, row_sum, tile_sum, reference, WHICH: gl.constexpr):
+    """New references of the rows with a weight that is too large, the old ones of the others, and the factors `[M]`
+    that lead from the old unit to the new one, which are 1 for these others alone.
+
+    A row is raised by a whole number, so its sums and `o` keep their bits, or to its largest score where weights are
+    infinite.
+    """
+    layout: gl.constexpr = reference.type.layout
+    largest = gl.convert_layout(gl.max(tile_sum, 1), layout)
+    raised = reference + (_exponent(largest) + HEADROOM)
+    if any_above(tile_sum, _LARGEST_FINITE, WHICH):
+        summed = reference + (_exponent(gl.convert_layout(gl.max(row_sum, 1), layout)) + 1.0)
+        highest = gl.maximum(row_maximum(s) * scale_log2, summed)
+        raised = gl.where(largest > _LARGEST_FINITE, highest + HEADROOM, raised)
+    too_large = largest > LARGEST_WEIGHT
+    raised = gl.where(too_large, raised, reference)
+    return raised, gl.where(too_large, gl.exp2(reference - raised), 1.0)
+
+
+@gluon.jit
+def _exponent(x):
+    """The integer part of log2 of numbers that are not negative; of 0 it is -127."""
+    return ((x.to(gl.int32, bitcast=True) >> 23) - 127).to(gl.float32)
+
+
+@gluon.jit
+def _weights_by_maxima(
+    s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
+):  # fmt: skip
+    """float16 weights of a tile, the row sums with them, the references, and `o` when its product has come to an end.
+    Scores come first: references follow those that are too large."""
+    highest = row_maximum(s) * scale_log2
+    rises = any_above(highest - reference, LARGEST_FLOAT16_EXPONENT, WHICH)
+    alpha = gl.full([M], 1.0, gl.float32, reference.type.layout)
+    if rises:
+        raised = gl.where(highest - reference > LARGEST_FLOAT16_EXPONENT, highest, reference)
+        alpha = gl.exp2(reference - raised)
+        row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        reference = raised
+    probs, tile_sum, o, o_rest = _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form)
+    p = gl.convert_layout(pack(probs, gl.float16), p_layout)
+    if rises:
+        o, o_rest = scale_rows(o, o_rest, alpha, v)
+    return p, row_sum + tile_sum, reference, o, o_rest
+
+
+@gluon.jit
+def _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form):
+    """Weights of a tile in float32, their sums in parts, and `o` when its product has come to an end.
+
+    Only some of the exponentials come while `p v` is in flight, the others among the conversions: the units for
+    exponentials work while the others do.
+    """
+    if form.AHEAD > 0:
+        pieces = split_off(s * scale_log2 - reference[:, None], form.AHEAD)
+        probs = gl.exp2(pieces[0])
+        tile_sum = settled(row_sums(probs))
+        o, o_rest = wait_values(o, o_rest, v)
+        release(v.empty.index(v_stage))
+        for i in gl.static_range(1, len(pieces)):
+            more = gl.exp2(pieces[i])
+            tile_sum += row_sums(more)
+            probs = join_columns(probs, more)
+    else:
+        o, o_rest = wait_values(o, o_rest, v)
+        release(v.empty.index(v_stage))
+        probs = gl.exp2(s * scale_log2 - reference[:, None])
+        tile_sum = row_sums(probs)
+    return probs, tile_sum, o, o_rest
 
 
 @gluon.jit
@@ -218,28 +272,3 @@ def _seen(s, n, kind, bits, cap_scale, slope, view, MAY_CUT: gl.constexpr, form)
         if (n < full_begin) | (n >= full_end):
             s = mask_scores(s, row, n * N, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT)
     return s
-
-
-@gluon.jit
-def _weights_beside_values(s, scale_log2, m_scaled, row_sum, o, o_rest, v, v_stage, AHEAD: gl.constexpr):
-    """Weights of a tile, the row sums with them, and `o` when its product has come to an end.
-
-    Only some of the exponentials come while `p v` is in flight, the others among the conversions and the rescaling: the
-    units for exponentials work while the others do.
-    """
-    if AHEAD > 0:
-        pieces = split_off(s * scale_log2 - m_scaled[:, None], AHEAD)
-        probs = gl.exp2(pieces[0])
-        row_sum = settled(row_sum + row_sums(probs))
-        o, o_rest = wait_values(o, o_rest, v)
-        release(v.empty.index(v_stage))
-        for i in gl.static_range(1, len(pieces)):
-            more = gl.exp2(pieces[i])
-            row_sum += row_sums(more)
-            probs = join_columns(probs, more)
-    else:
-        o, o_rest = wait_values(o, o_rest, v)
-        release(v.empty.index(v_stage))
-        probs = gl.exp2(s * scale_log2 - m_scaled[:, None])
-        row_sum += row_sums(probs)
-    return probs, row_sum, o, o_rest

@@ -33,7 +33,6 @@ from flashtile.ops.attention.hopper.configs import (
     column_chunks,
     out_places,
     query_places,
-    takes_chances,
 )
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
 from flashtile.ops.attention.hopper.score_parameters import (
@@ -87,7 +86,6 @@ class Variant(NamedTuple):
     scores: ScoreVariant
     block_tile: tuple[int, int] | None = None
     descales: tuple[bool, ...] = (False, False, False)
-    steady: bool = False
 
 
 class Plan(NamedTuple):
@@ -96,7 +94,6 @@ class Plan(NamedTuple):
     Attributes:
         programs: 0 where there is nothing to launch; outputs are then filled.
         dynamic: programs take tiles as they come, and the launch needs counters.
-        links: int32 numbers for tiles that are to be computed once more (`repeats`); 0 where no chances are taken.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
@@ -105,7 +102,6 @@ class Plan(NamedTuple):
     launch: Callable[..., None]
     programs: int
     dynamic: bool
-    links: int
     makers: tuple[Callable[[int], tuple], ...]
     scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
@@ -136,7 +132,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
-    links = empty((plan.links,), (1,), torch.int32, q.device) if plan.links else None
     of_q, of_k, of_v, of_out = plan.makers
     plan.launch(
         plan.programs,
@@ -148,7 +143,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         _counter(q.device).data_ptr() if plan.dynamic else None,
         *map(
             pointer,
-            (links, cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales),
+            (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales),
         ),
         *plan.scalars,
     )
@@ -233,7 +228,6 @@ def _plan(
         ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
         block_tile,
         tuple(strides is not None for strides in descales),
-        takes_chances(max_seqlen_q if packed else rows_k, spec.window_left, blocks[1] if blocks else 0),
     )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -242,7 +236,7 @@ def _plan(
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
     if not programs:
-        return Plan(_launch_nothing, 0, False, 0, (), (), outputs)
+        return Plan(_launch_nothing, 0, False, (), (), outputs)
     scalars = (
         *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
         *clipped_window(spec),
@@ -261,8 +255,7 @@ def _plan(
         chunks_maker(_dtype_of(name, variant), boxes, layout)
         for name, boxes, layout in zip(_MOVED, _boxes(variant), layouts)
     )
-    links = config.consumers * tiles * lines if variant.steady else 0
-    return Plan(_launcher(variant, device), programs, dynamic, links, makers, scalars, outputs, widening)
+    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs, widening)
 
 
 def _launch_nothing(programs: int, *arguments: object) -> None:
@@ -301,7 +294,7 @@ def kernel_source(variant: Variant) -> KernelSource:
         name: "constexpr" if box is None else descriptor_type(dtype, box) for name, (dtype, box) in zip(names, moved)
     }
     cu_seqlens = variant.index_dtypes or (None, None)
-    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32", "links_ptr": "*i32" if variant.steady else "constexpr"}
+    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"}
     types |= parameter_types(variant.scores)
     types |= block_parameter_types(variant.block_tile is not None)
     types |= {
@@ -317,8 +310,6 @@ def kernel_source(variant: Variant) -> KernelSource:
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "Q_IN_REGISTERS": config.q_in_registers,
         "AHEAD": config.ahead,
-        "STEADY_AHEAD": config.steady_ahead,
-        "STEADY": variant.steady,
         "IN_TURN": config.in_turn,
         "OUT_PLACES": variant.out_places,
         "QUERY_PLACES": variant.query_places,

@@ -453,6 +453,21 @@ def settled(sums):
 
 
 @gluon.jit
+def pack(x, dtype: gl.constexpr):
+    """Rounds to 16 bits, in pairs. `x.to(dtype)` of a value that is used in two layouts is converted one by one, on a
+    unit with an eighth of the rate."""
+    if dtype == gl.bfloat16:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return packed
+
+
+@gluon.jit
 def split_off(x, COUNT: gl.constexpr):
     """`[M, N]` in pieces: the first `COUNT` columns, and then so many each time as came before. Each thread keeps what
     it holds."""
@@ -473,3 +488,59 @@ def join_columns(left, right):
     joined = gl.permute(gl.join(left, right), [0, 2, 1])
     N: gl.constexpr = 2 * left.shape[1]
     return gl.convert_layout(gl.reshape(joined, [M, N]), product_layout(N), assert_trivial=True)
+
+
+@gluon.jit
+def declare_flag(WHICH: gl.constexpr):
+    """A register of each thread that outlives an inline assembly block. Every partition declares its own, once."""
+    gl.inline_asm_elementwise(_declare_flag(WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def any_above(x, LIMIT: gl.constexpr, WHICH: gl.constexpr):
+    """Whether a number that this warp holds is above a limit: a scalar, the same for all 32 threads.
+
+    `x`: partial sums `[M, 8]` or one number for each row `[M]`, in a layout of a product. Gluon has no way from a
+    tensor to a scalar but a reduction over the whole warpgroup, for which its four warps would wait in every key tile.
+    Here each warp votes by itself, and the vote passes from one assembly block to the next in a register
+    (`declare_flag`). Nothing behind a branch on it may make warps wait for one another.
+    """
+    COUNT: gl.constexpr = 2 if len(x.shape) == 1 else 4
+    gl.inline_asm_elementwise(
+        _vote(WHICH, LIMIT, COUNT), _vote_operands(COUNT), [x], dtype=gl.float32, is_pure=False, pack=COUNT
+    )
+    return gl.inline_asm_elementwise(_read_flag(WHICH), "=r", [], dtype=gl.int32, is_pure=False, pack=1) != 0
+
+
+@gluon.constexpr_function
+def _declare_flag(which):
+    return f".reg .b32 flashtile_flag_{which}; mov.b32 $0, 0;"
+
+
+@gluon.constexpr_function
+def _vote(which, limit, count):
+    """PTX that sets the flag to whether one of a warp's `count` numbers for each thread is above the limit."""
+    if count == 4:
+        largest = "max.f32 largest, $4, $5; max.f32 other, $6, $7; max.f32 largest, largest, other;"
+    else:
+        largest = "max.f32 largest, $2, $3;"
+    passed_on = " ".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    return f"""{{
+        .reg .pred above;
+        .reg .f32 largest, other;
+        {largest}
+        setp.gt.f32 above, largest, {limit};
+        vote.sync.any.pred above, above, 0xffffffff;
+        selp.b32 flashtile_flag_{which}, 1, 0, above;
+        {passed_on}
+    }}"""
+
+
+@gluon.constexpr_function
+def _vote_operands(count):
+    return ",".join(["=f"] * count + ["f"] * count)
+
+
+@gluon.constexpr_function
+def _read_flag(which):
+    return f"mov.b32 $0, flashtile_flag_{which};"
