@@ -7,7 +7,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -42,6 +42,7 @@ class Meaning:
     bias: Tensor | None = None
     top_left: bool = False
     dropout_p: float = 0.0
+    chunk: int = 0
 
 
 def visible_keys(seq_q: int, seq_k: int, meaning: Meaning) -> Tensor:
@@ -54,6 +55,8 @@ def visible_keys(seq_q: int, seq_k: int, meaning: Meaning) -> Tensor:
         visible &= distance >= -left
     if right >= 0:
         visible &= distance <= right
+    if meaning.chunk:
+        visible &= torch.arange(seq_k) // meaning.chunk == query.div(meaning.chunk, rounding_mode="floor")
     return visible
 
 
@@ -79,8 +82,10 @@ def attention_by_definition(
 ) -> tuple[Tensor, Tensor]:
     """out `[B, Sq, H, D]` and lse `[B, H, Sq]`, by matrices; `kept` bool `[B, H, Sq, Sk]` is the dropout."""
     scores = scores_by_definition(q, k, meaning)
-    lse = torch.logsumexp(scores, -1)
-    weights = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
+    blind = scores.isneginf().all(-1)
+    # The gradient of a logsumexp of nothing would be NaN.
+    lse = torch.logsumexp(scores.masked_fill(blind[..., None], 0), -1).masked_fill(blind, -math.inf)
+    weights = (scores - lse.masked_fill(blind, 0)[..., None]).exp()
     if kept is not None:
         weights = weights * kept / (1 - meaning.dropout_p)
     v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
@@ -136,6 +141,23 @@ def _results(function: Callable[..., Any], inputs: list[Tensor], device: str, dt
     upstream = [normal(*out.shape, seed=9).to(out) for out in outputs]
     grads = torch.autograd.grad(outputs, leaves, upstream)
     return [out.detach() for out in outputs] + list(grads)
+
+
+def check_8_bits(out: Tensor, q: Tensor, k: Tensor, v: Tensor, factors: Sequence[Tensor], meaning: Meaning) -> None:
+    """Asserts that a dense result of float8_e4m3fn inputs is right, by the tolerance policy, on the device of q.
+
+    The oracle is the definition of the numbers that they stand for; a plain call of flashtile, which has tests of its
+    own, tells how far 8-bit products may lie from it.
+    """
+    wide = []
+    for x, factor in zip((q, k, v), factors, strict=True):
+        factor = factor.to(x.device).repeat_interleave(x.shape[2] // factor.shape[1], 1)
+        wide.append(x.double() * factor[:, None, :, None].double())
+    exact = attention_by_definition(*wide, meaning)[0]
+    named = {f"descale_{name}": factor.to(q.device) for name, factor in zip("qkv", factors)}
+    left, right = (None if side < 0 else side for side in meaning.window)
+    plain = flashtile.attention(q, k, v, causal=meaning.causal, window=(left, right), **named)
+    assert_close("out", out, exact.cpu(), plain)
 
 
 def dropout_of(seed: int, device: str, dropout_p: float, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:

@@ -35,7 +35,7 @@ def process(monkeypatch):
     finders = list(sys.meta_path)
     importlib.invalidate_caches()
     yield
-    for name in ("flash_attn", "flash_attn_interface"):
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn.cute"):
         flashtile.compat.uninstall(name)
     assert sys.meta_path == finders
     for name in loaded():
@@ -131,6 +131,49 @@ def test_what_only_adds_to_the_name_stays(tmp_path, monkeypatch):
     assert importlib.import_module("flash_attn").__version__ == "2.8.3"
     assert importlib.import_module("flash_attn.cute").who == "cute"
     importlib.import_module("flash_attn.bert_padding")
+
+
+def test_a_name_within_a_package(tmp_path, monkeypatch):
+    """flash_attn.cute alone has an empty package around it, which goes with it."""
+    flashtile.compat.install("flash_attn.cute")
+    assert importlib.util.find_spec("flash_attn").origin is None
+    cute = importlib.import_module("flash_attn.cute")
+    assert importlib.import_module("flash_attn.cute.interface").flash_attn_func is cute.flash_attn_func
+    assert metadata.version("flash-attn-4") == cute.__version__ == "4.0.0"
+    assert metadata.packages_distributions()["flash_attn"] == ["flash_attn_4"]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.bert_padding")
+
+    flashtile.compat.install("flash_attn")
+    assert importlib.import_module("flash_attn").__version__ == "2.8.3"
+    assert importlib.import_module("flash_attn.cute").__version__ == "4.0.0"
+    assert sorted(metadata.packages_distributions()["flash_attn"]) == ["flash_attn", "flash_attn_4"]
+    flashtile.compat.uninstall("flash_attn.cute")
+    assert not hasattr(importlib.import_module("flash_attn"), "cute")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn.cute")
+    flashtile.compat.uninstall("flash_attn")
+    flashtile.compat.install("flash_attn.cute")
+    importlib.import_module("flash_attn.cute")
+    flashtile.compat.uninstall("flash_attn.cute")
+    assert not loaded() and importlib.util.find_spec("flash_attn") is None
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["alone", "beside version 2"])
+def test_a_real_name_within_a_package_is_not_replaced_in_silence(served, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(folder_with(NAMESPACE, tmp_path / "site"))
+    if served:
+        flashtile.compat.install("flash_attn")
+    with pytest.raises(RuntimeError, match=r"flash_attn.cute: expected it not to be installed"):
+        flashtile.compat.install("flash_attn.cute")
+    assert not loaded(), "nothing was imported to find it"
+    real = importlib.import_module("flash_attn.cute")
+    with pytest.raises(RuntimeError, match="expected it not to be imported yet"):
+        flashtile.compat.install("flash_attn.cute")
+    flashtile.compat.install("flash_attn.cute", override=True)
+    assert importlib.import_module("flash_attn.cute").__version__ == "4.0.0"
+    flashtile.compat.uninstall("flash_attn.cute")
+    assert importlib.import_module("flash_attn").cute is real
 
 
 def test_names_and_versions_are_checked():

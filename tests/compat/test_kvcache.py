@@ -8,7 +8,7 @@ import torch
 from compat_cases import PLACES, Meaning, attention_by_definition, normal
 from flashtile.compat.flash_attn import flash_attn_with_kvcache
 from flashtile.compat.flash_attn.layers.rotary import apply_rotary_emb_torch
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 places = pytest.mark.parametrize(("device", "dtype"), PLACES)
 LENGTHS, CAPACITY, NEW = [5, 0, 17], 24, 3
@@ -131,8 +131,8 @@ def test_nothing_appended_and_one_length_for_all():
     before = k_cache.clone()
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=7)
     expected, _ = attention_by_definition(q, k_cache[:, :7], v_cache[:, :7], Meaning())
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(
+    assert_same(out, expected)
+    assert_same(
         flash_attn_with_kvcache(q, k_cache, v_cache),
         attention_by_definition(q, k_cache, v_cache, Meaning())[0],
     )

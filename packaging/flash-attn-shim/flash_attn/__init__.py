@@ -4,7 +4,8 @@ from pathlib import Path
 
 import flashtile.compat
 
-__path__ = [str(Path(flashtile.compat.__file__).parent / "flash_attn")]
+# The folder of this file stays in the path, because flash_attn.cute of another distribution may lie in it.
+__path__ = [str(Path(flashtile.compat.__file__).parent / "flash_attn"), *__path__]
 __version__ = "2.8.3"
 
 from flash_attn.flash_attn_interface import (

@@ -5,6 +5,7 @@ What is served, from which files of this folder, and as which distribution in `i
     flash_attn              version 2    flash_attn/       flash_attn 2.8.3
     flash_attn              version 1    flash_attn_v1/    flash_attn 1.0.9
     flash_attn_interface    version 3    flash_attn_3/     flash_attn_3 3.0.0b1
+    flash_attn.cute         version 4    flash_attn_4/     flash_attn_4 4.0.0
 
 and by their own names the compiled extensions of version 1 (`finder.EXTENSIONS`), from `flash_attn_v1/extensions/`.
 

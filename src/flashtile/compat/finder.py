@@ -1,7 +1,8 @@
 """The meta-path finder that serves other libraries' module names, and what it refuses to take the place of.
 
-Only the top-level module goes through the finder. It is loaded as a package whose `__path__` is a folder of flashtile,
-so Python's own path finder loads the modules below it, under the names that the program asked for.
+Only the served module itself goes through the finder. It is loaded as a package whose `__path__` is a folder of
+flashtile, so Python's own path finder loads the modules below it, under the names that the program asked for. A served
+module within a package that nobody provides gets an empty package around it.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Served:
         path: the module's file; of a package its `__init__.py`.
         distribution: the name of the installed distribution that `importlib.metadata` tells.
         release: its version.
+        shim: the distribution of `packaging/` that puts it on disk, where that has another name.
     """
 
     version: int
     path: Path
     distribution: str
     release: str
+    shim: str = ""
 
     @property
     def is_package(self) -> bool:
@@ -43,6 +46,8 @@ class Served:
 
 #: The compiled extensions of flash_attn 1 that programs import by themselves.
 EXTENSIONS = (
+    "dropout_layer_norm",
+    "flash_attn_cuda",
     "fused_dense_lib",
     "rotary_emb",
     "scaled_masked_softmax_cuda",
@@ -57,7 +62,13 @@ SERVED: dict[str, tuple[Served, ...]] = {
         Served(1, _HERE / "flash_attn_v1" / "__init__.py", "flash_attn", "1.0.9"),
     ),
     "flash_attn_interface": (Served(3, _HERE / "flash_attn_3" / "flash_attn_interface.py", "flash_attn_3", "3.0.0b1"),),
-    **{name: (Served(1, _HERE / "flash_attn_v1" / "extensions" / f"{name}.py", name, "1.0.9"),) for name in EXTENSIONS},
+    "flash_attn.cute": (Served(4, _HERE / "flash_attn_4" / "cute" / "__init__.py", "flash_attn_4", "4.0.0"),),
+    **{
+        name: (
+            Served(1, _HERE / "flash_attn_v1" / "extensions" / f"{name}.py", name, "1.0.9", "flash-attn-extensions"),
+        )
+        for name in EXTENSIONS
+    },
 }
 
 
@@ -75,7 +86,7 @@ class ServedDistribution(Distribution):
                 f"Summary: The names of {self._module}, served by flashtile.compat\nRequires-Dist: torch\n"
             )
         if filename == "top_level.txt":
-            return f"{self._module}\n"
+            return f"{_top_level(self._module)}\n"
         return None
 
     def locate_file(self, path):
@@ -109,10 +120,18 @@ class Finder(DistributionFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         entry = self.installed.get(fullname)
         if entry is None:
-            return None
+            return self._around(fullname, path)
         file = entry.served.path
         locations = [str(file.parent), *entry.portions] if entry.served.is_package else None
         return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
+
+    def _around(self, fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+        """An empty package for what is served below a name that no other finder knows; else None."""
+        if not any(name.startswith(f"{fullname}.") for name in self.installed) or _elsewhere(fullname, path):
+            return None
+        spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = []
+        return spec
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         wanted = None if context is None else context.name
@@ -133,10 +152,10 @@ def install(name: str = "flash_attn", version: int | None = None, override: bool
     Call it before anything imports the name. A second call for the same version changes nothing.
 
     Args:
-        name: "flash_attn", "flash_attn_interface", or an extension of flash_attn 1: "fused_dense_lib", "rotary_emb",
-            "scaled_masked_softmax_cuda", "scaled_upper_triang_masked_softmax_cuda", "xentropy_cuda_lib".
+        name: "flash_attn", "flash_attn_interface", "flash_attn.cute", or an extension of flash_attn 1, one of
+            `EXTENSIONS`.
         version: the major version whose names and meanings are served: 2 or 1 for "flash_attn", 3 for
-            "flash_attn_interface", 1 for extensions; the first of these where left out.
+            "flash_attn_interface", 4 for "flash_attn.cute", 1 for extensions; the first of these where left out.
         override: take the place of a real installation, and of its modules where they were imported already. What
             has taken names from those modules keeps them.
 
@@ -157,8 +176,9 @@ def install(name: str = "flash_attn", version: int | None = None, override: bool
         uninstall(name)
     if not override:
         _refuse_to_replace(name)
-    portions = _portions(name)
-    _finder.installed[name] = _Installed(served, portions, _taken_out(name))
+    portions, empty = _portions(name), _is_around(name)
+    replaced = _taken_out(name)
+    _finder.installed[name] = _Installed(served, portions, {} if empty else replaced)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     importlib.invalidate_caches()
@@ -178,6 +198,11 @@ def uninstall(name: str = "flash_attn") -> None:
         return
     _taken_out(name)
     sys.modules.update(entry.replaced)
+    around, _, own = name.rpartition(".")
+    if around in sys.modules and name in entry.replaced:
+        setattr(sys.modules[around], own, entry.replaced[name])
+    if _is_around(around) and not any(other.startswith(f"{around}.") for other in _finder.installed):
+        del sys.modules[around]
     if not _finder.installed:
         sys.meta_path.remove(_finder)
     importlib.invalidate_caches()
@@ -207,13 +232,13 @@ def _refuse_to_replace(name: str) -> None:
     if _is_shim(name):
         return
     module = sys.modules.get(name)
-    if module is not None:
+    if module is not None and not _is_around(name):
         where = getattr(module, "__file__", None) or "without a file"
         raise RuntimeError(
             f"{name}: expected it not to be imported yet, got the module of {where}; call "
             "flashtile.compat.install before the first import, or pass override=True to take its place"
         )
-    spec = importlib.util.find_spec(name)
+    spec = _elsewhere(name)
     if spec is not None and spec.origin is not None:
         raise RuntimeError(
             f"{name}: expected it not to be installed, got {spec.origin}; remove that distribution, or pass "
@@ -222,25 +247,57 @@ def _refuse_to_replace(name: str) -> None:
 
 
 def _is_shim(name: str) -> bool:
-    """Whether what is installed is `packaging/flash-attn-shim`, which forwards to flashtile as well."""
+    """Whether what is installed is a distribution of `packaging/`, which forwards to flashtile as well."""
+    served = SERVED[name][0]
     try:
-        return version_of(SERVED[name][0].distribution).endswith("+flashtile")
+        return version_of(served.shim or served.distribution).endswith("+flashtile")
     except PackageNotFoundError:
         return False
 
 
 def _portions(name: str) -> list[str]:
     """Folders of a namespace package of this name; none where it is a module, or not there."""
-    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    spec = None if name in sys.modules and not _is_around(name) else _elsewhere(name)
     if spec is None or spec.origin is not None:
         return []
     return list(spec.submodule_search_locations or ())
 
 
+def _elsewhere(name: str, path: Sequence[str] | None = None) -> importlib.machinery.ModuleSpec | None:
+    """What the other finders know of a name. Imports nothing, neither the module nor the packages around it."""
+    around = name.rpartition(".")[0]
+    if around and path is None:
+        package = sys.modules.get(around)
+        found = None if package is not None else _elsewhere(around)
+        path = getattr(package, "__path__", None) if found is None else found.submodule_search_locations
+        if path is None:
+            return None
+    for finder in sys.meta_path:
+        if finder is not _finder and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path)
+            if spec is not None:
+                return spec
+    return None
+
+
+def _is_around(name: str) -> bool:
+    """Whether the module of a name is an empty package, such as this finder makes around what it serves."""
+    module = sys.modules.get(name)
+    path = getattr(module, "__path__", None)
+    return path is not None and not list(path) and getattr(module, "__file__", None) is None
+
+
 def _taken_out(name: str) -> dict[str, ModuleType]:
-    """The modules of a name and all below it, which are no longer in `sys.modules`."""
+    """The modules of a name and all below it, which are no longer in `sys.modules`, nor known to the package around."""
     names = [module for module in sys.modules if module == name or module.startswith(f"{name}.")]
+    around, _, own = name.rpartition(".")
+    if around in sys.modules:
+        vars(sys.modules[around]).pop(own, None)
     return {module: sys.modules.pop(module) for module in names}
+
+
+def _top_level(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _normalised(name: str) -> str:

@@ -1,13 +1,19 @@
 """FlashAttention-3's `flash_attn_interface` over flashtile: attention dense, packed and with a cache.
 
 Shapes, softmax_scale, causal, window_size, softcap and deterministic mean what they mean in flash_attn 2
-(`flashtile.compat.flash_attn.flash_attn_interface`); v may have another head_dim than q and k. Of the others
+(`flashtile.compat.flash_attn.flash_attn_interface`). v may have another head_dim than q and k. The other arguments:
 
-- `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
-  them; flashtile decides for itself, and they are accepted and not used (but for num_splits of a call with a cache);
+- `qv`, in the shape of q with the columns of v: scores are those of `q kᵀ + qv vᵀ`, and softmax_scale is by default
+  `1/sqrt(columns of q and qv)`. It is differentiable. flashtile's kernels compute up to 512 columns together. With
+  more, PyTorch operations compute a few rows at a time.
 - `q_descale`, `k_descale` and `v_descale`, float32 `[batch, heads_kv]`, belong to float8_e4m3fn inputs, whose result is
-  bfloat16 and has no gradient; not with a cache;
-- `qv` and `attention_chunk` are not served: anything but their default raises.
+  bfloat16. Such inputs may require grad; a backward raises.
+- `attention_chunk`: position `i + seq_k - seq_q` of a query and position `j` of a key are cut into chunks of so many
+  positions, and a query sees the keys of its own chunk. 0 is no chunks. What is not seen is not computed.
+- `num_splits`, `pack_gqa`, `sm_margin` and `scheduler_metadata` say how kernels share the work. No result depends on
+  them. flashtile decides for itself and does not use them, except num_splits of a call with a cache.
+- `return_attn_probs`: also return lse, float32 `[batch, heads, seq_q]`, packed `[heads, total_q]`; differentiable. No
+  weights are returned, as there.
 """
 
 from __future__ import annotations
@@ -18,14 +24,12 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.compat.shared import calls
-from flashtile.compat.shared.arguments import refuse, refuse_given, unpacked
+from flashtile.compat.shared.arguments import refuse_given, unpacked
+from flashtile.compat.shared.attend import attend
+from flashtile.compat.shared.cache import Cache, attend_with_cache
 from flashtile.compat.shared.calls import Call, Packed
-from flashtile.compat.shared.used_rows import only_used_rows
 
-_8_BITS = "a cache of 8 bits is not served, pass 16-bit q, k and v"
-_QV = "its scores are those of cat(q, qv) and cat(k, v) along head_dim, pass these"
-_PACKED_CACHE = "with a cache every sequence has as many queries, pad them"
+Output = Tensor | tuple[Tensor, Tensor]
 
 
 def flash_attn_func(
@@ -45,13 +49,13 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
-) -> Tensor:
+    return_attn_probs: bool = False,
+) -> Output:
     """Attention of a dense batch: q `[batch, seq_q, heads, head_dim]`, k and v `[batch, seq_k, heads_kv, ...]`."""
-    _refuse_unserved(qv, attention_chunk)
     descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic, descales), False)
-    assert isinstance(out, Tensor)
-    return out
+    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
+    out, lse = attend(q, k, v, None, call, chunk=attention_chunk, qv=qv)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(
@@ -67,10 +71,10 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-) -> Tensor:
+    return_attn_probs: bool = False,
+) -> Output:
     """As `flash_attn_func`, with qkv `[batch, seq, 3, heads, head_dim]`, or with num_heads_q
     `[batch, seq, heads_q + 2 heads_kv, head_dim]`."""
-    _refuse_unserved(None, attention_chunk)
     descales = _factors(qkv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if qkv.dim() == 5:
         q, k, v = unpacked("qkv", qkv, 3, "batch, seq")
@@ -81,9 +85,9 @@ def flash_attn_qkvpacked_func(
                 f"with num_heads_q, got {list(qkv.shape)} and {num_heads_q}; stack q, k and v along the heads"
             )
         q, k, v = qkv.split((num_heads_q, rest // 2, rest // 2), dim=2)
-    out = calls.dense(q, k, v, _call(softmax_scale, causal, window_size, softcap, deterministic, descales), False)
-    assert isinstance(out, Tensor)
-    return out
+    call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
+    out, lse = attend(q, k, v, None, call, chunk=attention_chunk)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_varlen_func(
@@ -109,26 +113,18 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     deterministic: bool = False,
     sm_margin: int = 0,
-) -> Tensor:
+    return_attn_probs: bool = False,
+) -> Output:
     """Attention of packed sequences: q `[total_q, heads, head_dim]`, k and v `[total_k, heads_kv, ...]`.
 
     `seqused_q` and `seqused_k`, int32 `[batch]`, are how many rows of each sequence there are; default all. Rows of the
-    result past seqused_q are 0. With either, the rows are copied first.
+    result past seqused_q are 0, and their lse is -inf. With either, the rows are copied first.
     """
-    _refuse_unserved(qv, attention_chunk)
     descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     call = _call(softmax_scale, causal, window_size, softcap, deterministic, descales)
-    if seqused_q is None:
-        layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
-        out = calls.packed(q, k, v, layout, call, False)
-    else:
-        used = only_used_rows(q, cu_seqlens_q, seqused_q)
-        layout = Packed(used.cu_seqlens, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
-        out = calls.packed(used.x, k, v, layout, call, False)
-        assert isinstance(out, Tensor)
-        out = used.back(out)
-    assert isinstance(out, Tensor)
-    return out
+    layout = Packed(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k=seqused_k)
+    out, lse = attend(q, k, v, layout, call, used=seqused_q, chunk=attention_chunk, qv=qv)
+    return (out, lse) if return_attn_probs else out
 
 
 def flash_attn_with_kvcache(
@@ -162,23 +158,34 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, ...]:
-    """One step of decoding, by `flashtile.attention_with_kv_cache`: out, or (out, lse).
+) -> Output:
+    """One step of decoding: out, or (out, lse). Arguments as in flash_attn 2, where they are there.
 
-    Arguments as in flash_attn 2; `page_table` is its block_table. Packed queries and new keys (`cu_seqlens_q`,
-    `cu_seqlens_k_new`, `max_seqlen_q`) and positions of the rotation apart from the lengths (`rotary_seqlens`) are not
-    served: anything but None raises.
+    New rows are written to the caches in place, and nothing is recorded for a backward. By
+    `flashtile.attention_with_kv_cache` where that has the arguments. With `cu_seqlens_q`, `cu_seqlens_k_new`,
+    `rotary_seqlens`, `qv`, 8-bit caches, pages of no multiple of 16 rows, or `attention_chunk` and several queries of a
+    sequence, the keys are gathered into a packed copy first, and `num_splits` is not used.
+
+    Args:
+        page_table: int32 `[batch, pages]`: the caches are pages `[pages, page_size, heads_kv, head_dim]` of any size.
+        cu_seqlens_q: int32 `[batch + 1]`: q is packed, `[total_q, heads, head_dim]`, and so is the result; lse is then
+            `[heads, total_q]`.
+        cu_seqlens_k_new: int32 `[batch + 1]`: k and v are packed, `[total_new, heads_kv, head_dim]`.
+        max_seqlen_q: the longest sequence of queries, beside cu_seqlens_q.
+        rotary_seqlens: `[batch]`, the position of the first new row of each sequence; default cache_seqlens.
+        attention_chunk: positions count from cache_leftpad on.
     """
-    _refuse_unserved(qv, attention_chunk)
-    refuse_given(_8_BITS, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse_given(_PACKED_CACHE, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q)
-    refuse_given("positions are those of the lengths, rotate before the call", rotary_seqlens=rotary_seqlens)
-    return calls.with_cache(
-        q, k_cache, v_cache, k, v, _call(softmax_scale, causal, window_size, softcap, False), return_softmax_lse,
-        cache_lengths=cache_seqlens, cache_batch_indices=cache_batch_idx, cache_left_padding=cache_leftpad,
-        block_table=page_table, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        rotary_interleaved=bool(rotary_interleaved), num_splits=num_splits or None,
+    cache = Cache(
+        k_cache, v_cache, k, v, rotary_cos, rotary_sin, bool(rotary_interleaved), cache_seqlens, rotary_seqlens,
+        cache_batch_idx, cache_leftpad, page_table, cu_seqlens_k_new,
     )  # fmt: skip
+    descales = _factors(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    call = _call(softmax_scale, causal, window_size, softcap, False, descales)
+    out, lse = attend_with_cache(
+        q, cache, call, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, chunk=attention_chunk, qv=qv,
+        num_splits=num_splits,
+    )  # fmt: skip
+    return (out, lse) if return_softmax_lse else out
 
 
 def flash_attn_combine(
@@ -249,9 +256,3 @@ def _factors(q: Tensor, **descales: Tensor | None) -> tuple[Tensor | None, ...]:
     if q.dtype is not torch.float8_e4m3fn:
         refuse_given("factors belong to float8_e4m3fn inputs, multiply others by them", **descales)
     return tuple(descales.values())
-
-
-def _refuse_unserved(qv: Tensor | None, attention_chunk: int) -> None:
-    refuse_given(_QV, qv=qv)
-    if attention_chunk:
-        refuse("attention_chunk", "0", attention_chunk, "say what is visible by a mask or a flashtile.BlockMask")

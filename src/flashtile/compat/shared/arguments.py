@@ -56,7 +56,8 @@ def unpacked(name: str, packed: Tensor, parts: int, layout: str) -> tuple[Tensor
 
 def refuse(name: str, expected: str, given: object, remedy: str) -> NoReturn:
     """Raises for an argument that is not served."""
-    came = "a tensor" if isinstance(given, Tensor) else repr(given)
+    plain = given is None or isinstance(given, (bool, int, float, str))
+    came = repr(given) if plain else "a tensor" if isinstance(given, Tensor) else f"a {type(given).__name__}"
     raise ValueError(f"{name}: expected {expected}, got {came}; {remedy}")
 
 

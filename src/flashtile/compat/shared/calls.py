@@ -29,6 +29,7 @@ class Call(NamedTuple):
     alibi_slopes: Tensor | None = None
     deterministic: bool = False
     descales: tuple[Tensor | None, ...] = (None, None, None)
+    sinks: Tensor | None = None
 
 
 class Packed(NamedTuple):
@@ -58,9 +59,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, return_probs: bool) -> Te
         out; with return_probs out, lse `[B, H, Sq]` and the weights (see `probs_of`).
     """
     if not return_probs:
-        return flashtile.attention(q, k, v, **_options(q, call), **_factors(call))
+        return flashtile.attention(q, k, v, **options_of(q, call))
     seed = drawn_seed(q, call.dropout_p)
-    out, lse = flashtile.attention(q, k, v, **_options(q, call), dropout_seed=seed, return_lse=True)
+    out, lse = flashtile.attention(q, k, v, **options_of(q, call), dropout_seed=seed, return_lse=True)
     return out, lse, probs_of(q, k, call, seed) if seed is not None else q.new_empty(0)
 
 
@@ -74,10 +75,10 @@ def packed(
     """
     k, v, layout = with_packed_keys(k, v, with_longest(layout))
     if not return_probs:
-        return flashtile.attention_varlen(q, k, v, **_lengths(layout), **_options(q, call), **_factors(call))
+        return flashtile.attention_varlen(q, k, v, **lengths_of(layout), **options_of(q, call))
     seed = drawn_seed(q, call.dropout_p)
     out, lse = flashtile.attention_varlen(
-        q, k, v, **_lengths(layout), **_options(q, call), dropout_seed=seed, return_lse=True
+        q, k, v, **lengths_of(layout), **options_of(q, call), dropout_seed=seed, return_lse=True
     )
     return out, lse, packed_probs_of(q, k, layout, call, seed) if seed is not None else q.new_empty(0)
 
@@ -99,9 +100,20 @@ def with_cache(
     Returns:
         out, or (out, lse `[B, H, Sq]`).
     """
-    options = _options(q, call) | places | {"return_lse": bool(return_lse)}
+    options = options_of(q, call) | places | {"return_lse": bool(return_lse)}
     del options["dropout_p"], options["deterministic"]
     return flashtile.attention_with_kv_cache(q, k_cache, v_cache, k, v, **options)
+
+
+def equal_lengths(x: Tensor) -> Tensor:
+    """The cumulative lengths of a dense batch `[B, rows, ...]` whose first two dimensions are to be flattened."""
+    return torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1]
+
+
+def as_dense(out: Tensor, lse: Tensor, batch: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Packed results of a batch of equal lengths as `[B, Sq, H, D]` and `[B, H, Sq]`."""
+    lse = lse.unflatten(1, (batch, rows)).transpose(0, 1)
+    return out.unflatten(0, (batch, rows)), lse.contiguous()
 
 
 def with_longest(layout: Packed) -> Packed:
@@ -133,9 +145,13 @@ def packed_probs_of(q: Tensor, k: Tensor, layout: Packed, call: Call, seed: Tens
     return probs.packed_attention_probs(q, k, *layout[:4], _scores(call), seed, call.dropout_p, PROBS_MULTIPLE)
 
 
-def drawn_seed(q: Tensor, dropout_p: float) -> Tensor | None:
-    """The dropout seed of a call, drawn from torch's generator; None where nothing is dropped."""
-    return flashtile.draw_dropout_seed(q.device) if dropout_p else None
+def drawn_seed(x: Tensor, dropout_p: float, generator: torch.Generator | None = None) -> Tensor | None:
+    """The dropout seed of a call, drawn from a generator, by default torch's own; None where nothing is dropped."""
+    if not dropout_p:
+        return None
+    if generator is None:
+        return flashtile.draw_dropout_seed(x.device)
+    return torch.randint(2**32, (2,), dtype=torch.int64, device=x.device, generator=generator)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, return_probs: bool):
@@ -146,12 +162,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, layout: Packed | None, call: Call, 
     """
     with torch.no_grad():
         seed = drawn_seed(q, call.dropout_p)
-        options: dict[str, Any] = {**_options(q, call), "dropout_seed": seed, "return_lse": True}
+        options: dict[str, Any] = {**options_of(q, call), "dropout_seed": seed, "return_lse": True}
         if layout is None:
             out, lse = flashtile.attention(q, k, v, **options)
         else:
             k, v, layout = with_packed_keys(k, v, with_longest(layout))
-            out, lse = flashtile.attention_varlen(q, k, v, **_lengths(layout), **options)
+            out, lse = flashtile.attention_varlen(q, k, v, **lengths_of(layout), **options)
         weights = q.new_empty(0)
         if return_probs:
             weights = probs_of(q, k, call, seed) if layout is None else packed_probs_of(q, k, layout, call, seed)
@@ -169,19 +185,21 @@ def backward(
     call: Call,
     seed: Tensor | None,
     align: Literal["bottom_right", "top_left"] = "bottom_right",
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v from the results of a forward, and the dropout seed that it returned."""
+    """The gradients of q, k and v from the results of a forward, the dropout seed that it returned, and the gradients
+    of out and lse."""
     if call.dropout_p and seed is None:
         raise ValueError(
             "rng_state: expected what the forward returned, beside dropout_p, got None; it says what was dropped"
         )
-    options = _options(q, call) | {"dropout_seed": seed if call.dropout_p else None, "align": align}
+    options = options_of(q, call) | {"dropout_seed": seed if call.dropout_p else None, "align": align}
     if options["alibi_slopes"] is not None:
         options["alibi_slopes"] = options["alibi_slopes"].detach()
     if layout is not None:
         layout = with_longest(layout)
         options |= dict(zip(("cu_seqlens", "cu_seqlens_k", "max_seqlen", "max_seqlen_k"), layout[:4]))
-    return flashtile.attention_backward(dout, q, k, v, out, lse, **options)[:3]
+    return flashtile.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)[:3]
 
 
 def write_gradients(gradients: Sequence[Tensor], buffers: Sequence[Tensor | None]) -> None:
@@ -203,10 +221,12 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(wide) * out.to(wide)).sum(-1).transpose(-1, -2).contiguous()
 
 
-def _options(q: Tensor, call: Call) -> dict[str, Any]:
+def options_of(q: Tensor, call: Call) -> dict[str, Any]:
+    """The options of a call in the words of flashtile; what a call does not have is left out."""
     slopes = call.alibi_slopes
     if slopes is not None and slopes.dtype is torch.float32 and q.dtype is torch.float64:
         slopes = slopes.double()  # slopes are float32 whatever q is
+    rare = {"sinks": call.sinks} | dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
     return {
         "causal": bool(call.causal),
         "window": window(call.window_size),
@@ -215,14 +235,12 @@ def _options(q: Tensor, call: Call) -> dict[str, Any]:
         "softcap": call.softcap,
         "alibi_slopes": slopes,
         "deterministic": bool(call.deterministic),
+        **{name: tensor for name, tensor in rare.items() if tensor is not None},
     }
 
 
-def _factors(call: Call) -> dict[str, Any]:
-    return dict(zip(("descale_q", "descale_k", "descale_v"), call.descales))
-
-
-def _lengths(layout: Packed) -> dict[str, Any]:
+def lengths_of(layout: Packed) -> dict[str, Any]:
+    """The lengths of a packed call in the words of flashtile."""
     return dict(zip(Packed._fields[:4], layout))
 
 

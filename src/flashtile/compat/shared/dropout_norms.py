@@ -47,13 +47,28 @@ def dropout_add_norm_subset(
     residual_in_fp32: bool,
     return_dropout_mask: bool,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The same with x0 for some rows of x only, and z of some."""
+    """The same with x0 for some rows of x only, and z of some; z and x are `[..., *x0.shape[1:]]`."""
     results = fused_norm(rms)(
         x0, residual, weight, bias, dropout_p, epsilon, None, layerscale, prenorm, residual_in_fp32,
         return_dropout_mask, x0_subset=x0_subset, out_subset=out_subset, rowscale_const=rowscale_const,
         out_numrows=out_numrows,
     )  # fmt: skip
-    return _with_byte_masks(results, 1 if return_dropout_mask else 0)
+    results = _with_byte_masks(results, 1 if return_dropout_mask else 0)
+    if isinstance(results, Tensor):
+        return _like_x0("z", results, x0)
+    return tuple(_like_x0(name, result, x0) for name, result in zip(("z", "x" if prenorm else "mask", "mask"), results))
+
+
+def _like_x0(name: str, result: Tensor, x0: Tensor) -> Tensor:
+    """A result, whose rows are as many as it has, with the inner dimensions of x0."""
+    inner, rows = x0.shape[1:], result.shape[:-1].numel()
+    together = inner[:-1].numel()
+    if together and rows % together:
+        raise ValueError(
+            f"out_subset, x0_subset: expected rows of {name} in a multiple of {together}, those of an entry of x0 "
+            f"{list(x0.shape)}, got {rows}; flatten x0 to [rows, hidden]"
+        )
+    return result.reshape(rows // max(together, 1), *inner)
 
 
 def dropout_add_norm_parallel(

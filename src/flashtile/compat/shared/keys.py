@@ -42,7 +42,7 @@ def gathered_keys(
         first, lengths = first + left_padding, (lengths - left_padding).clamp(min=0)
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     if block_table is not None and k.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_page_numbers(k.shape[0], k.shape[1], block_table, first + lengths)
+        check_page_numbers(k.shape[0], k.shape[1], block_table, first + lengths)
     stored = k.shape[0] if block_table is None else min(block_table.numel(), k.shape[0] * batch) * k.shape[1]
     rows = stored if max_seqlen_k is None else min(batch * max_seqlen_k, stored)
     row = torch.arange(rows, device=k.device)
@@ -52,7 +52,14 @@ def gathered_keys(
         position = _in_pages(position, sequence, block_table, k.shape[1])
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     position = position.clamp(min=0, max=max(k.shape[0] - 1, 0))
-    return k.index_select(0, position), v.index_select(0, position), cu_seqlens.int()
+    return _taken(k, position), _taken(v, position), cu_seqlens.int()
+
+
+def _taken(x: Tensor, row: Tensor) -> Tensor:
+    """Rows of x; those of 8-bit floats as integers, because PyTorch does not index them on all devices."""
+    if x.dtype is torch.float8_e4m3fn:
+        return x.view(torch.uint8).index_select(0, row).view(x.dtype)
+    return x.index_select(0, row)
 
 
 def check_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, block_table: Tensor) -> None:
@@ -72,12 +79,14 @@ def check_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, block_table: Tensor)
         raise ValueError(f"block_table: expected the device of k, {k.device}, got {block_table.device}; move it")
 
 
-def _check_page_numbers(pages: int, page_size: int, block_table: Tensor, ends: Tensor) -> None:
-    """On a CPU the numbers are read; on a GPU that would wait for it."""
+def check_page_numbers(
+    pages: int, page_size: int, block_table: Tensor, ends: Tensor, name: str = "block_table"
+) -> None:
+    """Checks the pages of sequences that end at `ends`, `[batch]`, on a CPU; a GPU would be waited for."""
     used = -(-ends // page_size)
     if used.numel() and int(used.max()) > block_table.shape[1]:
         raise ValueError(
-            f"block_table: expected pages for the {int(ends.max())} keys of the longest sequence, "
+            f"{name}: expected pages for the {int(ends.max())} keys of the longest sequence, "
             f"{int(used.max())} columns, got {block_table.shape[1]}; add columns"
         )
     needed = torch.arange(block_table.shape[1], device=ends.device) < used[:, None]
@@ -85,7 +94,7 @@ def _check_page_numbers(pages: int, page_size: int, block_table: Tensor, ends: T
     if wrong.any():
         sequence, number = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"block_table: expected numbers from 0 to {pages - 1}, the pages of k, got "
+            f"{name}: expected numbers from 0 to {pages - 1}, the pages of k, got "
             f"{int(block_table[sequence, number])} as page {number} of sequence {sequence}"
         )
 

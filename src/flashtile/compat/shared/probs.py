@@ -77,13 +77,13 @@ def packed_attention_probs(
         raise TypeError(
             "max_seqlen: expected ints with return_attn_probs, got a tensor on a GPU; reading it would synchronise"
         )
-    dense_q = _padded(q, cu_seqlens_q, max_seqlen_q)
-    dense_k = _padded(k, cu_seqlens_k, max_seqlen_k)
+    dense_q = padded_rows(q, cu_seqlens_q, max_seqlen_q)
+    dense_k = padded_rows(k, cu_seqlens_k, max_seqlen_k)
     lengths = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     return _weights(dense_q, dense_k, *lengths, scores, dropout_seed, dropout_p, multiple)
 
 
-def _padded(x: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+def padded_rows(x: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Packed rows as `[B, longest, ...]`; what lies past a sequence's end may be anything finite or not."""
     if not x.shape[0]:
         return x.new_zeros(cu_seqlens.shape[0] - 1, longest, *x.shape[1:])

@@ -15,12 +15,20 @@ def rotated_in_place(x: Tensor, rotate: Rotate) -> Tensor:
     """x rotated in its own memory.
 
     PyTorch does not allow that for a leaf that wants a gradient. flash_attn does it, and so does this: the result is
-    then another tensor with the memory of x, and the gradient of x is that of what x held before.
+    then another tensor with the memory of x, and the gradient of x is that of what x held before. Under torch.compile
+    the result and x are equal and have memory of their own.
     """
     base = x if x._base is None else x._base
-    if base.is_leaf and x.requires_grad and torch.is_grad_enabled():
+    if not (base.is_leaf and x.requires_grad and torch.is_grad_enabled()):
+        return rotate(x, False, True)
+    if not torch.compiler.is_compiling():
         return _OverLeaf.apply(x, rotate)
-    return rotate(x, False, True)
+    # An autograd.Function over a function that computes with sizes ends in an AssertionError of PyTorch before 2.13,
+    # once a size is dynamic.
+    rotated = rotate(x, False, False)
+    with torch.no_grad():
+        x.copy_(rotated)
+    return rotated
 
 
 class _OverLeaf(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ class UsedRows(NamedTuple):
     row: Tensor
     counts: Tensor
 
-    def back(self, out: Tensor) -> Tensor:
-        """Results of the rows in the place of these, 0 elsewhere."""
-        return out.index_select(0, self.row).masked_fill(~self.counts[:, None, None], 0)
+    def back(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Results of the rows, `[total, ...]` and `[heads, total]`, in the place of these; elsewhere 0 and -inf."""
+        out = out.index_select(0, self.row).masked_fill(~self.counts[:, None, None], 0)
+        return out, lse.index_select(1, self.row).masked_fill(~self.counts, -math.inf)
 
 
 def only_used_rows(x: Tensor, cu_seqlens: Tensor, used: Tensor) -> UsedRows:

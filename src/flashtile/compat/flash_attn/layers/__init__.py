@@ -1,1 +1,1 @@
-"""Layers of flash_attn: rotary position embedding."""
+"""Layers of flash_attn: rotary position embedding, patches of images."""

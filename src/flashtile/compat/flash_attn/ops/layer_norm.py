@@ -58,7 +58,7 @@ def dropout_add_layer_norm_subset(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """The same with x0 for some rows of x only, and z of some rows."""
+    """The same with x0 for some rows of x only, and z of some rows; both are `[..., *x0.shape[1:]]`."""
     return dropout_add_norm_subset(
         False, x0, residual, weight, bias, dropout_p, epsilon, layerscale, x0_subset, out_subset, rowscale_const,
         out_numrows, prenorm, residual_in_fp32, return_dropout_mask,

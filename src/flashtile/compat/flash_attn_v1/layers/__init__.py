@@ -1,1 +1,1 @@
-"""Layers of flash_attn 1: rotary position embedding."""
+"""Layers of flash_attn 1: rotary position embedding, patches of images."""

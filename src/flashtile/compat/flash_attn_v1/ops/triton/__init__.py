@@ -1,0 +1,1 @@
+"""Those that flash_attn has in Triton."""
