@@ -1,71 +1,35 @@
 """flashtile: exact attention in tiles that stay in fast on-chip memory."""
 
-from flashtile.ops.attention import patterns
-from flashtile.ops.attention.api import attention, attention_varlen
-from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.explain import Explanation, explain
-from flashtile.ops.attention.fp8 import quantize_fp8
-from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
-from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
-from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
-from flashtile.ops.attention.sdpa import scaled_dot_product_attention
-from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
-from flashtile.ops.decompositions import decompositions
-from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
-from flashtile.ops.kv_cache.api import attention_with_kv_cache
-from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
-from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
-from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
-from flashtile.ops.softmax.api import scaled_causal_softmax, scaled_masked_softmax
-from flashtile.ops.softmax.merge import (
-    OnlineSoftmax,
-    finish_attention,
-    logsumexp_merge,
-    merge_attention_,
-    online_softmax,
-)
+import os
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "AttentionPart",
-    "BlockMask",
-    "Explanation",
-    "OnlineSoftmax",
-    "RotaryScaling",
-    "__version__",
-    "apply_rotary",
-    "apply_rotary_kv",
-    "apply_rotary_qkv",
-    "attention",
-    "attention_backward",
-    "attention_column_sums",
-    "attention_part",
-    "attention_probs",
-    "attention_varlen",
-    "attention_with_kv_cache",
-    "cross_entropy",
-    "decompositions",
-    "draw_dropout_seed",
-    "dropout_add_layer_norm",
-    "dropout_add_rms_norm",
-    "dropout_mask",
-    "explain",
-    "finish_attention",
-    "fused_dense",
-    "fused_mlp",
-    "layer_norm",
-    "linear_bias_wgrad",
-    "linear_cross_entropy",
-    "logsumexp_merge",
-    "merge_attention_",
-    "online_softmax",
-    "patterns",
-    "quantize_fp8",
-    "rms_norm",
-    "rotary_frequencies",
-    "rotary_tables",
-    "scaled_causal_softmax",
-    "scaled_dot_product_attention",
-    "scaled_masked_softmax",
-    "xpos_scale",
-]
+
+
+def _runs_a_command() -> bool:
+    """Whether this process is `flashtile`, `python -m flashtile` or `python -m flashtile.bench`.
+
+    Their help and version are shown without torch, so a command loads the public names when it first uses one. Any
+    other program gets them at once, because `import flashtile` also registers the operators.
+    """
+    program = (getattr(sys, "argv", None) or [""])[0]
+    if program == "-m":  # Python is still looking for the module that it is to run
+        return not {"flashtile", "flashtile.bench"}.isdisjoint(sys.orig_argv)
+    return os.path.splitext(os.path.basename(program))[0] == "flashtile"
+
+
+if TYPE_CHECKING or not _runs_a_command():
+    from flashtile._public import *  # noqa: F403
+    from flashtile._public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A public name; the first that is asked for loads them all."""
+        public = import_module("flashtile._public")
+        names = {each: getattr(public, each) for each in ("__all__", *public.__all__)}
+        globals().update(names)
+        if name not in names:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        return names[name]

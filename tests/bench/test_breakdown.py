@@ -8,12 +8,13 @@ import torch
 from flashtile.bench import breakdown, runner
 from flashtile.bench.__main__ import main
 from flashtile.bench.breakdown import FUSED, Steps, breakdown_tables, draw_breakdown, run_breakdown
-from flashtile.bench.cases import Case, ChoiceError
+from flashtile.bench.cases import Case
 from flashtile.bench.compare import comparison_tables
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.html import figures
-from flashtile.bench.html.figures import Named, implementations
 from flashtile.bench.outcome import report_of
 from flashtile.bench.standard import causal_mask, scores
+from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CASE = Case(2, 24, 3, 3, 8, 8, causal=True, dropout_p=0.25, dtype="fp64")
@@ -43,10 +44,10 @@ def test_the_steps_are_standard_attention_and_its_gradients(causal, dropout_p):
         assert 0.6 < steps.keeps.double().mean() < 0.9
         weights = weights * steps.keeps / (1 - dropout_p)
     out = weights @ v
-    torch.testing.assert_close(steps.weigh(), out)
+    assert_same(steps.weigh(), out)
     expected = torch.autograd.grad(out, (q, k, v), steps.dout)
     for found, gradient in zip((backward["dq"], backward["dk"], backward["dv"]), expected, strict=True):
-        torch.testing.assert_close(found, gradient)
+        assert_same(found, gradient)
     wanted = [name for name in FORWARD if causal or name != "mask"]
     assert list(forward) == [name for name in wanted if dropout_p or name != "dropout"]
     assert list(backward) == [name for name in BACKWARD if dropout_p or "dropout" not in name]
@@ -93,10 +94,8 @@ def test_steps_are_compared_with_themselves():
 
 
 def test_the_page_draws_it():
-    record = {"machine": {}, "rows": rows_by_hand()}
-    (chart,) = figures.breakdowns(Named(record, "r.json", implementations([record])))
-    assert ("standard", "softmax", "3") in chart.lines
-    assert figures.others(Named(record, "r.json", implementations([record]))) == []
+    (chart,) = figures.breakdowns(rows_by_hand())
+    assert chart.bars["standard"] == [("mask", 1.0), ("softmax", 3.0)]
 
 
 @pytest.mark.parametrize(

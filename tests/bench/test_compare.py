@@ -10,8 +10,9 @@ import torch
 import flashtile
 from flashtile.bench import against, commands, outcome, runner
 from flashtile.bench.__main__ import main
-from flashtile.bench.cases import Case, ChoiceError
+from flashtile.bench.cases import Case
 from flashtile.bench.compare import comparison_tables, differences, read_record
+from flashtile.bench.errors import ChoiceError
 
 CASE = Case(1, 512, 4, 4, 64, 64).record()
 CPU = torch.device("cpu")

@@ -20,6 +20,7 @@ from flashtile.bench.problem import AttentionProblem
 from flashtile.bench.training.cases import TrainCase
 from flashtile.bench.training.implementations import IMPLEMENTATIONS as TRAININGS
 from flashtile.bench.training.problem import TrainProblem
+from flashtile.testing import assert_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.unpoisoned]
 
@@ -91,7 +92,7 @@ def test_formula_is_that_of_a_cpu():
     inputs.leaves = {name: leaf.cpu() for name, leaf in inputs.leaves.items()}
     inputs.upstream = [d.cpu() for d in inputs.upstream]
     for name, expected in evaluate(case, inputs, inputs.others, torch.float64).items():
-        torch.testing.assert_close(found[name].cpu(), expected, rtol=1e-9, atol=1e-9)
+        assert_same(found[name].cpu(), expected, name)
 
 
 def attention_rows(case, *names):

@@ -1,25 +1,26 @@
-"""The page that shows records: what it draws, that it is whole and needs nothing from elsewhere."""
+"""The page that shows records: what it draws and says, that it is whole, fits a screen and needs no network."""
 
 import json
 import re
-import shutil
-import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from flashtile.bench.__main__ import main
+from browser import CHROMIUM, open_browser
 from flashtile.bench.cases import Case
 from flashtile.bench.companions.norms import LayerNorm
-from flashtile.bench.html import charts, figures, svg
-from flashtile.bench.html.figures import Named, implementations, sections
+from flashtile.bench.html import words
+from flashtile.bench.html.charts import DotChart, LineChart, Series
+from flashtile.bench.html.drawing import draw
+from flashtile.bench.html.figures import Named, in_order, sections, styles
+from flashtile.bench.html.headline import headline_of
 from flashtile.bench.html.report import write_report
 
 RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-SVG = "{http://www.w3.org/2000/svg}"
+HTML, SVG = "{http://www.w3.org/1999/xhtml}", "{http://www.w3.org/2000/svg}"
 
 
 def row(impl, case, ms, phase="fwd", op="attention", **more):
@@ -34,9 +35,13 @@ def record(rows, gpu="NVIDIA H200"):
     return {"machine": {"gpu": gpu}, "versions": {"torch": "2"}, "commit": "c" * 40, "command": "a <b>", "rows": rows}
 
 
-def named(rows, **facts):
-    found = record(rows, **facts)
-    return Named(found, "r.json", implementations([found]))
+def named(rows, name="r.json", **facts):
+    return Named(record(rows, **facts), Path(name))
+
+
+def charts_of(rows, title):
+    """The charts of a section of the page of some rows."""
+    return next(section.groups[0].charts for section in sections([named(rows)]) if section.title == title)
 
 
 LINES = [
@@ -78,121 +83,225 @@ class Elements(HTMLParser):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The page of all committed records."""
+    pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("report") / "deep" / "report.html"
-    assert write_report(RECORDS, path) > 40
+    written = write_report(RECORDS, path)
+    assert written.charts > 40 and not written.notes
     return path
+
+
+def parsed(path):
+    return ElementTree.fromstring(path.read_text("utf-8").partition("\n")[2])
+
+
+def words_in(element):
+    return " ".join(part for text in element.itertext() if (part := text.strip()))
+
+
+# --- the whole page -------------------------------------------------------------------------------------------------
 
 
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(whole):
     text = whole.read_text("utf-8")
     assert text.startswith("<!DOCTYPE html>\n")
-    ElementTree.fromstring(text.partition("\n")[2])  # well-formed
+    parsed(whole)  # well-formed
     elements = Elements()
     elements.feed(text)
     assert not elements.problems and not elements.open
     assert len(set(elements.identifiers)) == len(elements.identifiers)
-    assert {target[1:] for target in elements.targets} == set(elements.identifiers)
+    assert {target[1:] for target in elements.targets} <= set(elements.identifiers)
     assert all(target.startswith("#") for target in elements.targets)
-    assert "url(" not in text and "@import" not in text
-    assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg"}
+    assert "@import" not in text and set(re.findall(r"url\((.)", text)) <= {"#"}
+    known = {"http://www.w3.org/1999/xhtml", "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert set(re.findall(r"https?://[\w./]+", text)) <= known
 
 
-def test_the_page_suits_phones_and_dark_rooms(whole):
+def test_the_page_suits_dark_rooms(whole):
     text = whole.read_text("utf-8")
-    assert '<meta name="viewport" content="width=device-width, initial-scale=1"/>' in text
     assert "@media (prefers-color-scheme: dark)" in text and "color-scheme: light dark" in text
-    assert not re.search(r'fill="#|stroke="#', text), "colours are of the style sheet, which knows the dark"
+    assert not re.search(r"#[0-9a-f]{6}", text.partition("</style>")[2]), "colours are of the style sheet"
     assert len(set(re.findall(r"--c\d: (#\w+)", text))) == 20  # ten each for light and dark
 
 
-def test_every_figure_has_its_command_and_machine(whole):
-    root = ElementTree.fromstring(whole.read_text("utf-8").partition("\n")[2])
-    html = "{http://www.w3.org/1999/xhtml}"
+def test_the_page_says_what_was_measured_on_what_and_how_to_read_it(whole):
+    body = parsed(whole).find(f"{HTML}body")
+    introduction = words_in(body.find(f"{HTML}header"))
+    for said in ("attention", "decoding", "training", "NVIDIA H200", "AMD EPYC (2 cores)", "PyTorch", "How to read it"):
+        assert said in introduction, said
+    names = words_in(body.find(f".//{HTML}section[@id='names-of-implementations']"))
+    assert "fa4 FlashAttention-4" in names and "flashtile-hopper flashtile's kernels for Hopper GPUs" in names
+
+
+def test_the_main_result_of_the_gpu_comes_first(whole):
+    first, second, *_ = parsed(whole).iter(f"{HTML}section")
+    assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H200"
+    said = words_in(first)
+    assert "flashtile-hopper is" in said and "times as fast as the fastest peer" in said and "fa4" in said
+    assert len(list(first.iter(f"{SVG}svg"))) == 2, "forward and backward"
+    machines = [heading.text.strip() for heading in second.iter(f"{HTML}h3")]
+    assert machines[0] == "NVIDIA H200" and machines[-1] == "AMD EPYC (2 cores)"
+
+
+def test_no_title_or_label_is_a_dump_of_keys_or_a_checksum(whole):
+    root = parsed(whole)
+    said = [words_in(found) for tag in ("h2", "h3", "h4", "th") for found in root.iter(HTML + tag)]
+    said += [found.get("data-label") for found in root.iter(f"{HTML}td")]
+    said += [words_in(found) for svg in root.iter(f"{SVG}svg") for found in svg.iter(f"{SVG}text")]
+    assert len(said) > 1000
+    for text in said:
+        assert not re.search(r"[={}\[\]]|sha256|\b[0-9a-f]{16,}\b|None|True|False", text), text
+
+
+def test_charts_of_a_group_have_different_titles_and_every_group_names_machine_and_record(whole):
+    root, files = parsed(whole), {path.name for path in RECORDS}
     commands = {json.loads(path.read_text("utf-8"))["command"] for path in RECORDS}
-    found = list(root.iter(f"{html}figure"))
-    for figure in found:
-        caption = figure.find(f"{html}figcaption")
-        assert caption.find(f"{html}code").text in commands and re.match(r"\S+\.json, .+, commit \w+", caption.text)
-        drawing = figure.find(f"{SVG}svg")
-        assert drawing.get("aria-label") and drawing.get("viewBox")
-    assert len(found) > 40
+    assert {code.text for code in root.iter(f"{HTML}code")} == commands
+    count = 0
+    for section in root.iter(f"{HTML}section"):
+        headings = [found for found in section.findall(f"{HTML}h3") if found.find(f"{HTML}a") is not None]
+        assert all(found.text.strip() and found.find(f"{HTML}a").text in files for found in headings)
+        for grid in section.findall(f"{HTML}div"):
+            titles = [found.find(f"{HTML}h4").text for found in grid.findall(f"{HTML}figure")]
+            assert len(set(titles)) == len(titles), titles
+            count += len(titles)
+    assert count > 100
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("dark", [False, True])
-def test_a_browser_renders_it_without_a_word_on_the_console(whole, tmp_path, dark):
-    picture = tmp_path / "page.png"
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    options += ["--disable-component-update", "--disable-sync", "--disable-quic", f"--user-data-dir={tmp_path}"]
-    options += ["--enable-logging=stderr", "--window-size=500,900", f"--screenshot={picture}"]
-    options += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run([CHROMIUM, *options, whole.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and picture.stat().st_size > 10_000, done.stderr
-    assert "CONSOLE" not in done.stderr
+# --- in a browser ---------------------------------------------------------------------------------------------------
+
+#: What reaches past the screen or its own box, or is cut off in a picture.
+_OVERFLOWS = """
+(() => {
+  const screen = document.documentElement.clientWidth;
+  const found = document.scrollingElement.scrollWidth > screen ? [`page ${document.scrollingElement.scrollWidth}`] : [];
+  for (const element of document.querySelectorAll('body *')) {
+    const place = element.getBoundingClientRect();
+    const picture = element.closest('svg');
+    const frame = picture && element !== picture ? picture.getBoundingClientRect() : {left: 0, right: screen};
+    const words = !picture || element.tagName === 'text';
+    if (words && place.width && (place.right > frame.right + 2 || place.left < frame.left - 2))
+      found.push(`${element.tagName} ${element.textContent.trim().slice(0, 60)} ${place.left} to ${place.right}`);
+    if (!picture && element.clientWidth && element.scrollWidth > element.clientWidth + 1)
+      found.push(`${element.tagName} scrolls: ${element.textContent.trim().slice(0, 60)}`);
+  }
+  return found.slice(0, 5);
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    with open_browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1366, 390])
+def test_in_a_browser_nothing_overflows_and_no_request_leaves_the_page(whole, browser, width, dark):
+    browser.open(whole, width, dark=dark)
+    assert browser.evaluate("document.documentElement.clientWidth") == width
+    assert browser.evaluate(_OVERFLOWS) == []
+    browser.evaluate("document.querySelectorAll('details').forEach(found => found.open = true)")
+    assert browser.evaluate(_OVERFLOWS) == []
+    assert browser.requests == [whole.as_uri()] and not browser.messages
+    assert len(browser.screenshot()) > 10_000
+
+
+def test_the_look_for_overflows_and_requests_sees_them(browser, tmp_path):
+    page = tmp_path / "wide.html"
+    page.write_text("<p style='width: 2000px'>wide</p><img src='http://127.0.0.1:9/x.png'>", "utf-8")
+    browser.open(page, 390)
+    assert any("wide" in found for found in browser.evaluate(_OVERFLOWS))
+    assert browser.requests == [page.as_uri(), "http://127.0.0.1:9/x.png"] and browser.messages
+
+
+# --- which charts ---------------------------------------------------------------------------------------------------
 
 
 def test_lengths_make_lines_in_order():
-    first, second = figures.speeds(named(LINES[::-1]))
-    assert {first.title, second.title} == {f"head_dim 64, full, bf16, {phase}" for phase in ("forward", "backward")}
-    assert first.headings == ("sequence length", "peer", "flashtile-triton")
-    assert first.lines[0] == ("512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0)))
-    lines = ElementTree.fromstring(first.svg).findall(f"{SVG}polyline")
-    assert len(lines) == 2
-    for line in lines:
-        across = [float(pair.split(",")[0]) for pair in line.get("points").split()]
-        assert across == sorted(across)
+    first, second = charts_of(LINES[::-1], "Attention: speed")
+    assert {first.title, second.title} == {"Forward", "Backward"}
+    headings, lines = first.table()
+    assert headings == ("sequence length (tokens)", "peer", "flashtile-triton")
+    assert lines[0] == ("512", *(f"{4 / (ms * 512):.3g}" for ms in (2.0, 1.0)))
+    for series in first.series:
+        assert [x for x, _ in series.points] == [512, 1024, 2048]
+
+
+def test_titles_say_what_differs():
+    wide = [{**one, "case": {**one["case"], "D": 128, "Dv": 128}} for one in LINES]
+    charts = charts_of([*LINES, *wide], "Attention: speed")
+    phases = ("Forward", "Backward")
+    assert {chart.title for chart in charts} == {f"{phase}, head_dim {dim}" for phase in phases for dim in (64, 128)}
+    (group,) = sections([named(LINES)])[0].groups
+    assert group.common == "head_dim 64, full, bfloat16" and group.named.machine == "NVIDIA H200"
 
 
 def test_ratios_are_to_the_best_peer():
     slower = [row("slow", length(seq), 9.0 * seq, phase) for seq in (512, 1024, 2048) for phase in ("fwd", "bwd")]
-    chart, _ = figures.ratios(named([*LINES, *slower]))
-    assert chart.title.startswith("flashtile-triton over the best peer")
-    assert [line[1] for line in chart.lines] == ["2", "2", "2"] and 'class="level"' in chart.svg
+    chart, _ = charts_of([*LINES, *slower], "Attention: speed over the best peer")
+    assert chart.title == "Forward" and chart.level == 1.0
+    assert [line[1] for line in chart.table()[1]] == ["2", "2", "2"]
 
 
 def test_what_has_no_lengths_stands_alone():
     rows = [*LINES, row("flashtile-triton", length(4096, mask="tiles128:0.5"), 3.0)]
-    chart, *more = figures.kinds(named(rows))
-    assert not more and chart.lines == (("b2-h4-d64-full-tiles128:0.5-s4096-bf16", "1.33"),)
+    *_, chart = charts_of(rows, "Attention: speed")
+    assert chart.title == "Other cases, forward, 50% of the tiles of 128, 4,096 tokens"
+    assert list(chart.cases.values()) == [{"flashtile-triton": pytest.approx(4 / 3)}]
+
+
+def test_many_cases_are_divided_by_what_they_differ_in():
+    caps = [float(cap) for cap in range(1, 9)]
+    rows = [row("a", length(64, softcap=cap, causal=causal), 1.0) for causal in (False, True) for cap in caps]
+    full, causal = charts_of(rows, "Attention: speed")
+    assert (full.title, causal.title) == ("Forward, full", "Forward, causal")
+    assert list(full.cases) == list(causal.cases) == [f"soft cap {cap:g}" for cap in caps]
 
 
 def test_memory_against_length():
-    rows = [row("plain", {"S": seq, "B": 1}, 1.0, memory_mib=seq**2) for seq in (1024, 2048)]
+    rows = [row("plain", {"S": seq, "B": 1}, 1.0, memory_mib=seq**2) for seq in (1024, 2048, 4096)]
     for one in rows:
         del one["tflops"]
-    memory, time = figures.lengths(named(rows))
-    assert memory.title == "Memory, forward" and memory.lines[0] == ("1k", "1048576") and time.lines[0][1] == "1"
+    memory, time = charts_of(rows, "Attention: memory and time")
+    assert memory.title == "Forward: memory" and memory.table()[1][0] == ("1,024", "1,048,576")
+    assert time.table()[1][0] == ("1,024", "1")
 
 
 def test_memory_of_each_head_size():
     rows = [{**one, "peak_mib": one["case"]["S"] / 4} if one["phase"] == "bwd" else one for one in LINES]
-    (chart,) = figures.lengths(named(rows))
-    assert chart.title == "head_dim 64, full, bf16, memory with the backward"
-    assert chart.lines[0] == ("512", "128", "128")
+    (chart,) = charts_of(rows, "Attention: memory and time")
+    assert chart.title == "Backward: memory" and chart.table()[1][0] == ("512", "128", "128")
 
 
 def test_points_lie_under_the_roof_of_a_known_machine():
-    chart, _ = figures.rooflines_of(named(LINES))
-    assert chart.title == "H200, bfloat16, forward"
+    chart, _ = charts_of(LINES, "Roofline")
+    assert chart.title == "Forward"
     case, bytes_moved = Case.from_record(length(512)), 4 * 2 * 512 * 4 * 64 * 2 + 2 * 4 * 512 * 4
-    assert chart.lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
-    assert figures.rooflines_of(named(LINES, gpu="NVIDIA H100 PCIe")) == []
-    peers_alone = [one for one in LINES if one["impl"] == "peer"]
-    assert figures.rooflines_of(named(peers_alone)) == []
+    _, lines = chart.table()
+    assert lines[0][0] == "flashtile-triton, head_dim 64: 512 tokens"
+    assert lines[0][1] == f"{case.flops('fwd') / bytes_moved:.0f}"
+    for rows, gpu in ((LINES, "NVIDIA H100 PCIe"), ([one for one in LINES if one["impl"] == "peer"], "NVIDIA H200")):
+        assert "Roofline" not in [section.title for section in sections([named(rows, gpu=gpu)])]
 
 
 def test_companions_by_bandwidth_or_products():
     case = LayerNorm("bf16", 16, 1024)
-    found = named([row("eager", case.record(), 2.0, op="layer_norm")])
-    (chart,) = figures.bandwidths(found)
-    assert chart.lines == ((case.name, "4"),) and figures.products(found) == []
+    one = row("eager", case.record(), 2.0, op="layer_norm")
+    found = {section.title: section for section in sections([named([{**one, "tflops": None}])])}
+    (chart,) = found["Norms, losses and others: bandwidth"].groups[0].charts
+    assert chart.cases == {"Layer norm": {"eager": 4.0}} and len(found) == 1
+    assert [section.title for section in sections([named([one])])] == ["Linear layers: speed"]
 
 
 def test_other_operations_are_drawn_by_their_time():
-    rows = [row("a", {"S": 1, "flag": None}, 2.0, op="new-op"), row("a", {"S": 1}, 2.0, op="cache-decode")]
-    (other,), (decoding,) = figures.others(named(rows)), figures.decoding(named(rows))
-    assert other.title == "New-op, forward" and other.lines == (("S=1", "2"),)
-    assert decoding.title == "Cache-decode, forward" and decoding.lines == (("S=1", "4"),)
+    rows = [row("a", {"S": 1, "flag": None}, 2.0, op="new-op"), row("a", {"S": 1}, 2.0, op="decode")]
+    (other,) = charts_of(rows, "Other measurements")
+    (decoding,) = charts_of(rows, "Decoding")
+    assert other.title == "Forward" and other.table()[1] == [("New-op", "2")]
+    assert decoding.table()[1] == [("Decoding", "4")]
 
 
 def test_training_by_length_losses_and_accuracy():
@@ -202,50 +311,123 @@ def test_training_by_length_losses_and_accuracy():
         for seq in (1024, 4096, 16384)
     ]
     rows.append(row("flashtile", {"model": "other", "B": 8, "S": 64}, 1.0, **step, tokens_per_s=5.0))
-    speed, memory, alone = figures.tokens(named(rows))
-    assert speed.title == "train-step model=m, speed" and speed.lines[0] == ("1k", "977")
-    assert memory.lines[-1] == ("16k", "16384") and alone.lines[0][1] == "5"
+    speed, alone = charts_of(rows, "Training: speed")
+    assert speed.title == "Training step, m" and speed.table()[1][0] == ("1,024", "977")
+    assert alone.title == "Other cases, training step, other, 64 tokens" and alone.table()[1][0][1] == "5"
     curve = [float(i) for i in range(600)] + [None] * 10
-    rows = [row(impl, {"model": "m"}, 1.0, op="train-curve", curve=curve) for impl in ("flashtile", "plain")]
-    (chart,) = figures.losses(named(rows))
-    assert chart.headings == ("step", "flashtile", "plain") and chart.lines == (("600", "594", "594"),)
-    assert "<circle" not in chart.svg
+    rows = [
+        row(impl, {"model": "m", "text_sha256": "ab" * 32}, 1.0, op="train-curve", curve=curve, curve_every=2)
+        for impl in ("flashtile", "plain")
+    ]
+    (chart,) = charts_of(rows, "Training: losses")
+    assert chart.title == "Training on text" and chart.table()[0] == ("step", "flashtile", "plain")
+    assert chart.table()[1] == [("1,200", "594", "594")]
     broken = row("flashtile", {}, 1.0, op="train-curve", curve=[None])
-    assert figures.losses(named([broken])) == []
-    rows = [row("flashtile", {"seed": 1}, 1.0, op="lra-listops", accuracy=0.5)]
-    (chart,) = figures.accuracies(named(rows))
-    assert chart.title == "Lra-listops" and chart.lines == (("seed=1", "50"),) and figures.others(named(rows)) == []
+    assert "Training: losses" not in [section.title for section in sections([named([broken])])]
+    rows = [row("flashtile", {"seed": seed}, 1.0, op="lra-listops", accuracy=0.5) for seed in (0, 1)]
+    (chart,) = charts_of(rows, "Training: accuracy")
+    assert chart.table()[1] == [("seed 0", "50"), ("seed 1", "50")] and len(sections([named(rows)])) == 1
 
 
 def test_traffic_and_breakdown():
     parts = {"bytes_read": 3e9, "bytes_written": 1e9}
     io = row("standard", {"B": 1}, 2.0, op="attention-io", predicted=parts, counted={**parts, "bytes_read": 5e9})
     uncounted = {**io, "impl": "flashtile", "counted": None}
-    (chart,) = figures.traffic(named([io, uncounted]))
-    assert chart.lines == (("standard", "4", "6"), ("flashtile", "4", "–"))
+    (chart,) = charts_of([io, uncounted], "Predicted and counted traffic")
+    assert chart.table()[1] == [("standard", "4", "6"), ("flashtile", "4", "–")]
     steps = [
         row("standard", {"B": 1}, ms, op="attention-breakdown", step=name) for name, ms in (("mask", 1.0), ("pv", 3))
     ]
-    (stacked,) = figures.breakdowns(named(steps))
-    assert stacked.title == "Forward, B=1"
-    assert stacked.lines == (("standard", "mask", "1"), ("standard", "pv", "3"))
-    widths = [float(part.get("width")) for part in ElementTree.fromstring(stacked.svg).findall(f"{SVG}rect")]
-    assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
+    (stacked,) = charts_of(steps, "Where the time goes")
+    assert stacked.title == "Forward"
+    assert stacked.table()[1] == [("standard", "mask", "1"), ("standard", "pv", "3")]
 
 
 def test_what_has_no_time_is_left_out():
     rows = [{**one, "ms": None, "why": "it broke"} for one in LINES]
-    assert all(not section.figures for section in sections([named(rows)]))
+    assert not sections([named(rows)]) and headline_of([named(rows)]) is None
+
+
+def test_the_headline_says_how_many_times_as_fast_and_in_how_many_cases():
+    slow = {("flashtile-triton", "bwd"): 4.0}
+    found = headline_of([named([{**one, "ms": one["ms"] * slow.get((one["impl"], one["phase"]), 1)} for one in LINES])])
+    assert found.sentences[0] == (
+        "Forward: flashtile-triton is 2.00 times as fast as the fastest peer of each case (geometric mean; 2.00 to "
+        "2.00), and faster in all 3 cases."
+    )
+    assert "faster in 0 of 3 cases" in found.sentences[1]
+    assert found.lines[0] == ("peer", "forward", "2.00", "2.00", "2.00", "3")
+    assert found.lines[1] == ("peer", "backward", "0.50", "0.50", "0.50", "3")
+    assert [chart.title for chart in found.charts] == ["Forward", "Backward"]
+
+
+def test_gpus_come_first_and_of_them_the_most_comparisons():
+    cpu = Named({"machine": {"cpu": "c", "cpu_cores": 2}, "rows": LINES}, Path("cpu.json"))
+    few = named([one for one in LINES if one["phase"] == "fwd"], "few.json")
+    assert [one.path.name for one in in_order([cpu, few, named(LINES, "many.json")])] == [
+        "many.json", "few.json", "cpu.json",
+    ]  # fmt: skip
 
 
 def test_colours_are_told_apart_in_a_record_and_the_same_on_the_page():
-    first = record([row(impl, length(1), 1.0) for impl in ("p", "flashtile-a", "q")])
-    second = record([row(impl, length(1), 1.0) for impl in ("flashtile-b", "r", "p")])
-    index = implementations([first, second])
+    first = named([row(impl, length(1), 1.0) for impl in ("p", "flashtile-a", "q")])
+    second = named([row(impl, length(1), 1.0) for impl in ("flashtile-b", "r", "p")])
+    index = styles([first, second])
     for one in (first, second):
-        used = [index[found["impl"]] for found in one["rows"]]
+        used = [index[found["impl"]] for found in one.rows]
         assert len(set(used)) == len(used)
     assert index["flashtile-a"] == index["flashtile-b"] == 0
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_cases_are_named_by_what_differs():
+    cases = [length(64, causal=True), length(128, causal=True, window=(7, 0)), length(64, causal=True, dropout_p=0.1)]
+    assert words.labels_of(cases) == ["64 tokens", "window of 8 keys, 128 tokens", "dropout 0.1, 64 tokens"]
+    assert words.common_facets(cases) == {"D": "head_dim 64", "causal": "causal", "dtype": "bfloat16"}
+    assert words.labels_of([{"H": 8, "Hkv": 8}, {"H": 8, "Hkv": 2}]) == ["8 heads", "8 query heads, 2 key/value heads"]
+    assert words.labels_of([{"S": 1, "text_sha256": "a"}, {"S": 1, "text_sha256": "b"}]) == ["plain", "plain (2)"]
+    assert words.labels_of([{"S": 4, "lengths": [1, 2]}]) == ["2 sequences, 3 tokens"]
+
+
+def test_every_implementation_and_key_of_the_committed_records_has_words():
+    for path in RECORDS:
+        for one in json.loads(path.read_text("utf-8"))["rows"]:
+            assert words.implementation_of(one["impl"]), one["impl"]
+            assert not words.unknown_keys(one["case"]) and one["op"] in words.OPERATIONS
+            assert one["phase"] in words.PHASES
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def elements_of(chart):
+    pytest.importorskip("matplotlib")
+    return list(ElementTree.fromstring(draw(chart, {}, 7)).iter())
+
+
+def texts(elements):
+    return [words_in(element) for element in elements if element.tag == f"{SVG}text"]
+
+
+def test_a_picture_has_its_own_identifiers_the_pages_colours_and_its_numbers_as_text():
+    series = (Series("ours", ((512.0, 0.0051), (1024.0, 0.0149))),)
+    elements = elements_of(LineChart("A & B", series, "length", "s"))
+    svg = elements[0]
+    assert svg.get("aria-label") == "A & B" and svg.get("role") == "img" and not svg.get("width")
+    assert {"512", "1k", "length", "s", "ours", "0.008"} <= {*texts(elements)}, texts(elements)
+    assert all(element.get("id", "f7-").startswith("f7-") for element in elements)
+    assert any("var(--c0)" in element.get("style", "") for element in elements)
+
+
+def test_long_names_of_cases_are_wrapped():
+    chart = DotChart("t", {" ".join(["name"] * 30): {"a": 1.0}}, "ms")
+    lines = [line for line in texts(elements_of(chart)) if "name" in line]
+    assert " ".join(lines).split() == ["name"] * 30 and max(map(len, lines)) <= 46
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def test_words_of_records_are_no_markup(tmp_path):
@@ -254,36 +436,30 @@ def test_words_of_records_are_no_markup(tmp_path):
     write_report([path], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text("utf-8")
     assert "<b>" not in text and "a &lt;b&gt;" in text and "r&amp;d.json" in text
-    ElementTree.fromstring(text.partition("\n")[2])
+    parsed(tmp_path / "page.html")
 
 
-@pytest.mark.parametrize(
-    ("values", "top", "ticks"), [((0.19,), 0.2, 5), ((7, 790), 800, 5), ((0,), 1.0, 6), ((1.0,), 1.0, 6)]
-)
-def test_linear_axes_end_at_round_numbers(values, top, ticks):
-    axis = svg.linear_axis(values, 0, 100)
-    assert axis.low == 0 and axis.high == pytest.approx(top) and len(axis.ticks) == ticks
-    assert axis(0) == 0 and axis(axis.high) == 100
+def test_what_is_not_known_in_a_record_is_named_and_shown(tmp_path):
+    rows = [row("flashtile-triton", {**length(64), "score_mod": name}, 1.0) for name in ("relu", "sin")]
+    rows.append(row("flashtile-triton", {"S": 1}, 1.0, op="new-op"))
+    path = tmp_path / "newer.json"
+    path.write_text(json.dumps(record(rows)))
+    written = write_report([path], tmp_path / "page.html")
+    assert [note.partition(";")[0] for note in written.notes] == [
+        "newer.json: unknown operation 'new-op' in 1 rows",
+        "newer.json: unknown key 'score_mod' in the case of 2 rows of 'attention'",
+    ]
+    text = words_in(parsed(tmp_path / "page.html"))
+    assert written.notes[1] in text and "score mod relu" in text and "score mod sin" in text
 
 
-def test_logarithmic_axes_end_at_powers():
-    axis = svg.log_axis([512, 16384], 0, 100, base=2)
-    assert axis.ticks == (512, 1024, 2048, 4096, 8192, 16384) and axis(512) == 0 and axis(16384) == pytest.approx(100)
-    single = svg.log_axis([1024], 0, 100, base=2)
-    assert single.low == 1024 and single.high == 2048
-    assert svg.log_axis([0.02, 300], 0, 1).ticks == (0.01, 0.1, 1, 10, 100, 1000)
-    assert [svg.number(v) for v in (512, 4096, 2**20, 250_000, 0.5)] == ["512", "4k", "1M", "250k", "0.5"]
-
-
-def test_long_names_are_cut_in_the_drawing_alone():
-    chart = charts.dot_chart("t", {"n" * 80: {"a": 1.0}}, {"a": 0}, "ms")
-    assert "n" * 60 not in re.findall(r">(n+…?)</text>", chart.svg)[0] and chart.lines[0][0] == "n" * 80
-
-
-def test_the_module_writes_the_page(tmp_path, capsys):
-    page = tmp_path / "page.html"
-    assert main(["report", str(RECORDS[0]), "--output", str(page)]) == 0
-    assert "figures" in capsys.readouterr().out and page.exists()
-    with pytest.raises(SystemExit):
-        main(["report", str(page)])
-    assert "is no JSON file" in capsys.readouterr().err
+def test_without_matplotlib_the_page_has_tables_and_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(record(LINES)))
+    written = write_report([path], tmp_path / "page.html")
+    assert 'pip install "flashtile[plots]"' in written.notes[0]
+    root = parsed(tmp_path / "page.html")
+    assert not list(root.iter(f"{SVG}svg")) and written.notes[0] in words_in(root.find(f"{HTML}body/{HTML}header"))
+    assert all(found.get("open") for found in root.iter(f"{HTML}details"))
+    assert "0.00781" in words_in(root)

@@ -25,6 +25,7 @@ from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_case, run_cases
 from flashtile.bench.timing import PerfCounterTimer
 from flashtile.bench.verify import Oracle
+from flashtile.testing import assert_same
 
 CPU = torch.device("cpu")
 
@@ -174,7 +175,7 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.S * 20)
     blocks = verify._reference(case, tensors, inputs.dropout_seed)
     for name, expected in whole.items():
-        torch.testing.assert_close(blocks[name], expected, rtol=1e-10, atol=1e-12)
+        assert_same(blocks[name], expected, name)
 
 
 def test_oracle_looks_at_fewer_heads_when_they_are_large(monkeypatch):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,18 +17,26 @@ from typer.testing import CliRunner
 
 import flashtile.cli
 from flashtile.bench import against, commands, host_time, runner
+from flashtile.bench.companions.tables import OPERATIONS
+from flashtile.bench.outcome import report_of
 from flashtile.bench.report import Table
 from flashtile.cli import doctor, warmup
 from flashtile.cli.app import app
-from flashtile.cli.console import print_table
+from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
+from flashtile.cli.demo.results import Results, scaling_table, training_table
+from flashtile.cli.demo.scaling import Point
+from flashtile.cli.demo.training import Training
 from flashtile.cli.errors import CommandError, UserError
-from flashtile.cli.explain import parse_window
+from flashtile.cli.explain import Call, describe_io, parse_window
 from flashtile.models import GPTConfig
 
 pytestmark = pytest.mark.unpoisoned
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+#: Operations of the benchmark commands, beside the companions.
+DRAWN = ("attention", "attention-host", "attention-breakdown", "decode", "train-step")
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 
 
@@ -101,19 +110,75 @@ def test_doctor_fails_when_the_default_backend_does(monkeypatch):
     assert "RuntimeError: cpu is ill" in result.output and "does not work" in result.output
 
 
-@pytest.mark.parametrize("width", [300, 60], ids=["wide", "narrow"])
-def test_tables_show_all_of_every_cell(width):
-    why = "RuntimeError: expected [batch, seq] and no[/end], got a-word-that-is-longer-than-the-column-it-stands-in"
+def drawn(table, width, **options):
     console = Console(file=StringIO(), width=width)
-    print_table(console, Table("Title", ["backend", "and-a-heading-without-spaces"], [["cpu", why]], words=True))
-    shown = "".join(console.file.getvalue().split()).replace("│", "").replace("┃", "")
-    assert why.replace(" ", "") in shown and "and-a-heading-without-spaces" in shown, console.file.getvalue()
+    print_table(console, table, **options)
+    return console.file.getvalue()
+
+
+def test_a_word_wider_than_the_terminal_is_folded_and_nothing_is_cut_off():
+    why = "RuntimeError: expected [batch, seq] and no[/end], got " + "a-word-that-is-longer-than-the-terminal" * 2
+    shown = drawn(Table("Title", ["backend", "heading"], [["cpu", why]], words=True), 60)
+    assert why.replace(" ", "") in "".join(shown.split()), shown
+
+
+def tables_of_all_commands():
+    """Those of the committed records, by every command that has tables."""
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        record = json.loads(path.read_text("utf-8"))
+        if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):
+            yield from report_of(record, record).tables
+    points = [Point(name, 131072, 12345.6, 2**34) for name in ("flashtile", "plain")]
+    trainings = {name: Training([5.0, 4.0], [1.0], 123456.0, 2**34) for name in ("flashtile", "plain")}
+    results = Results(plan.make_plan(CPU, 20.0), "a book", trainings, None, points, {})
+    yield from (training_table(results), scaling_table(results), doctor.facts_table())
+    yield doctor.backends_table([doctor.examine(backend) for backend in doctor.BACKENDS])
+    yield describe_io(Call(1, 8192, None, 16, None, 64, None, "bf16", True, None, 0.1, False, "auto", "sm_90"))
+
+
+def test_tables_fit_80_columns_and_break_no_word():
+    count = 0
+    for table in tables_of_all_commands():
+        shown = drawn(table, 80)
+        assert max(map(len, shown.splitlines())) <= 80, shown
+        words = {word for line in (table.headings, *table.lines) for cell in line for word in cell.split()}
+        assert words <= set(shown.split()), words - set(shown.split())
+        count += 1
+    assert count > 30
+
+
+def test_parts_of_a_wide_table_repeat_what_names_a_line():
+    lines = [["a" * 30, "fwd", "1" * 20, "2" * 20, "3" * 20]]
+    shown = drawn(Table("Title", ["case", "phase", "one", "two", "three"], lines, keys=2), 80, emphasise=1)
+    assert shown.count("a" * 30) == shown.count("fwd") == 3 and shown.count("Title") == 1
+    assert all(digit * 20 in shown for digit in "123")
+
+
+def test_text_is_wrapped_in_a_terminal_and_a_unit_stays_with_its_number():
+    sentence = "The largest difference is far below what is allowed, which here is 12 MiB and 0.5 s or " + "x" * 30
+    for terminal in (True, False):
+        console = Console(file=StringIO(), width=72, force_terminal=terminal, highlight=False)
+        print_text(console, f"  {sentence}\nend")
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) == (3 if terminal else 2), lines
+        assert not terminal or (lines[0].endswith("which here is") and lines[1].startswith("      12 MiB"))
 
 
 def test_explain_names_the_backend():
     result = invoke("explain", "--seq", 64, "--dtype", "fp32", "--causal", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "cpu" in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [("--dtype", "fp64", "--device", "sm_90"), ("--backend", "hopper", "--device", "cpu")], ids=" ".join
+)
+def test_explain_fails_where_no_backend_serves_the_call_and_says_each_reason_once(options):
+    result = invoke("explain", *options)
+    assert result.exit_code == 1 and result.output.startswith("backend: none"), result.output
+    reasons = [line.partition(": ")[2] for line in result.output.splitlines()]
+    assert len(set(reasons)) == len(reasons) and "IO model" not in result.output
+    assert result.output.count("its kernels are for sm_90") + result.output.count("backend='reference'") == 1
 
 
 def test_explain_takes_a_call_without_keys():
@@ -298,7 +363,7 @@ def test_report_writes_a_page(tmp_path):
     record = tmp_path / "record.json"
     assert invoke("bench", "host-time", "--impl", "sdpa-flash", "-o", record).exit_code == 0
     result = invoke("report", record, "-o", tmp_path / "page.html")
-    assert result.exit_code == 0 and "3 figures of 1 records" in result.output, result.output
+    assert result.exit_code == 0 and "3 charts of a record:" in result.output, result.output
     assert "Host time" in (tmp_path / "page.html").read_text("utf-8")
     missing = invoke("report", tmp_path / "none.json")
     assert missing.exit_code == 2 and "cannot be read" in missing.output

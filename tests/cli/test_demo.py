@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 
 import pytest
 import torch
@@ -202,11 +203,29 @@ def test_scaling_stops_where_it_becomes_too_expensive(monkeypatch):
     monkeypatch.setattr(scaling, "free_memory", lambda device: 2 * 10 * 256**2 + 1)
     config = replace(TINY, lengths=(64, 128, 256, 512))
     seen = []
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, seen.append)
-    assert [point.length for point in points] == [64, 128, 256] and seen == points
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda *what: seen.append(what))
+    assert [point.length for point in points] == [64, 128, 256]
+    assert seen == [("plain", point.length) for point in points]
     assert stopped["plain"].startswith("length 512 may need")
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, seen.append)
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 0.0, ignore)
     assert [point.length for point in points] == [64] and "s left" in stopped["plain"]
+
+
+def ignore(*what):
+    pass
+
+
+def test_what_is_measured_is_announced_before(monkeypatch):
+    course = []
+
+    def measured(function, config, attention, length, **options):
+        course.append(("measured", length))
+        return 1.0, 1, 1.0
+
+    monkeypatch.setattr(scaling, "run_piece", measured)
+    config = replace(TINY, lengths=(64, 128))
+    scaling.measure_scaling(config, {"ours": None}, 60.0, lambda name, length: course.append((name, length)))
+    assert course == [("ours", 64), ("measured", 64), ("ours", 128), ("measured", 128)]
 
 
 def calls_that_take(monkeypatch, seconds):
@@ -218,18 +237,18 @@ def calls_that_take(monkeypatch, seconds):
 def test_scaling_foresees_what_the_next_length_costs(monkeypatch):
     config = replace(TINY, lengths=(64, 128, 256))
     calls_that_take(monkeypatch, {64: 0.01, 128: 1.0})
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda point: None)
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, ignore)
     assert [point.length for point in points] == [64, 128]  # the last doubling cost 100 times as much
     assert stopped["plain"] == "length 256 may take 201 s of the 60 s left"
     calls_that_take(monkeypatch, {64: 0.25, 128: 1.0, 256: 4.0})
-    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, lambda point: None)
+    points, stopped = scaling.measure_scaling(config, {"plain": plain_attention}, 60.0, ignore)
     assert len(points) == 3 and not stopped
 
 
 def test_a_measurement_never_outlasts_the_time(monkeypatch):
     monkeypatch.setattr(scaling, "_LEAST_SECONDS", 0.5)
     begin = time.perf_counter()
-    points, stopped = scaling.measure_scaling(TINY, {"slow": sleeping}, 0.5, lambda point: None)
+    points, stopped = scaling.measure_scaling(TINY, {"slow": sleeping}, 0.5, ignore)
     assert not points and "not done after" in stopped["slow"]
     assert time.perf_counter() - begin < 10
 
@@ -288,11 +307,25 @@ def test_an_output_folder_that_takes_no_file_is_explained_before_any_work(book, 
         run_demo(Options(book, tmp_path, pictures=False), TINY, quiet_console())
 
 
-def test_missing_matplotlib_is_explained_before_any_work(book, tmp_path, monkeypatch):
+@pytest.fixture
+def without_matplotlib(monkeypatch):
     monkeypatch.setattr("flashtile.cli.errors.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'needs matplotlib: pip install "flashtile\[plots\]"'):
-        run_demo(Options(book, tmp_path / "output"), TINY, quiet_console())
-    assert not (tmp_path / "output").exists()
+
+
+def test_without_matplotlib_the_demo_goes_on_and_names_the_extra(book, tmp_path, without_matplotlib):
+    output = tmp_path / "output"
+    console = Console(file=StringIO(), width=80)
+    assert run_demo(Options(book, output, steps=2), replace(TINY, lengths=(64,)), console)
+    said = console.file.getvalue()
+    assert 'pip install "flashtile[plots]"' in said and "memory saved" in said
+    assert sorted(path.name for path in output.iterdir()) == ["report.md", "results.json"]
+
+
+def test_pictures_asked_for_by_name_need_matplotlib_before_any_work(book, tmp_path, without_matplotlib):
+    with pytest.raises(UserError, match="there is no file"):  # the arguments come first
+        run_demo(Options(tmp_path / "missing", tmp_path / "output", pictures=True), TINY, quiet_console())
+    with pytest.raises(UserError, match=r'--pictures needs matplotlib: pip install "flashtile\[plots\]"'):
+        run_demo(Options(book, tmp_path / "output", pictures=True), TINY, quiet_console())
 
 
 def test_steps_fit_the_time(monkeypatch):

@@ -17,7 +17,7 @@ from flashtile import BlockMask
 from flashtile.integrations.export import decompose
 from flashtile.models import GPT, GPTConfig
 from flashtile.modules import MHA
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning"),
@@ -71,7 +71,7 @@ def test_a_gpt_exports_with_any_batch_and_length(name: str, mode: str) -> None:
     decomposed = decompose(program)
     assert operators(decomposed) == {"aten"}
     for batch, seq in ((1, 2), (3, 33), (2, 9)):
-        assert torch.equal(program.module()(tokens(batch, seq)), model(tokens(batch, seq)))
+        assert_same(program.module()(tokens(batch, seq)), model(tokens(batch, seq)))
         assert_equal_results(decomposed, model, tokens(batch, seq))
 
 
@@ -79,7 +79,7 @@ def test_a_model_that_has_run_exports_for_longer_sequences_too() -> None:
     model = make_gpt("llama")
     model(tokens(1, 5))
     program = torch.export.export(model, (tokens(2, 9),), **DYNAMIC["default"])
-    assert torch.equal(program.module()(tokens(2, 40)), model(tokens(2, 40)))
+    assert_same(program.module()(tokens(2, 40)), model(tokens(2, 40)))
 
 
 def test_an_exported_model_keeps_our_operators_and_can_be_saved() -> None:
@@ -89,7 +89,7 @@ def test_an_exported_model_keeps_our_operators_and_can_be_saved() -> None:
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)
-    assert torch.equal(torch.export.load(file).module()(tokens(3, 4)), model(tokens(3, 4)))
+    assert_same(torch.export.load(file).module()(tokens(3, 4)), model(tokens(3, 4)))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -110,6 +110,35 @@ def test_onnx_runtime_computes_the_same(name: str, tmp_path: Path) -> None:
         oracle = model.double()(tokens(batch, seq)).detach()
         model.float()
         assert_close("logits", torch.from_numpy(logits), oracle, expected)
+
+
+REMEDY = (
+    r"export in two steps, program = torch.export.export\(model.eval\(\), args\) and torch.onnx.export\(.*decompose"
+)
+
+
+@pytest.mark.parametrize("way", ["dynamo", "torchscript", "program"])
+def test_an_export_to_onnx_leads_to_the_remedy(way: str) -> None:
+    pytest.importorskip("onnx", reason="onnx is not installed: the test below stands for its exporter")
+    pytest.importorskip("onnxscript")
+    model: Any = make_gpt("gpt2")
+    if way == "program":
+        model = torch.export.export(model, (tokens(2, 9),))
+    arguments = () if way == "program" else (tokens(2, 9),)
+    with pytest.raises(Exception, match=REMEDY):
+        torch.onnx.export(model, arguments, io.BytesIO(), dynamo=way != "torchscript", verbose=False)
+
+
+def test_operators_refuse_the_exporter_to_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, program = make_gpt("gpt2"), torch.export.export(make_gpt("gpt2"), (tokens(2, 9),))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    with pytest.raises(Exception, match=f"got flashtile::.*; {REMEDY}"):
+        torch.export.export(model, (tokens(2, 9),))
+    with pytest.raises(Exception, match=f"got flashtile::.*; {REMEDY}"):
+        program.run_decompositions()
+    with pytest.raises(NotImplementedError, match=REMEDY):
+        torch.jit.trace(model, (tokens(2, 9),))
+    model(tokens(2, 9))  # what is not traced runs
 
 
 class Function(nn.Module):
@@ -174,7 +203,7 @@ def test_functions_export_and_decompose(name: str) -> None:
     assert "flashtile" in operators(program)
     decomposed = decompose(program)
     assert operators(decomposed) == {"aten"}
-    assert torch.equal(program.module()(*inputs), model(*inputs))
+    assert_same(program.module()(*inputs), model(*inputs))
     assert_equal_results(decomposed, model, *inputs)
 
 
@@ -197,9 +226,9 @@ def test_a_model_of_transformers_exports_and_decomposes() -> None:
     decomposed = decompose(program)
     expected = model(**inputs).logits
     assert "flashtile" in operators(program) and operators(decomposed) == {"aten"}
-    assert torch.equal(program.module()(**inputs).logits, expected)
+    assert_same(program.module()(**inputs).logits, expected)
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(decomposed.module()(**inputs).logits[real], expected[real], rtol=1e-5, atol=1e-5)
+    assert_same(decomposed.module()(**inputs).logits[real], expected[real])
     unregister()
 
 
@@ -224,7 +253,7 @@ def test_a_model_of_transformers_exports_for_any_batch_and_length(name: str, pad
     real = longer.get("attention_mask", torch.ones_like(tokens)).bool()
     expected = model(**longer).logits[real]
     for exported in (program, decompose(program)):
-        torch.testing.assert_close(exported.module()(**longer).logits[real], expected, rtol=1e-5, atol=1e-5)
+        assert_same(exported.module()(**longer).logits[real], expected)
     unregister()
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from flashtile.integrations import use_flashtile_sdpa
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 PYTORCHS = functional.scaled_dot_product_attention
 
@@ -138,7 +138,8 @@ def test_checkpointed_layers_recompute_with_the_same_attention() -> None:
         expected, query.grad = query.grad, None
         with Watch() as watch:
             checkpoint(attend, query, use_reentrant=False).sum().backward()
-    assert watch.ours and torch.equal(query.grad, expected)
+    assert watch.ours
+    assert_same(query.grad, expected)
 
 
 def test_compiled_functions_follow() -> None:
@@ -153,8 +154,15 @@ def test_compiled_functions_follow() -> None:
     eager = attend(query)
     with use_flashtile_sdpa():
         inside = compiled(query)
-        assert torch.equal(inside, attend(query))
-    assert torch.equal(compiled(query), eager)
+        assert_same(inside, attend(query))
+    assert_same(compiled(query), eager)
     with use_flashtile_sdpa():
         compiled(query)
     assert graphs == [True, False]  # and nothing compiled again
+
+
+def test_a_backend_that_is_none_raises_before_the_context_is_entered() -> None:
+    wrong = use_flashtile_sdpa(backend="foo")
+    with pytest.raises(ValueError, match=r"backend: expected one of 'auto', .*, got 'foo'"), wrong:
+        pytest.fail("entered")
+    assert functional.scaled_dot_product_attention is PYTORCHS

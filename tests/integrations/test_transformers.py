@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformers_cases
 from flashtile.integrations import use_flashtile_sdpa
 from flashtile.integrations.transformers import register, unregister
+from flashtile.testing import assert_same
+from missing_packages import run_without
 from transformers_cases import (
     ALL,
     LANGUAGE,
@@ -105,9 +108,7 @@ def test_a_mask_of_the_users_own_holds_everything() -> None:
     for mask in (visible, as_bias):
         inputs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
         ours, eager = build(ALL["llama"], "flashtile"), build(ALL["llama"], "eager")
-        torch.testing.assert_close(
-            ours(**inputs).logits, eager(**{**inputs, "attention_mask": as_bias}).logits, rtol=1e-5, atol=1e-5
-        )
+        assert_same(ours(**inputs).logits, eager(**{**inputs, "attention_mask": as_bias}).logits)
 
 
 def test_a_decoder_made_to_look_both_ways() -> None:
@@ -147,8 +148,7 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     plain, checkpointed = (build(ALL["llama"], "flashtile").train() for _ in range(2))
     checkpointed.gradient_checkpointing_enable()
     expected, actual = run(plain, inputs), run(checkpointed, inputs)
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
+    assert_same(actual, expected)
 
 
 def test_under_autocast_attention_runs_in_its_dtype() -> None:
@@ -206,7 +206,7 @@ def test_packed_sequences_given_by_lengths_equal_those_alone(name: str) -> None:
     model, (inputs, lengths) = build(ALL[name], "flashtile"), packed_inputs()
     together = model(**inputs, **lengths).logits[0]
     parts = torch.cat([model(part[None]).logits[0] for part in inputs["input_ids"][0].split(LENGTHS)])
-    torch.testing.assert_close(together, parts, rtol=1e-5, atol=1e-5)
+    assert_same(together, parts)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4", "doge"])
@@ -221,7 +221,7 @@ def test_batches_of_the_flattening_collator_train() -> None:
     together = model(**batch)
     together.loss.backward()
     alone = model(torch.tensor([samples[1]["input_ids"]])).logits
-    torch.testing.assert_close(together.logits[:, 4:], alone, rtol=1e-5, atol=1e-5)
+    assert_same(together.logits[:, 4:], alone)
 
 
 def test_several_rows_may_be_packed() -> None:
@@ -314,7 +314,7 @@ def test_a_filled_cache_goes_on_with_several_tokens(name: str, static: bool) -> 
         return torch.cat(parts, dim=1)
 
     real = mask.bool()
-    torch.testing.assert_close(logits("flashtile", True)[real], logits("eager", False)[real], rtol=2e-5, atol=2e-5)
+    assert_same(logits("flashtile", True)[real], logits("eager", False)[real])
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
@@ -330,11 +330,10 @@ def test_compiles_whole(name: str) -> None:
     model.zero_grad()
     out = compiled(**inputs)
     out.loss.backward()
-    assert_same = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(out.loss.detach(), expected["loss"], **assert_same)
+    assert_same(out.loss.detach(), expected["loss"])
     for key, parameter in model.named_parameters():
         if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected[f"d {key}"], **assert_same)
+            assert_same(parameter.grad, expected[f"d {key}"], key)
 
 
 def test_decoding_from_a_static_cache_compiles_once() -> None:
@@ -353,7 +352,7 @@ def test_decoding_from_a_static_cache_compiles_once() -> None:
         model(tokens[:, :6], past_key_values=cache)
         steps = [decode(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(6, SEQ)]
         expected = model(tokens).logits[:, 6:]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-5, atol=1e-5)
+    assert_same(torch.cat(steps, dim=1), expected)
     assert len(graphs) == 1
 
 
@@ -367,7 +366,7 @@ def test_sdpa_models_run_ours_within_the_context() -> None:
         actual = build(ALL["llama"], "sdpa")(**inputs).logits
     assert [call for call in watch.calls if call.startswith("attention_forward")]
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(actual[real], expected[real], rtol=1e-5, atol=1e-5)
+    assert_same(actual[real], expected[real])
 
 
 def test_names_come_and_go() -> None:
@@ -387,6 +386,23 @@ def test_names_come_and_go() -> None:
             register(name)
     with pytest.raises(TypeError, match="name: expected a str"):
         register(None)  # type: ignore[arg-type]
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path) -> None:
+    done = run_without({"transformers"}, tmp_path, "-c", "import flashtile.integrations.transformers")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: flashtile.integrations.transformers needs transformers 5.20 or newer: "
+        'pip install "flashtile[transformers]"'
+    )
+
+
+def test_options_that_no_call_takes_raise_when_they_are_given() -> None:
+    with pytest.raises(ValueError, match=r"backend: expected one of 'auto', .*, got 'foo'"):
+        register("tiles", backend="foo")
+    with pytest.raises(TypeError, match="deterministic: expected True or False, got 1"):
+        register("tiles", deterministic=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="name: expected one of"):
+        unregister("tiles")
 
 
 def test_chunked_attention_needs_a_name_without_flash() -> None:

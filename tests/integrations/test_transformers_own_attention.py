@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import transformers_cases
+from flashtile.testing import assert_same
 from transformers_cases import SEQ, VOCABULARY, decoder, transformers
 
 IMAGES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
@@ -65,7 +66,7 @@ def check_switched(model: Any, inputs: dict[str, Any], real: Tensor | None = Non
     expected, actual = (out if isinstance(out, Tensor) else out[0] for out in (expected, actual))
     if real is not None:
         expected, actual = expected[real], actual[real]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert_same(actual, expected)
 
 
 # --- classes that are chosen by the name of the implementation ------------------------------------------------------

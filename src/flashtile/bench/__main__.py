@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.commands import DESCRIPTIONS, default_device, describe_progress, measure
 from flashtile.bench.compare import read_record
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.html.report import write_report
 from flashtile.bench.outcome import compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
@@ -22,7 +22,7 @@ _OPTIONS = {
     "attention": ("table", "cases", "impl", "quick", "seconds"),
     "companions": ("op", "cases", "impl", "quick", "seconds", "jobs"),
     "decode": ("cases", "impl", "quick", "seconds"),
-    "train": ("model", "impl", "quick", "batch", "context", "seconds"),
+    "train": ("model", "impl", "quick", "batch", "context", "after", "seconds"),
     "host-time": ("impl",),
     "breakdown": (*("impl", "batch", "seq", "heads", "head_dim", "dropout_p", "full", "dtype", "seconds", "plot"),),
 }
@@ -33,7 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "report":
-            print(f"{write_report(options.records, options.output)} figures: {options.output}")
+            written = write_report(options.records, options.output)
+            for note in written.notes:
+                print(note)
+            print(f"{written.charts} charts: {options.output}")
         else:
             _run(options)
     except ChoiceError as error:
@@ -54,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--model", nargs="+", default=[], help="models; all by default, --list names them")
     train.add_argument("--batch", type=_positive, help="sequences in a step")
     train.add_argument("--context", type=_positive, nargs="+", default=[], help="tokens of a sequence")
+    train.add_argument("--after", type=_positive, default=0, help="steps of training before what is measured")
     for command in (attention, companions, decode):
         command.add_argument("--cases", nargs="+", default=[], help="patterns of case names, such as '*8192*'")
     for command in (attention, companions, decode, train):

@@ -19,8 +19,8 @@ from typing import Any
 
 import flashtile
 from flashtile.bench import commands
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.compare import Key, key_of
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.record import Record
 from flashtile.bench.report import Table
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.bench.cases import Case, ChoiceError
+from flashtile.bench.cases import Case
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.implementations import device_memory, select_implementations
 from flashtile.bench.problem import AttentionProblem
 from flashtile.bench.record import require_writable

@@ -17,15 +17,13 @@ from torch import Tensor
 
 from flashtile import BlockMask
 from flashtile.bench import masks
+from flashtile.bench.errors import ChoiceError
+from flashtile.bench.values import NORMAL, activations, changed, layer_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 #: The backward recomputes the scores and makes four more products of the size of the forward's two.
 _BACKWARD_FLOPS = 2.5
-
-
-class ChoiceError(ValueError):
-    """A table, a case or an implementation was asked for that is not there."""
 
 
 _Named = TypeVar("_Named")
@@ -49,7 +47,7 @@ class Case:
 
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
     `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
-    `1HSS` or `BHSS`.
+    `1HSS` or `BHSS`. `values` names what the tensors hold (`values.py`).
     """
 
     B: int
@@ -66,6 +64,7 @@ class Case:
     mask: str | None = None
     softcap: float | None = None
     bias: str | None = None
+    values: str = NORMAL
 
     def __post_init__(self) -> None:
         if self.lengths is not None:
@@ -78,6 +77,9 @@ class Case:
         if self.bias is not None:
             assert self.bias in ("1HSS", "BHSS") and not self.dropout_p
             assert self.segments is None, "the check of a bias has one sequence in each batch entry"
+        assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv), (
+            "other values are for plain calls"
+        )
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Case:
@@ -99,6 +101,7 @@ class Case:
         scores = "" if self.mask is None else f"-{self.mask}"
         scores += "" if self.softcap is None else f"-cap{self.softcap:g}"
         scores += "" if self.bias is None else f"-bias{self.bias}"
+        scores += "" if self.values == NORMAL else f"-{self.values}"
         seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
         return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}{scores}-{seq}-{self.dtype}"
 
@@ -202,18 +205,24 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Random normal inputs, drawn on the device."""
+    """Random normal inputs, drawn on the device, or what `case.values` makes of them."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
+    layer = layer_of(case.values)
+    if layer is None:
+        q, k, v = normal(*rows, case.H, case.D), normal(*rows, case.Hkv, case.D), normal(*rows, case.Hkv, case.Dv)
+        q, k, v = changed(case.values, q, k, v)
+    else:
+        q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
     dropout_seed = torch.tensor([1234567 + seed, 89], device=device) if case.dropout_p else None
     return Inputs(
-        q=normal(*rows, case.H, case.D),
-        k=normal(*rows, case.Hkv, case.D),
-        v=normal(*rows, case.Hkv, case.Dv),
+        q=q,
+        k=k,
+        v=v,
         dout=normal(*rows, case.H, case.Dv),
         dropout_seed=dropout_seed,
         cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),

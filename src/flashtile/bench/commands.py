@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtile.bench import breakdown
-from flashtile.bench.cases import DTYPES, ChoiceError, select_named
+from flashtile.bench.cases import DTYPES, select_named
 from flashtile.bench.companions import implementations as companion_implementations
 from flashtile.bench.companions import tables as companion_tables
 from flashtile.bench.companions.ahead import compile_ahead
@@ -20,6 +20,7 @@ from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.decode import cases as decode_cases
 from flashtile.bench.decode import implementations as decode_implementations
 from flashtile.bench.decode.problem import problem_of as decode_problem
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
 from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
@@ -143,6 +144,7 @@ def bench_train(
     quick: bool = False,
     batch: int | None = None,
     context: Sequence[int] = (),
+    after: int = 0,
     seconds: float | None = None,
 ) -> Record:
     """Measures training steps on this machine's device.
@@ -152,6 +154,7 @@ def bench_train(
         quick: the first of these models alone.
         batch: sequences in a step; None for the case's own number, or as many as have its tokens.
         context: lengths of the sequences; the case's own when empty.
+        after: steps of training on text before what is measured, so that scores are those of a trained model.
         impl, output, on_case, seconds: as `bench_attention`.
 
     Raises:
@@ -159,7 +162,7 @@ def bench_train(
     """
     device = default_device()
     chosen = training_implementations.select_implementations(_split(impl), device)
-    cases = training_cases.cases_of(device, _split(model), batch, context)[: 1 if quick else None]
+    cases = training_cases.cases_of(device, _split(model), batch, context, after)[: 1 if quick else None]
     return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
 
 

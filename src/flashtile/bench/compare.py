@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashtile.bench.cases import ChoiceError
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.record import Record
 from flashtile.bench.report import Table, case_name
 from flashtile.bench.summary import case_key, geometric_mean
@@ -64,7 +64,7 @@ def comparison_tables(rows: Sequence[Row], earlier: Sequence[Row], title: str) -
         for old, row in common
     ]
     return [
-        Table(title, ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"], lines),
+        Table(title, ["case", "implementation", "phase", "ms there", "ms here", "speed here / there"], lines, keys=3),
         _means(common),
     ]
 
@@ -89,7 +89,7 @@ def _means(common: Sequence[tuple[Row, Row]]) -> Table:
         for (impl, phase), of in ratios.items()
     ]
     headings = ["implementation", "phase", "geometric mean", "lowest", "highest", "cases"]
-    return Table("Speed here over there", headings, lines)
+    return Table("Speed here over there", headings, lines, keys=2)
 
 
 def key_of(row: Row) -> Key:

@@ -9,8 +9,8 @@ from typing import Any
 
 from flashtile.bench import against, commands
 from flashtile.bench.breakdown import OP, breakdown_tables
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.compare import comparison_tables, differences
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.record import Record, require_writable, write_record
 from flashtile.bench.report import Table, host_table, mean_tables, reasons, speed_tables
 

@@ -1,4 +1,4 @@
-"""Records: what was measured, on what, with what. `docs/design.md` describes the format.
+"""Records: what was measured, on what, with what. benchmarks/results/README.md describes the format.
 
 A row's `timer` says how it was timed: "cuda-graph", "cuda-events" or "perf-counter".
 """
@@ -17,10 +17,24 @@ from typing import Any
 import torch
 
 import flashtile
-from flashtile.bench.cases import ChoiceError
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.implementations import device_memory
 
 _PEER_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "liger-kernel", "quack-kernels", "transformers")
+
+#: Facts of a machine -> what they are called.
+FACTS = {
+    "gpu": "GPU",
+    "gpu_capability": "architecture",
+    "gpu_multiprocessors": "multiprocessors",
+    "gpu_memory_gib": "GPU memory (GiB)",
+    "driver": "driver",
+    "cpu": "processor",
+    "cpu_cores": "cores",
+    "torch_threads": "torch threads",
+    "cpu_memory_gib": "memory (GiB)",
+    "system": "system",
+}
 
 Record = dict[str, Any]
 

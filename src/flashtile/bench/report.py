@@ -23,12 +23,18 @@ _SPEEDS = {"TFLOP/s": "tflops", "GB/s": "gbps", "tokens/s": "tokens_per_s"}
 
 @dataclass(frozen=True)
 class Table:
-    """A title, headings, and cells; the first column is text, the others are figures unless `words` is set."""
+    """A title, headings, and cells.
+
+    Attributes:
+        words: all columns are text; else those after the first `keys` are figures.
+        keys: how many columns at the beginning name a line.
+    """
 
     title: str
     headings: list[str]
     lines: list[list[str]]
     words: bool = False
+    keys: int = 1
 
 
 def case_name(row: Row) -> str:
@@ -111,7 +117,7 @@ def _mean_table(name: str, rows: Sequence[Row]) -> Table:
                 if chosen:
                     lines.append([f"{ours} / {against}", phase, *_mean_cells(chosen)])
     headings = ["speed ratio", "phase", "geometric mean", "lowest", "highest", "cases", "lowest against", "lowest at"]
-    return Table(f"Our speed over the peers': {name}", headings, lines)
+    return Table(f"Our speed over the peers': {name}", headings, lines, keys=2)
 
 
 def _mean_cells(ratios: Sequence[Ratio]) -> list[str]:

@@ -1,8 +1,8 @@
 """The tables of cases that are measured, by name, and choosing from them.
 
-Every device has the table "default". On a GPU there are also the kinds of attention beside the plain one: "grouped"
-heads, "mla" (head sizes 192 and 128), "window", "varlen" (packed batches) and "masks" (block masks and all else that
-changes scores).
+Every device has the table "default". On a GPU there are also "values" (other numbers than normal ones, forward alone)
+and the kinds of attention next to the plain one: "grouped" heads, "mla" (head sizes 192 and 128), "window", "varlen"
+(packed batches) and "masks" (block masks and all else that changes scores).
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from flashtile.bench.cases import Case, ChoiceError, packed_case
+from flashtile.bench.cases import Case, packed_case
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.masks import documents, long_tailed_lengths, random_tiles
 from flashtile.bench.problem import AnyCase
+from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
 _AnyCase = TypeVar("_AnyCase", bound=AnyCase)
 
@@ -26,13 +28,30 @@ ALL = "all"
 
 def cuda_cases() -> list[Case]:
     """16,384 tokens and a model width of 2048 in every case, bf16, as published attention benchmarks use."""
-    lengths = {64: (512, 1024, 2048, 4096, 8192, 16384), 128: (512, 1024, 2048, 4096, 8192, 16384), 256: (2048, 8192)}
     return [
         Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, causal=causal)
-        for head_dim, seqs in lengths.items()
+        for head_dim in (64, 128, 256)
         for causal in (False, True)
-        for seq in seqs
+        for seq in (512, 1024, 2048, 4096, 8192, 16384)
     ]
+
+
+def value_cases() -> list[Case]:
+    """Every kind of values in two sequences of 8,192 tokens, and what a trained model's layers compute at 4,096."""
+    made = [
+        Case(2, 8192, heads, heads, head_dim, head_dim, causal=causal, dtype=dtype, values=values)
+        for dtype in ("bf16", "fp16")
+        for head_dim, heads in ((64, 16), (128, 16), (256, 8))
+        for causal in (False, True)
+        for values in MADE
+    ]
+    shape = (BATCH, MODEL.context, MODEL.heads, MODEL.heads, MODEL.head_dim, MODEL.head_dim)
+    layers = [
+        Case(*shape, causal=True, dtype=dtype, values=values)
+        for dtype in ("bf16", "fp16")
+        for values in (NORMAL, *map(trained, range(MODEL.layers)))
+    ]
+    return [*made, *layers]
 
 
 def cpu_cases() -> list[Case]:
@@ -107,6 +126,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         return {DEFAULT: cpu_cases()}
     return {
         DEFAULT: cuda_cases(),
+        "values": value_cases(),
         "grouped": grouped_cases(),
         "mla": mla_cases(),
         "window": window_cases(),

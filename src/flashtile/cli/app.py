@@ -8,17 +8,32 @@ from typing import Annotated
 
 import typer
 
+import flashtile
 from flashtile.cli.bench_app import bench
-from flashtile.cli.console import make_console, print_table, run_command
+from flashtile.cli.console import make_console, print_table, print_text, run_command
 
 app = typer.Typer(
-    help="flashtile: exact attention in on-chip tiles. Try it, inspect it, measure it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print("flashtile", flashtile.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version, and stop.")
+    ] = False,
+) -> None:
+    """flashtile: exact attention in on-chip tiles. Try it, inspect it, measure it."""
 
 
 @app.command()
@@ -34,7 +49,10 @@ def demo(
         typer.Option(min=10, max=86_400, help="Time for the whole run; default 85 on a CPU, 110 on a GPU."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Training steps; default: what time allows.")] = None,
-    pictures: Annotated[bool, typer.Option(help="Draw the PNGs; needs matplotlib.")] = True,
+    pictures: Annotated[
+        bool | None,
+        typer.Option("--pictures/--no-pictures", help="Draw the PNGs; default: where matplotlib is installed."),
+    ] = None,
 ) -> None:
     """Train a small GPT on flashtile and on plain attention, and compare losses, speed and memory.
 
@@ -69,7 +87,7 @@ def doctor() -> None:
         print_table(console, module.backends_table(diagnoses))
         auto = next(d for d in diagnoses if d.backend == module.default_backend())
         verdict = "works" if auto.problem is None else "does not work"
-        console.print(f'backend="auto" takes {auto.backend} here, which {verdict}.')
+        print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
         return auto.problem is None
 
     run_command(work)
@@ -98,7 +116,10 @@ def explain(
         typer.Option("--io/--no-io", help="FLOPs, bytes and least time, standard and in tiles; default: on a GPU."),
     ] = None,
 ) -> None:
-    """Say which backend and kernel a call would take, and why, without running it."""
+    """Say which backend and kernel a call would take, and why, without running it.
+
+    Exits with 1 when no backend serves the call.
+    """
 
     def work() -> bool:
         from flashtile.cli import explain as module
@@ -108,9 +129,13 @@ def explain(
             causal, window, dropout_p, deterministic, backend, device,
         )  # fmt: skip
         console = make_console()
-        console.print(module.explain(call), markup=False, soft_wrap=True)
+        explanation = module.explain(call)
+        print_text(console, str(explanation))
+        if explanation.backend is None:
+            return False
         if io is not False:
-            console.print(module.describe_io(call, measure=bool(io)), markup=False, soft_wrap=True)
+            io_work = module.describe_io(call, measure=bool(io))
+            print_text(console, io_work) if isinstance(io_work, str) else print_table(console, io_work)
         return True
 
     run_command(work)
@@ -126,8 +151,12 @@ def report(
     def work() -> bool:
         from flashtile.bench.html.report import write_report
 
-        figures = write_report(records, output)
-        make_console().print(f"{figures} figures of {len(records)} records: {output}", markup=False)
+        console = make_console()
+        written = write_report(records, output)
+        for note in written.notes:
+            print_text(console, note, "yellow")
+        of = "a record" if len(records) == 1 else f"{len(records)} records"
+        print_text(console, f"{written.charts} charts of {of}: {output}")
         return True
 
     run_command(work)
@@ -161,7 +190,8 @@ def warmup(
 
             module.warm_up(wanted, device, on_shape)
             progress.update(task, completed=len(wanted))
-        console.print(f"kernels for {len(wanted)} shapes are ready, after {time.perf_counter() - begin:.0f} s.")
+        seconds = time.perf_counter() - begin
+        print_text(console, f"kernels for {len(wanted)} shapes are ready, after {seconds:.0f} s.")
         return True
 
     run_command(work)

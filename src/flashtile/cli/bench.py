@@ -17,7 +17,7 @@ from flashtile.bench.compare import read_record
 from flashtile.bench.outcome import Report, compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
 from flashtile.bench.report import Row
-from flashtile.cli.console import print_table
+from flashtile.cli.console import print_table, print_text
 from flashtile.cli.errors import UserError
 
 #: Endings of the headings whose columns stand out.
@@ -83,6 +83,6 @@ def show_report(console: Console, report: Report, output: Path | None) -> None:
     for table in report.tables:
         print_table(console, table, emphasise=sum(heading.endswith(_RESULTS) for heading in table.headings))
     for line in report.notes:
-        console.print(line, style="yellow", markup=False)
+        print_text(console, line, "yellow")
     if output is not None:
-        console.print(f"record: {output}", markup=False)
+        print_text(console, f"record: {output}")

@@ -92,6 +92,7 @@ def bench_train(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
     context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a sequence. Repeat for more.")] = None,
+    after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
@@ -101,7 +102,15 @@ def bench_train(
     show: _Show = False,
 ) -> None:
     """Training steps of GPT-2 from the same weights, ours beside transformers; wrong losses get no speed."""
-    choice = {"model": model, "impl": impl, "quick": quick, "batch": batch, "context": context, "seconds": seconds}
+    choice = {
+        "model": model,
+        "impl": impl,
+        "quick": quick,
+        "batch": batch,
+        "context": context,
+        "after": after,
+        "seconds": seconds,
+    }
     _measure("train", choice, output, compare, against, show)
 
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import textwrap
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
 import typer
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from flashtile.bench.cases import ChoiceError
-from flashtile.bench.report import Table
+from flashtile.bench.errors import ChoiceError
 from flashtile.cli.errors import CommandError
+
+if TYPE_CHECKING:
+    from flashtile.bench.report import Table
+
+#: The space between a number and a unit.
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|×|[A-Za-zµ]{1,3}|bytes|steps)\b)")
 
 
 def make_console() -> Console:
@@ -29,14 +39,72 @@ def run_command(work: Callable[[], bool]) -> None:
         raise typer.Exit(1)
 
 
+def print_text(console: Console, text: str, style: str | None = None) -> None:
+    """Prints lines, in a terminal wrapped at its width: between words, and never between a number and its unit."""
+    if console.is_terminal:
+        text = "\n".join(_wrapped(line, console.width) for line in text.splitlines())
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> str:
+    """A line in several; all but the first are indented more than it is."""
+    indent = line[: len(line) - len(line.lstrip())]
+    held = _UNIT.sub("\xa0", line.strip())
+    wrapped = textwrap.fill(
+        held,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapped.replace("\xa0", " ")
+
+
 def print_table(console: Console, table: Table, emphasise: int = 0) -> None:
-    """Draws a table; the last `emphasise` columns in bold. Where it is too wide, cells fold: nothing is cut off."""
-    rich_table = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim")
-    for index, heading in enumerate(table.headings):
-        strong = index >= len(table.headings) - emphasise
-        justify: JustifyMethod = "left" if table.words or not index else "right"
-        rich_table.add_column(heading, justify=justify, style="bold" if strong else None, overflow="fold")
+    """Draws a table; the last `emphasise` columns in bold.
+
+    A table that is wider than the console is drawn in parts, each with the columns that name its lines, so that cells
+    are wrapped between words only. Where a single column is too wide, its words are folded; nothing is cut off.
+    """
+    keys, rest = list(range(table.keys)), list(range(table.keys, len(table.headings)))
+    strong = set(rest[len(rest) - emphasise :])
+    console.print(table.title, style="bold", markup=False)
+    while rest:
+        count = len(rest)
+        while count > 1 and _widths(table, keys + rest[:count], console.width) is None:
+            count -= 1
+        columns = keys + rest[:count]
+        console.print(_drawn(table, columns, _widths(table, columns, console.width), strong))
+        console.print()
+        rest = rest[count:]
+
+
+#: Between two columns.
+_GAP = 2
+
+
+def _widths(table: Table, columns: Sequence[int], available: int) -> list[int] | None:
+    """Of each column: as much as its cells ask for where there is room, else less; None where words would break."""
+    cells = [[table.headings[column], *(line[column] for line in table.lines)] for column in columns]
+    most = [max(map(cell_len, column)) for column in cells]
+    widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in cells]
+    spare = available - sum(widths) - _GAP * (len(columns) - 1)
+    if spare < 0:
+        return None
+    while spare and widths != most:
+        narrowest = max(range(len(columns)), key=lambda i: most[i] - widths[i])
+        widths[narrowest] += 1
+        spare -= 1
+    return widths
+
+
+def _drawn(table: Table, columns: Sequence[int], widths: list[int] | None, strong: Container[int]) -> RichTable:
+    drawn = RichTable(header_style="dim", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for place, column in enumerate(columns):
+        justify: JustifyMethod = "left" if table.words or column < table.keys else "right"
+        style, width = ("bold" if column in strong else None), (None if widths is None else widths[place])
+        drawn.add_column(table.headings[column], justify=justify, style=style, width=width, overflow="fold")
     for line in table.lines:
-        rich_table.add_row(*map(Text, line))  # not markup: messages have [batch, seq] in them
-    console.print(rich_table)
-    console.print()
+        drawn.add_row(*(Text(line[column]) for column in columns))  # not markup: messages have [batch, seq] in them
+    return drawn

@@ -10,23 +10,10 @@ import torch
 import flashtile
 from flashtile import testing
 from flashtile.bench.commands import default_device
-from flashtile.bench.record import machine, versions
+from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
 
 BACKENDS = ("split", "hopper", "triton", "cpu", "reference")
-
-_LABELS = {
-    "gpu": "GPU",
-    "gpu_capability": "architecture",
-    "gpu_multiprocessors": "multiprocessors",
-    "gpu_memory_gib": "GPU memory (GiB)",
-    "driver": "driver",
-    "cpu": "processor",
-    "cpu_cores": "cores",
-    "torch_threads": "torch threads",
-    "cpu_memory_gib": "memory (GiB)",
-    "system": "system",
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ def facts_table() -> Table:
     """Versions, and facts of the device."""
     facts: dict[str, Any] = machine(default_device())
     lines = [[name, version or "not installed"] for name, version in versions().items() if version or name == "triton"]
-    lines += [[label, str(facts[name])] for name, label in _LABELS.items() if facts.get(name)]
+    lines += [[label, str(facts[name])] for name, label in FACTS.items() if facts.get(name)]
     return Table("This machine", ["", "here"], lines, words=True)
 
 

@@ -13,7 +13,12 @@ class UserError(CommandError):
     """A mistake or a lack that the user can mend."""
 
 
+def installed(package: str) -> bool:
+    """Whether an optional package is there, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
 def require(package: str, extra: str, purpose: str) -> None:
     """Raises a UserError with the pip command when an optional package is missing."""
-    if importlib.util.find_spec(package) is None:
+    if not installed(package):
         raise UserError(f'{purpose} needs {package}: pip install "flashtile[{extra}]"')

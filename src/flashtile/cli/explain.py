@@ -11,7 +11,9 @@ import torch
 import flashtile
 from flashtile import io_model
 from flashtile.bench.cases import DTYPES
+from flashtile.bench.report import Table
 from flashtile.cli.errors import UserError
+from flashtile.io_model.text import comparison_lines
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Call:
     device: str | None
 
 
-def explain(call: Call) -> str:
-    """The explanation of `flashtile.explain`, on tensors that hold no data."""
+def explain(call: Call) -> flashtile.Explanation:
+    """The answer of `flashtile.explain`, on tensors that hold no data."""
     dtype = parse_dtype(call.dtype)
     seq_k = call.seq_q if call.seq_k is None else call.seq_k
     heads_kv = call.heads_kv or call.heads
@@ -49,26 +51,23 @@ def explain(call: Call) -> str:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     try:
-        return str(
-            flashtile.explain(
-                meta(call.batch, call.seq_q, call.heads, call.head_dim),
-                meta(call.batch, seq_k, heads_kv, call.head_dim),
-                meta(call.batch, seq_k, heads_kv, call.head_dim_v or call.head_dim),
-                causal=call.causal,
-                window=parse_window(call.window),
-                dropout_p=call.dropout_p,
-                deterministic=call.deterministic,
-                backend=call.backend,
-                device=call.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            )
+        return flashtile.explain(
+            meta(call.batch, call.seq_q, call.heads, call.head_dim),
+            meta(call.batch, seq_k, heads_kv, call.head_dim),
+            meta(call.batch, seq_k, heads_kv, call.head_dim_v or call.head_dim),
+            causal=call.causal,
+            window=parse_window(call.window),
+            dropout_p=call.dropout_p,
+            deterministic=call.deterministic,
+            backend=call.backend,
+            device=call.device or ("cuda" if torch.cuda.is_available() else "cpu"),
         )
     except (TypeError, ValueError) as error:
         raise UserError(str(error)) from None
 
 
-def describe_io(call: Call, measure: bool = False) -> str:
-    """What the call moves and computes, standard and in tiles, in the words of `flashtile.io_model`; or why that is not
-    told.
+def describe_io(call: Call, measure: bool = False) -> Table | str:
+    """What the call moves and computes, standard and in tiles, by `flashtile.io_model`; or why that is not told.
 
     Args:
         call: as for `explain`, which served it.
@@ -96,7 +95,8 @@ def describe_io(call: Call, measure: bool = False) -> str:
             window=parse_window(call.window),
             dropout_p=call.dropout_p,
         )
-        return "IO model: " + io_model.comparison(shape, device, kernels=True, backend=call.backend)
+        headings, *lines = comparison_lines(shape, device, kernels=True, backend=call.backend)
+        return Table(f"IO model: forward and backward on {device.name}", headings, lines)
     except ValueError as error:
         return f"IO model: {error}"
 

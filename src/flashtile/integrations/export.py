@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """The same program in PyTorch's operations alone, for ONNX and for other places where flashtile is not.
+    """The same program in PyTorch's operations only, for ONNX and for other places without flashtile.
 
-    A model that `torch.export.export` has exported holds flashtile's operators, which run flashtile's kernels. Here
-    each becomes what it is in PyTorch's own operations. Attention then holds all of its scores, `seq_q × seq_k`.
+    A model that `torch.export.export` has exported contains flashtile's operators, which run flashtile's kernels. This
+    function replaces each of them by PyTorch operations. Attention then holds all of its scores, `seq_q × seq_k`.
 
     Args:
-        program: of a model in evaluation mode, which PyTorch's operations can compute: no dropout, no packed sequences,
-            no losses of linear layers, no caches that are written in place.
+        program: exported from a model in evaluation mode. It must not contain dropout, packed sequences, losses of
+            linear layers, or caches that are written in place.
 
     Returns:
-        A new program; the given one stays as it is.
+        A new program; the given one stays unchanged.
 
     Raises:
         TypeError: the argument is no exported program.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import flashtile
+from flashtile.integrations.options import check_options
 
 _lock = threading.Lock()
 #: The functions of the contexts that are open, the latest last.
@@ -22,23 +23,29 @@ _before: tuple[Callable[..., Tensor], bool] | None = None
 
 @contextmanager
 def use_flashtile_sdpa(*, backend: str = "auto", deterministic: bool = False) -> Iterator[None]:
-    """Within it, `torch.nn.functional.scaled_dot_product_attention` is `flashtile.scaled_dot_product_attention`.
+    """In this context `torch.nn.functional.scaled_dot_product_attention` is flashtile's function of this name.
 
-    That reaches all code that looks the function up there when it calls it: models of transformers with
+    It affects all code that looks the function up there when it calls it: models of transformers with
     `attn_implementation="sdpa"`, timm, diffusers, torchvision, and `nn.MultiheadAttention`, `nn.TransformerEncoder` and
-    `nn.TransformerDecoder`, whose fused inference path, which has an attention of its own, is switched off meanwhile.
-    It does not reach a name imported before (`from torch.nn.functional import scaled_dot_product_attention`), nor
-    `nn.MultiheadAttention` called with `need_weights=True`, which computes the weights without it.
+    `nn.TransformerDecoder`. The fused inference path of these modules, which has its own attention, is switched off
+    meanwhile. It does not affect a name imported before
+    (`from torch.nn.functional import scaled_dot_product_attention`), nor `nn.MultiheadAttention` called with
+    `need_weights=True`, which computes the weights without the function.
 
-    Calls that flashtile does not serve raise; none goes to PyTorch instead. Contexts nest, and the innermost counts.
+    Calls that flashtile does not serve raise; none falls back to PyTorch. Contexts nest, and the innermost one applies.
     They hold for the whole process, not for one thread, because autograd recomputes checkpointed layers in threads of
-    its own: a backward with recomputation belongs inside the context. Functions compiled by `torch.compile` see which
-    attention is in place when they are called, and compile again where it has changed; enter the context outside them.
+    its own. Put a backward with recomputation inside the context. Functions compiled by `torch.compile` use the
+    attention that is active when they are called, and compile again if it has changed. Enter the context outside them.
 
     Args:
         backend: as in `flashtile.attention`.
         deterministic: as in `flashtile.attention`.
+
+    Raises:
+        TypeError: `deterministic` is no bool.
+        ValueError: there is no backend of that name.
     """
+    check_options(backend, deterministic)
     route = _route(backend, deterministic)
     _open(route)
     try:

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.companions import oracle
 from flashtile.bench.companions.case import Random
 from flashtile.bench.companions.implementations import select_implementations
@@ -17,7 +16,9 @@ from flashtile.bench.companions.oracle import evaluate
 from flashtile.bench.companions.rotary import Rotary
 from flashtile.bench.companions.softmax import CausalSoftmax, MaskedSoftmax
 from flashtile.bench.companions.tables import OPERATIONS, case_of, cases_of
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.tables import select_cases
+from flashtile.testing import assert_same
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ALL = [*cases_of(CPU), *cases_of(CUDA)]
@@ -110,7 +111,7 @@ def test_formula_is_the_same_by_rows(case, monkeypatch):
     parts = evaluate(case, inputs, inputs.others, torch.float64)
     assert whole.keys() == parts.keys() >= set(case.outputs)
     for name, expected in whole.items():
-        torch.testing.assert_close(parts[name], expected, rtol=1e-10, atol=1e-10)
+        assert_same(parts[name], expected, name)
 
 
 def test_quick_is_the_first_case_of_each_operation():

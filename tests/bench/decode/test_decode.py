@@ -9,12 +9,12 @@ import torch
 import flashtile
 from flashtile.bench import runner
 from flashtile.bench.__main__ import main
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.commands import as_arguments, bench_decode, ours
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.decode.cases import DecodeCase, decode_cases, make_inputs, quick_cases
 from flashtile.bench.decode.implementations import IMPLEMENTATIONS, Implementation, select_implementations
 from flashtile.bench.decode.problem import DecodeProblem, problem_of
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.report import case_name, mean_tables, reasons, speed_tables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from flashtile.bench.cases import ChoiceError
 from flashtile.bench.distributed import worker
 from flashtile.bench.distributed.cases import cases_of
 from flashtile.bench.distributed.implementations import BASELINE, IMPLEMENTATIONS
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.record import require_writable
 
 

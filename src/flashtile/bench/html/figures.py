@@ -1,38 +1,40 @@
-"""Which charts a record gives: what can be drawn against a length, what stands alone, what memory bounds."""
+"""Which charts records give: first the main result, then each kind of measurement, those of GPUs first."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from flashtile.bench.cases import Case
-from flashtile.bench.companions.tables import OPERATIONS, case_of
-from flashtile.bench.html.charts import Chart, Series, dot_chart, line_chart, stacked_chart
-from flashtile.bench.html.page import Figure, Section
+from flashtile.bench.breakdown import OP as BREAKDOWN
+from flashtile.bench.companions.tables import OPERATIONS
+from flashtile.bench.decode.cases import OP as DECODE
+from flashtile.bench.html.charts import Chart, DotChart, LineChart, Series, StackedChart
 from flashtile.bench.html.roofline import rooflines
+from flashtile.bench.html.words import Facets, common_facets, facets_of, labels_of, operation_of, phase_of
 from flashtile.bench.record import Record
-from flashtile.bench.report import case_name
 from flashtile.bench.summary import is_ours, ratios_to_best
-from flashtile.bench.training import cases as training
 
 Row = dict[str, Any]
 
-PHASES = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward", "fwd+bwd+step": "training step"}
+_LENGTH = "sequence length (tokens)"
 _MEMORY = "MiB beside inputs and gradients"
-#: Of a curve of losses.
-_POINTS = 60
 #: So many lengths make a line.
 _LEAST_LENGTHS = 3
+#: So many cases stand in a chart of dots.
+_MOST_CASES = 14
+#: Of a curve of losses.
+_POINTS = 60
 
 
 @dataclass(frozen=True)
 class Named:
-    """A record, its file's name, and the colour and mark of each implementation on the page."""
+    """A record and its file's name."""
 
     record: Record
-    name: str
-    index: dict[str, int]
+    path: Path
 
     @property
     def rows(self) -> list[Row]:
@@ -40,26 +42,53 @@ class Named:
         return [row for row in self.record["rows"] if row.get("ms") is not None]
 
     @property
+    def facts(self) -> dict[str, Any]:
+        return self.record.get("machine") or {}
+
+    @property
     def machine(self) -> str:
-        facts = self.record.get("machine") or {}
-        return facts.get("gpu") or facts.get("cpu") or "machine unknown"
-
-    def figure(self, chart: Chart) -> Figure:
-        number, dirty, _ = str(self.record.get("commit") or "unknown").partition("-dirty")
-        commit = number[:12] + dirty
-        source = f"{self.name}, {self.machine}, commit {commit}"
-        return Figure(chart, source, str(self.record.get("command", "")))
-
-    def series(self, impl: str, points: Sequence[tuple[float, float]]) -> Series:
-        return Series(impl, self.index[impl], tuple(sorted(points)))
+        """What was measured."""
+        if self.facts.get("gpu"):
+            count = max((row["case"].get("gpus", 1) for row in self.rows), default=1)
+            return str(self.facts["gpu"]) if count == 1 else f"{count} × {self.facts['gpu']}"
+        cores = self.facts.get("cpu_cores")
+        return f"{self.facts.get('cpu', 'an unknown machine')}{f' ({cores} cores)' if cores else ''}"
 
 
-def implementations(records: Sequence[Record]) -> dict[str, int]:
+@dataclass(frozen=True)
+class Group:
+    """Charts of one record, and what all of their cases have in common."""
+
+    named: Named
+    common: str
+    charts: tuple[Chart, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what it is about in a word, a sentence or two on how to read it, and charts."""
+
+    title: str
+    topic: str
+    words: str
+    groups: tuple[Group, ...]
+
+
+def in_order(records: Sequence[Named]) -> list[Named]:
+    """Those of GPUs first, and of these the ones with the most comparisons of plain attention."""
+
+    def comparisons(named: Named) -> int:
+        return len(ratios_to_best(row for row in attention_rows(named) if _is_plain(row)))
+
+    return sorted(records, key=lambda named: (not named.facts.get("gpu"), -comparisons(named)))
+
+
+def styles(records: Sequence[Named]) -> dict[str, int]:
     """Colour and mark of each implementation: the same all over the page, no two in one record alike, ours first."""
     together: dict[str, set[str]] = {}
-    for record in records:
-        names = {row["impl"] for row in record["rows"]}
-        for row in record["rows"]:
+    for named in records:
+        names = {row["impl"] for row in named.record["rows"]}
+        for row in named.record["rows"]:
             together.setdefault(row["impl"], set()).update(names)
     index: dict[str, int] = {}
     for name in sorted(together, key=lambda name: not is_ours(name)):
@@ -69,291 +98,387 @@ def implementations(records: Sequence[Record]) -> dict[str, int]:
 
 
 def sections(records: Sequence[Named]) -> list[Section]:
-    """All of them, for all records; one of which there are no rows has no figures."""
-    made: list[tuple[str, str, Callable[[Named], list[Chart]]]] = [
-        ("Attention: speed against length", "TFLOP/s, higher is better. Peers ran in the same process.", speeds),
+    """The sections that have charts."""
+    made: list[tuple[str, str, str, Callable[[Named], list[Row]], Callable[[Sequence[Row]], list[Chart]]]] = [
+        (
+            "Attention: speed",
+            "attention",
+            "TFLOP/s, higher is better. Only visible pairs of query and key count as work.",
+            attention_rows,
+            lambda rows: lines_and_dots(rows, "tflops", "TFLOP/s"),
+        ),
         (
             "Attention: speed over the best peer",
-            "Above 1 flashtile is the faster one. The best peer is chosen anew for each case.",
+            "attention",
+            "Above 1 flashtile is faster. The best peer is the fastest other implementation of each case.",
+            attention_rows,
             ratios,
         ),
-        ("Attention: memory and time against length", "Lower is better.", lengths),
-        ("Attention: masks and other kinds", "TFLOP/s of visible pairs, higher is better.", kinds),
+        ("Attention: memory and time", "attention", "Lower is better.", _with_memory, lengths),
+        (
+            "Attention over several GPUs",
+            "attention over several GPUs",
+            "TFLOP/s of all GPUs together, higher is better.",
+            lambda named: _of(named, "context-parallel"),
+            lambda rows: lines_and_dots(rows, "tflops", "TFLOP/s"),
+        ),
+        (
+            "Decoding",
+            "decoding",
+            "GB/s of the key/value cache, higher is better. A copy of as much memory stands beside it.",
+            _decoding,
+            lambda rows: dots(rows, "gbps", "GB/s"),
+        ),
+        (
+            "Norms, losses and others: bandwidth",
+            "norms, rotary embedding, softmax and losses",
+            "GB/s of what must be read and written at least, higher is better. The copy shows what the memory allows.",
+            lambda named: [row for row in _companions(named) if row.get("tflops") is None],
+            lambda rows: dots(rows, "gbps", "GB/s"),
+        ),
+        (
+            "Linear layers: speed",
+            "linear layers",
+            "TFLOP/s, higher is better.",
+            lambda named: [row for row in _companions(named) if row.get("tflops") is not None],
+            lambda rows: dots(rows, "tflops", "TFLOP/s"),
+        ),
+        (
+            "Training: speed",
+            "training",
+            "Tokens per second, higher is better.",
+            lambda named: [row for row in named.rows if row.get("tokens_per_s") is not None],
+            lambda rows: lines_and_dots(rows, "tokens_per_s", "tokens/s"),
+        ),
+        (
+            "Training: losses",
+            "training",
+            "Each point is the mean of some steps. Curves that lie on each other come from equal arithmetic.",
+            lambda named: [row for row in named.rows if row.get("curve")],
+            losses,
+        ),
+        (
+            "Training: accuracy",
+            "training",
+            "Share of held-out examples that are right, higher is better.",
+            lambda named: [row for row in named.rows if row.get("accuracy") is not None],
+            lambda rows: dots([{**row, "percent": 100 * row["accuracy"]} for row in rows], "percent", "% right"),
+        ),
+        (
+            "Where the time goes",
+            "standard attention step by step",
+            "Standard attention step by step, beside one fused call. Lower is better.",
+            lambda named: _of(named, BREAKDOWN),
+            breakdowns,
+        ),
         (
             "Roofline",
-            "The roof is what the GPU's data sheet allows at an intensity: bytes are those of the IO model.",
-            rooflines_of,
+            "attention",
+            "The roof is what the GPU's data sheet allows at an intensity. Bytes are those of flashtile's IO model.",
+            attention_rows,
+            rooflines,
         ),
-        ("Where the time goes", "Standard attention step by step, beside one fused call; lower is better.", breakdowns),
-        ("Predicted and counted traffic", "Bytes through device memory, by the IO model and by counters.", traffic),
-        ("Decoding", "Queries against a key/value cache.", decoding),
-        ("Beside attention: bandwidth", "GB/s of what must be read and written; a copy is beside it.", bandwidths),
-        ("Beside attention: products", "TFLOP/s, higher is better.", products),
-        ("Training: speed", "Tokens in a second, higher is better.", tokens),
-        ("Training: losses", "Each point is the mean of some steps.", losses),
-        ("Training: accuracy", "Of what was held out, higher is better.", accuracies),
-        ("Host time", "Microseconds of the host for one small call, lower is better.", host),
-        ("Other rows", "Milliseconds, lower is better.", others),
+        (
+            "Predicted and counted traffic",
+            "memory traffic",
+            "Bytes through device memory, by the IO model and by the GPU's counters.",
+            lambda named: _of(named, "attention-io"),
+            traffic,
+        ),
+        (
+            "Host time",
+            "host time",
+            "Microseconds of the processor for one small call, lower is better.",
+            lambda named: [row for row in named.rows if row["op"].endswith("-host")],
+            lambda rows: dots([{**row, "us": row["ms"] * 1e3} for row in rows], "us", "µs"),
+        ),
+        (
+            "Other measurements",
+            "other operations",
+            "Milliseconds, lower is better.",
+            _others,
+            lambda rows: dots(rows, "ms", "ms", log=True),
+        ),
     ]
-    return [
-        Section(title, words, tuple(named.figure(chart) for named in records for chart in make(named)))
-        for title, words, make in made
-    ]
+    found = []
+    for title, topic, words, select, make in made:
+        groups = [
+            Group(named, ", ".join(common_facets([row["case"] for row in rows]).values()), tuple(charts))
+            for named in records
+            if (rows := [{**row, "machine": named.machine} for row in select(named)]) and (charts := make(rows))
+        ]
+        found.append(Section(title, topic, words, tuple(groups)))
+    return [section for section in found if section.groups]
 
 
-def _attention(named: Named) -> list[tuple[Case, Row]]:
+def _of(named: Named, op: str) -> list[Row]:
+    return [row for row in named.rows if row["op"] == op]
+
+
+def attention_rows(named: Named) -> list[Row]:
     """Rows of `flashtile bench attention`."""
-    rows = (row for row in named.rows if row["op"] == "attention" and row.get("tflops") is not None)
-    return [(Case.from_record(row["case"]), row) for row in rows]
+    return [row for row in _of(named, "attention") if row.get("tflops") is not None]
 
 
-#: A family of cases that differ in length alone, and in the batch that goes with it; and a phase.
-_Family = tuple[Case, str]
+def _with_memory(named: Named) -> list[Row]:
+    return [row for row in _of(named, "attention") if (row.get("peak_mib") or row.get("memory_mib")) is not None]
 
 
-def _families(named: Named) -> dict[_Family, list[tuple[Case, Row]]]:
-    found: dict[_Family, list[tuple[Case, Row]]] = {}
-    for case, row in _attention(named):
-        if case.lengths is None and case.mask is None:
-            found.setdefault((replace(case, B=1, S=0), row["phase"]), []).append((case, row))
-    return {key: members for key, members in found.items() if len({case.S for case, _ in members}) >= _LEAST_LENGTHS}
+def _companions(named: Named) -> list[Row]:
+    """Rows of `flashtile bench companions`."""
+    return [] if _of(named, DECODE) else [row for row in named.rows if row["op"] in OPERATIONS]
 
 
-def speeds(named: Named) -> list[Chart]:
-    """A chart for each head size, mask and phase."""
-    charts = []
-    for (family, phase), members in _families(named).items():
-        points: dict[str, list[tuple[float, float]]] = {}
-        for case, row in members:
-            points.setdefault(row["impl"], []).append((case.S, row["tflops"]))
-        series = [named.series(impl, found) for impl, found in points.items()]
-        charts.append(line_chart(f"{_family_name(family)}, {_phase(phase)}", series, "sequence length", "TFLOP/s"))
-    return charts
+def _decoding(named: Named) -> list[Row]:
+    """Rows of `flashtile bench decode`, its copies among them."""
+    return [row for row in named.rows if row["op"] in (DECODE, "copy")] if _of(named, DECODE) else []
 
 
-def ratios(named: Named) -> list[Chart]:
-    """A chart for each phase and implementation of ours, with a line for each family."""
-    lines: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
-    for (family, phase), members in _families(named).items():
-        for ratio in ratios_to_best([row for _, row in members]):
-            of_family = lines.setdefault((ratio.ours, phase), {}).setdefault(_family_name(family), [])
-            of_family.append((ratio.case["S"], ratio.value))
-    charts = []
-    for (ours, phase), found in lines.items():
-        series = [Series(name, i, tuple(sorted(points))) for i, (name, points) in enumerate(found.items())]
-        title = f"{ours} over the best peer, {_phase(phase)}"
-        charts.append(line_chart(title, series, "sequence length", "times as fast", level=1.0))
-    return charts
+_DRAWN_ELSEWHERE = ("attention", "attention-io", "context-parallel", BREAKDOWN, DECODE, *OPERATIONS)
 
 
-def lengths(named: Named) -> list[Chart]:
-    """Memory of each head size and mask; memory and time of rows that have nothing else."""
-    charts = []
-    for (family, phase), members in _families(named).items():
-        with_memory = [(case.S, row) for case, row in members if row.get("peak_mib")]
-        if len({seq for seq, _ in with_memory}) >= _LEAST_LENGTHS:
-            title = f"{_family_name(family)}, memory with the {_phase(phase)}"
-            charts.append(_against_length(named, title, with_memory, "peak_mib", _MEMORY))
-    rows = [row for row in named.rows if row["op"] == "attention" and row.get("memory_mib") is not None]
-    if rows:
-        phase, by_length = _phase(rows[0]["phase"]), [(row["case"]["S"], row) for row in rows]
-        charts.append(_against_length(named, f"Memory, {phase}", by_length, "memory_mib", _MEMORY))
-        charts.append(_against_length(named, f"Time, {phase}", by_length, "ms", "ms"))
-    return charts
-
-
-def _against_length(named: Named, title: str, rows: Sequence[tuple[int, Row]], key: str, label: str) -> Chart:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for seq, row in rows:
-        points.setdefault(row["impl"], []).append((seq, row[key]))
-    series = [named.series(impl, found) for impl, found in points.items()]
-    return line_chart(title, series, "sequence length", label, logarithmic=True)
-
-
-def kinds(named: Named) -> list[Chart]:
-    """What stands at one length or two, or has a mask, or is packed."""
-    drawn = {id(row) for members in _families(named).values() for _, row in members}
-    rest = [row for _, row in _attention(named) if id(row) not in drawn]
-    return _dots(named, rest, "tflops", "TFLOP/s", "{phase}")
-
-
-def rooflines_of(named: Named) -> list[Chart]:
-    return rooflines(named.machine, _attention(named), PHASES)
-
-
-def bandwidths(named: Named) -> list[Chart]:
-    rows = [row for row in named.rows if row["op"] in OPERATIONS and not _is_product(row)]
-    return _dots(named, rows, "gbps", "GB/s", "{phase}")
-
-
-def products(named: Named) -> list[Chart]:
-    rows = [row for row in named.rows if row["op"] in OPERATIONS and _is_product(row)]
-    return _dots(named, rows, "tflops", "TFLOP/s", "{phase}")
-
-
-def tokens(named: Named) -> list[Chart]:
-    """Against the length of the context where there are enough, else by case."""
-    families: dict[str, list[Row]] = {}
-    for row in named.rows:
-        if row.get("tokens_per_s") is not None:
-            of_family = {key: value for key, value in row["case"].items() if key not in ("B", "S")}
-            families.setdefault(plain_case({"case": {"": row["op"], **of_family}}), []).append(row)
-    charts, single = [], []
-    for name, rows in families.items():
-        by_length = [(row["case"]["S"], row) for row in rows if row["case"].get("S")]
-        if len({seq for seq, _ in by_length}) < _LEAST_LENGTHS:
-            single += rows
-            continue
-        title = name.lstrip("=")
-        charts.append(_against_length(named, f"{title}, speed", by_length, "tokens_per_s", "tokens/s"))
-        if with_memory := [(seq, row) for seq, row in by_length if row.get("peak_mib")]:
-            charts.append(_against_length(named, f"{title}, memory", with_memory, "peak_mib", _MEMORY))
-    return [*charts, *_dots(named, single, "tokens_per_s", "tokens/s", "{op}, {phase}")]
-
-
-def losses(named: Named) -> list[Chart]:
-    """Losses of rows that have a `curve`, each point the mean of some steps."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in named.rows:
-        if row.get("curve"):
-            name = f"{row['op']}: {plain_case(row)}"
-            curves.setdefault(name, {})[row["impl"]] = _smooth(row["curve"])
+def _others(named: Named) -> list[Row]:
+    """Operations that have no section of their own."""
     return [
-        line_chart(
-            name,
-            [named.series(impl, points) for impl, points in found.items() if points],
-            "step",
-            "loss",
-            steps=True,
-        )
-        for name, found in curves.items()
-        if any(found.values())
+        row
+        for row in named.rows
+        if row["op"] not in _DRAWN_ELSEWHERE
+        and not row["op"].endswith("-host")
+        and not any(row.get(key) for key in ("tokens_per_s", "curve", "accuracy"))
     ]
 
 
-def _smooth(curve: Sequence[float | None]) -> list[tuple[float, float]]:
-    """At most `_POINTS` points (last step, mean); a part with a loss that was not finite is left out."""
-    part = max(1, len(curve) // _POINTS)
+def _is_plain(row: Row) -> bool:
+    """Whether a row of attention has no mask but the causal one."""
+    absent = ("window", "lengths", "mask", "softcap", "bias", "dropout_p")
+    return not any(row["case"].get(key) for key in absent) and row["case"].get("values", "normal") == "normal"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows of one phase whose cases differ in the length alone, and in the batch that goes with it."""
+
+    op: str
+    phase: str
+    case: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+def families_of(rows: Sequence[Row]) -> tuple[list[Family], list[Row]]:
+    """Families with enough lengths for lines, and the rows of no such family."""
+    found: dict[str, list[Row]] = {}
+    rest = []
+    for row in rows:
+        case = row["case"]
+        if isinstance(case.get("S"), int) and not case.get("lengths"):
+            without = {key: value for key, value in case.items() if key not in ("S", "B")}
+            found.setdefault(json.dumps([row["op"], row["phase"], without], sort_keys=True), []).append(row)
+        else:
+            rest.append(row)
+    families = []
+    for members in found.values():
+        if len({row["case"]["S"] for row in members}) < _LEAST_LENGTHS:
+            rest += members
+            continue
+        first = members[0]
+        case = {key: value for key, value in first["case"].items() if key not in ("S", "B")}
+        families.append(Family(first["op"], first["phase"], case, tuple(members)))
+    return families, rest
+
+
+def titles_of(families: Sequence[Family], said: Facets) -> list[str]:
+    """A title for each family: operation where there are several, phase, and what is not said already of its cases."""
+    labels = labels_of([family.case for family in families], said) if families else []
+    several = len({family.op for family in families}) > 1
+    return [
+        _title(operation_of(family.op) if several else None, family.phase, [label] if label else [])
+        for family, label in zip(families, labels, strict=True)
+    ]
+
+
+def _title(first: str | None, phase: str, facets: Sequence[str]) -> str:
+    words = [*([] if first is None else [first]), phase_of(phase), *facets]
+    return ", ".join([words[0][0].upper() + words[0][1:], *words[1:]])
+
+
+def _said(rows: Sequence[Row]) -> Facets:
+    """What stands above the charts of some rows."""
+    return common_facets([row["case"] for row in rows])
+
+
+def lines_and_dots(rows: Sequence[Row], key: str, unit: str) -> list[Chart]:
+    """Lines for what there is at several lengths, dots for the rest."""
+    said = _said(rows)
+    rows = [row for row in rows if row.get(key) is not None]
+    families, rest = families_of(rows)
+    charts: list[Chart] = [
+        LineChart(title, _series(family.rows, key), _LENGTH, unit)
+        for family, title in zip(families, titles_of(families, said), strict=True)
+    ]
+    return [*charts, *dots(rest, key, unit, said=said, beside="Other cases" if charts else None)]
+
+
+def _series(rows: Sequence[Row], key: str) -> tuple[Series, ...]:
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault(row["impl"], []).append((row["case"]["S"], row[key]))
+    return tuple(Series(impl, tuple(sorted(found))) for impl, found in points.items())
+
+
+def ratios(rows: Sequence[Row]) -> list[Chart]:
+    """A chart for each phase and implementation of ours, with a line for each family."""
+    families, _ = families_of(rows)
+    labels = labels_of([family.case for family in families], _said(rows)) if families else []
+    names = dict(zip(map(id, families), labels))
+    lines: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for family in families:
+        for ratio in ratios_to_best(family.rows):
+            of_family = lines.setdefault((ratio.phase, ratio.ours), {}).setdefault(names[id(family)], [])
+            of_family.append((ratio.case["S"], ratio.value))
+    several = len({ours for _, ours in lines}) > 1
+    return [
+        LineChart(
+            phase_of(phase).capitalize() + (f", {ours}" if several else ""),
+            tuple(Series(name, tuple(sorted(points))) for name, points in found.items()),
+            _LENGTH,
+            "× the best peer",
+            level=1.0,
+        )
+        for (phase, ours), found in lines.items()
+    ]
+
+
+def lengths(rows: Sequence[Row]) -> list[Chart]:
+    """Memory of each family; memory and time of rows that have nothing else."""
+    charts: list[Chart] = []
+    for key, what in (("peak_mib", "memory"), ("memory_mib", "memory")):
+        families, _ = families_of([row for row in rows if row.get(key)])
+        for family, title in zip(families, titles_of(families, _said(rows)), strict=True):
+            charts.append(LineChart(f"{title}: {what}", _series(family.rows, key), _LENGTH, _MEMORY, logarithmic=True))
+            if family.rows[0].get("tflops") is None:
+                series = _series(family.rows, "ms")
+                charts.append(LineChart(f"{title}: time", series, _LENGTH, "ms", logarithmic=True))
+    return charts
+
+
+def losses(rows: Sequence[Row]) -> list[Chart]:
+    """Losses of rows that have a `curve`, each point the mean of some steps."""
+    curves: dict[str, list[Row]] = {}
+    for row in rows:
+        curves.setdefault(json.dumps([row["op"], row["case"]], sort_keys=True), []).append(row)
+    first = [of_case[0] for of_case in curves.values()]
+    labels = labels_of([row["case"] for row in first], _said(rows))
+    charts: list[Chart] = []
+    for row, label, of_case in zip(first, labels, curves.values(), strict=True):
+        series = [Series(one["impl"], points) for one in of_case if (points := smooth(one))]
+        if series:
+            title = ", ".join(filter(None, (operation_of(row["op"]), label)))
+            charts.append(LineChart(title, tuple(series), "step", "loss", steps=True))
+    return charts
+
+
+def smooth(row: Row) -> tuple[tuple[float, float], ...]:
+    """At most `_POINTS` points (last step, mean) of a row; a part with a loss that was not finite is left out."""
+    curve: Sequence[float | None] = row["curve"]
+    part, steps = max(1, len(curve) // _POINTS), row.get("curve_every") or 1
     found = []
     for begin in range(0, len(curve), part):
         values = curve[begin : begin + part]
         finite = [value for value in values if value is not None]
         if len(finite) == len(values):
-            found.append((float(begin + len(values)), sum(finite) / len(finite)))
-    return found
+            found.append((float(steps * (begin + len(values))), sum(finite) / len(finite)))
+    return tuple(found)
 
 
-def accuracies(named: Named) -> list[Chart]:
-    rows = [{**row, "percent": 100 * row["accuracy"]} for row in named.rows if row.get("accuracy") is not None]
-    return _dots(named, rows, "percent", "% right", "{op}")
-
-
-def host(named: Named) -> list[Chart]:
-    rows = [{**row, "us": row["ms"] * 1e3} for row in named.rows if row["op"].endswith("-host")]
-    return _dots(named, rows, "us", "µs", "Host time, {phase}")
-
-
-def _is_decoding(row: Row) -> bool:
-    return any(word in row["op"] for word in ("decode", "cache"))
-
-
-def decoding(named: Named) -> list[Chart]:
-    """Where rows have a bandwidth, that; else the time."""
-    rows = [row for row in named.rows if _is_decoding(row)]
-    with_speed = [row for row in rows if row.get("gbps") is not None]
-    without = [row for row in rows if row.get("gbps") is None]
-    return [
-        *_dots(named, with_speed, "gbps", "GB/s", "{op}, {phase}"),
-        *_dots(named, without, "ms", "ms", "{op}, {phase}", log=True),
-    ]
-
-
-_DRAWN_ELSEWHERE = ("attention", "attention-io", "attention-breakdown", training.OP, *OPERATIONS)
-
-
-def others(named: Named) -> list[Chart]:
-    """Operations that have no chart of their own."""
-    rows = [
-        row
-        for row in named.rows
-        if row["op"] not in _DRAWN_ELSEWHERE
-        and not row["op"].endswith("-host")
-        and not _is_decoding(row)
-        and not any(row.get(key) for key in ("tokens_per_s", "curve", "accuracy"))
-    ]
-    return _dots(named, rows, "ms", "ms", "{op}, {phase}", log=True)
-
-
-def breakdowns(named: Named) -> list[Chart]:
+def breakdowns(rows: Sequence[Row]) -> list[Chart]:
     """Rows of `flashtile bench breakdown`: a stack of steps for each implementation."""
-    by_case: dict[str, dict[str, list[tuple[str, float]]]] = {}
-    for row in named.rows:
-        if row["op"] == "attention-breakdown":
-            title = f"{_phase(row['phase'])}, {plain_case(row)}"
-            bars = by_case.setdefault(title[0].upper() + title[1:], {})
-            bars.setdefault(row["impl"], []).append((row["step"], row["ms"]))
-    return [stacked_chart(name, bars, "ms") for name, bars in by_case.items()]
+    bars: dict[str, dict[str, list[tuple[str, float]]]] = {}
+    for row in rows:
+        bars.setdefault(row["phase"], {}).setdefault(row["impl"], []).append((row["step"], row["ms"]))
+    return [StackedChart(phase_of(phase).capitalize(), found, "ms") for phase, found in bars.items()]
 
 
-def traffic(named: Named) -> list[Chart]:
+def traffic(rows: Sequence[Row]) -> list[Chart]:
     """Rows of `benchmarks/io_counters.py`."""
-    by_case: dict[str, dict[str, dict[str, float]]] = {}
-    for row in named.rows:
-        if row["op"] == "attention-io":
-            found = {"predicted": _moved(row["predicted"])}
-            if row["counted"] is not None:
-                found["counted"] = _moved(row["counted"])
-            by_case.setdefault(plain_case(row), {})[row["impl"]] = found
-    index = {"predicted": 0, "counted": 1}
-    return [dot_chart(f"Traffic, {name}", found, index, "GB", log=True) for name, found in by_case.items()]
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        found[row["impl"]] = {"predicted": _moved(row["predicted"])}
+        if row["counted"] is not None:
+            found[row["impl"]]["counted"] = _moved(row["counted"])
+    return [DotChart("Forward and backward", found, "GB", logarithmic=True)]
 
 
 def _moved(part: dict[str, float]) -> float:
     return (part["bytes_read"] + part["bytes_written"]) / 1e9
 
 
-def _dots(named: Named, rows: Sequence[Row], key: str, label: str, title: str, *, log: bool = False) -> list[Chart]:
-    """A chart for each title, which may name phase and operation."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+def dots(
+    rows: Sequence[Row],
+    key: str,
+    unit: str,
+    *,
+    log: bool = False,
+    said: Facets | None = None,
+    beside: str | None = None,
+) -> list[Chart]:
+    """Charts of dots for each phase, with few enough cases that each stays readable.
+
+    Args:
+        rows: of one record.
+        key: of their values.
+        unit: of these.
+        log: the axis is logarithmic.
+        said: what stands above the charts; None for what the rows have in common.
+        beside: what their titles begin with where other charts stand beside them.
+    """
+    said = _said(rows) if said is None else said
+    rows = [row for row in rows if row.get(key) is not None]
+    several = len({row["op"] for row in rows}) > 1
+    by_phase: dict[str, list[Row]] = {}
     for row in rows:
-        if row.get(key) is not None:
-            heading = title.format(phase=_phase(row["phase"]), op=row["op"])
-            found.setdefault(heading[0].upper() + heading[1:], {}).setdefault(_name(row), {})[row["impl"]] = row[key]
-    return [dot_chart(heading, cases, named.index, label, log=log) for heading, cases in found.items()]
+        by_phase.setdefault(row["phase"], []).append(row)
+    charts: list[Chart] = []
+    for phase, of_phase in by_phase.items():
+        for part in _parts(of_phase):
+            ops = {row["op"] for row in part}
+            more = [words for facet, words in _said(part).items() if said.get(facet) != words]
+            title = _title(beside or (operation_of(ops.pop()) if several and len(ops) == 1 else None), phase, more)
+            charts.append(DotChart(title, _by_label(part, key, said), unit, logarithmic=log))
+    return charts
 
 
-def _name(row: Row) -> str:
-    """The name of a row's case; the keys and values of one that this version does not know."""
-    try:
-        return case_name(row)
-    except (TypeError, KeyError):
-        return plain_case(row)
+def _by_label(rows: Sequence[Row], key: str, said: Facets) -> dict[str, dict[str, float]]:
+    """Name of a case -> implementation -> value."""
+    cases: dict[str, Row] = {}
+    for row in rows:
+        cases.setdefault(_case_key(row), row)
+    several = len({row["op"] for row in rows}) > 1
+    found: dict[str, str] = {}
+    for op in dict.fromkeys(row["op"] for row in rows):
+        keys = [case_key for case_key, row in cases.items() if row["op"] == op]
+        labels = labels_of([cases[case_key]["case"] for case_key in keys], said if len(keys) == 1 else None)
+        for case_key, label in zip(keys, labels, strict=True):
+            words = [operation_of(op)] if several or not label else []
+            found[case_key] = ", ".join([*words, *([label] if label else [])])
+    values: dict[str, dict[str, float]] = {}
+    for row in rows:
+        values.setdefault(found[_case_key(row)], {})[row["impl"]] = row[key]
+    return values
 
 
-def plain_case(row: Row) -> str:
-    """Keys and values of a case, without those that say nothing."""
-    return " ".join(f"{key}={value}" for key, value in row["case"].items() if value not in (None, False, 0, 0.0))
+def _case_key(row: Row) -> str:
+    return json.dumps([row["op"], row["case"]], sort_keys=True)
 
 
-def _is_product(row: Row) -> bool:
-    return case_of(row["op"], row["case"]).flops(row["phase"]) is not None
-
-
-def _phase(phase: str) -> str:
-    return PHASES.get(phase, phase)
-
-
-def _family_name(family: Case) -> str:
-    head_dim = f"{family.D}" if family.D == family.Dv else f"{family.D}/{family.Dv}"
-    parts = [f"head_dim {head_dim}", "causal" if family.causal else "full"]
-    if family.H != family.Hkv:
-        parts.append(f"{family.H} query heads, {family.Hkv} key/value heads")
-    if family.window is not None:
-        parts.append(f"window {family.window}")
-    if family.dropout_p:
-        parts.append(f"dropout {family.dropout_p}")
-    if family.softcap is not None:
-        parts.append(f"soft cap {family.softcap:g}")
-    if family.bias is not None:
-        parts.append(f"bias {family.bias}")
-    return ", ".join([*parts, family.dtype])
+def _parts(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows in parts with few cases each, by the first facets that divide them."""
+    rows = list(rows)
+    if len({_case_key(row) for row in rows}) <= _MOST_CASES:
+        return [rows]
+    facets = [{"": operation_of(row["op"]), **facets_of(row["case"])} for row in rows]
+    for key in dict.fromkeys(key for of_row in facets for key in of_row):
+        values = dict.fromkeys(of_row.get(key) for of_row in facets)
+        if 1 < len(values) <= _MOST_CASES:
+            members = ([row for row, of_row in zip(rows, facets) if of_row.get(key) == value] for value in values)
+            return [part for of_value in members for part in _parts(of_value)]
+    return [rows]

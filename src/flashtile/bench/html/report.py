@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.bench.compare import read_record
-from flashtile.bench.html.figures import Named, implementations, sections
-from flashtile.bench.html.page import page
-from flashtile.bench.record import Record, require_writable
+from flashtile.bench.html.drawing import draw
+from flashtile.bench.html.figures import Named, in_order, sections, styles
+from flashtile.bench.html.headline import headline_of
+from flashtile.bench.html.page import charts_of, page
+from flashtile.bench.html.words import OPERATIONS, unknown_keys
+from flashtile.bench.record import require_writable
 
-_TITLE = "flashtile: measured"
+_NO_PICTURES = 'The page has tables only: pictures need matplotlib, pip install "flashtile[plots]".'
 
 
-def write_report(paths: Sequence[Path], output: Path) -> int:
+@dataclass(frozen=True)
+class Written:
+    """What a page has: the number of charts, and what its reader must know."""
+
+    charts: int
+    notes: tuple[str, ...]
+
+
+def write_report(paths: Sequence[Path], output: Path) -> Written:
     """Writes the page of some records.
 
     Args:
         paths: JSON files, as benchmark commands write them.
         output: HTML file; its folder is made where there is none.
 
-    Returns:
-        The number of figures.
-
     Raises:
         ChoiceError: a file is no record, or the page cannot be written.
     """
-    records = [read_record(path) for path in paths]
-    index = implementations(records)
-    named = [Named(record, path.name, index) for record, path in zip(records, paths, strict=True)]
-    found = sections(named)
-    facts = [(one.name, _facts(one.record)) for one in named]
+    records = in_order([Named(read_record(path), path) for path in paths])
+    headline, found = headline_of(records), sections(records)
+    notes = [note for named in records for note in _unknown(named)]
     require_writable(output)
-    output.write_text(page(_TITLE, found, facts), encoding="utf-8")
-    return sum(len(section.figures) for section in found)
+    pictures: dict[int, str] = {}
+    charts = charts_of(headline, found)
+    if importlib.util.find_spec("matplotlib") is None:
+        notes.append(_NO_PICTURES)
+    else:
+        colours = styles(records)
+        pictures = {id(chart): draw(chart, colours, number) for number, chart in enumerate(charts)}
+    output.write_text(page(records, headline, found, pictures, notes), encoding="utf-8")
+    return Written(len(charts), tuple(notes))
 
 
-def _facts(record: Record) -> dict[str, str]:
-    known = {**(record.get("machine") or {}), **(record.get("versions") or {})}
-    facts = {name: str(value) for name, value in known.items() if value is not None}
-    return {"command": str(record.get("command", "")), "commit": str(record.get("commit")), **facts}
+def _unknown(named: Named) -> list[str]:
+    """A line for each kind of thing in a record that this version does not know, and shows as it stands."""
+    operations: dict[str, int] = {}
+    keys: dict[tuple[str, str], int] = {}
+    for row in named.record["rows"]:
+        if row["op"] not in OPERATIONS:
+            operations[row["op"]] = operations.get(row["op"], 0) + 1
+        for key in unknown_keys(row["case"]):
+            keys[row["op"], key] = keys.get((row["op"], key), 0) + 1
+    shown = "; it is shown as it stands, another version of flashtile may have written it"
+    return [
+        *(f"{named.path.name}: unknown operation {op!r} in {count} rows{shown}" for op, count in operations.items()),
+        *(f"{named.path.name}: unknown key {key!r} in the case of {count} rows of {op!r}{shown}"
+          for (op, key), count in keys.items()),
+    ]  # fmt: skip

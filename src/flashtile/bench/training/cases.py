@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.bench.cases import select_named
+from flashtile.bench.values import help_text_tokens
 
 OP = "train-step"
 PHASE = "fwd+bwd+step"
@@ -41,17 +42,23 @@ MODELS = {
 
 @dataclass(frozen=True)
 class TrainCase:
-    """Training steps of a model on B sequences of S tokens. Field names are the keys of `case` in a record."""
+    """Training steps of a model on B sequences of S tokens. Field names are the keys of `case` in a record.
+
+    With `steps` the model has been trained for so many steps before, on Python's help texts byte by byte, and goes on
+    with them. Else weights and tokens are random, so that scores are small.
+    """
 
     model: str
     B: int
     S: int
     dtype: str = "bf16"
+    steps: int = 0
 
     @property
     def name(self) -> str:
         """A readable identifier, such as `gpt2-small-b16-s1024-bf16`."""
-        return f"{self.model}-b{self.B}-s{self.S}-{self.dtype}"
+        after = f"-after{self.steps}" if self.steps else ""
+        return f"{self.model}-b{self.B}-s{self.S}{after}-{self.dtype}"
 
     @property
     def sizes(self) -> Sizes:
@@ -85,20 +92,22 @@ def training_cases(device: torch.device, batch: int | None = None) -> list[Train
 
 
 def cases_of(
-    device: torch.device, models: Sequence[str], batch: int | None, contexts: Sequence[int] = ()
+    device: torch.device, models: Sequence[str], batch: int | None, contexts: Sequence[int] = (), steps: int = 0
 ) -> list[TrainCase]:
     """The cases of the named models, of all when none is named.
 
     Args:
         contexts: lengths of the sequences; the case's own when empty. Where no batch is given, a step has as many
             tokens as that case, and at least one sequence.
+        steps: of training before what is measured.
 
     Raises:
         ChoiceError: there is no such model on this device.
     """
     known = {case.model: case for case in training_cases(device, batch)}
     chosen = select_named("--model", models or list(known), known, device.type)
-    return [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
+    chosen = [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
+    return [replace(case, steps=steps) for case in chosen]
 
 
 def _with_context(case: TrainCase, context: int, batch: int | None) -> TrainCase:
@@ -121,7 +130,10 @@ def make_weights(case: TrainCase, device: torch.device, seed: int = 0) -> dict[s
 
 
 def make_tokens(case: TrainCase, device: torch.device, seed: int = 0) -> Tensor:
-    """Random tokens `[B, S + 1]`: inputs, and a place further the labels."""
+    """Tokens `[B, S + 1]`: inputs, and a place further the labels. Random ones, or bytes of text where there is a
+    training before."""
+    if case.steps:
+        return help_text_tokens(case.B, case.S, torch.Generator().manual_seed(seed)).to(device)
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randint(case.sizes.vocabulary, (case.B, case.S + 1), generator=generator, device=device)
 

@@ -106,8 +106,8 @@ class TrainProblem:
 
     def __init__(self, case: TrainCase, device: torch.device) -> None:
         self._case, self._device = case, device
-        self._weights, self._tokens = make_weights(case, device), make_tokens(case, device)
-        self._autocast = case.dtype == "bf16"
+        self._tokens, self._autocast = make_tokens(case, device), case.dtype == "bf16"
+        self._weights = trained_weights(case, device) if case.steps else make_weights(case, device)
         self._exact = self._trained(torch.float64)
         self._eager = self._trained(torch.float32)
 
@@ -139,6 +139,16 @@ class TrainProblem:
         autocast = self._autocast and dtype is torch.float32
         checked = self._tokens[:, : _CHECKED_TOKENS + 1]  # alone: of a whole sequence it would hold all scores
         return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
+
+
+def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
+    """The weights after the steps that a case has behind it, of the plain formula, a new batch in each."""
+    weights = make_weights(case, device)
+    model = build_plain(case, weights)
+    training = Training(model, make_tokens(case, device), case.dtype == "bf16")
+    for step in range(case.steps):
+        training.step(make_tokens(case, device, seed=1 + step))
+    return {name: parameter.detach() for name, parameter in zip(weights, model.parameters, strict=True)}
 
 
 def judge_losses(

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashtile.cli.console import print_table
+from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo.isolation import run_piece
 from flashtile.cli.demo.plan import Plan
 from flashtile.cli.demo.results import (
@@ -29,7 +29,7 @@ from flashtile.cli.demo.results import (
 from flashtile.cli.demo.scaling import Point, measure_scaling
 from flashtile.cli.demo.text import load_text
 from flashtile.cli.demo.training import FEWEST_STEPS, Training, compare, train
-from flashtile.cli.errors import UserError, require
+from flashtile.cli.errors import UserError, installed, require
 from flashtile.models import flashtile_attention, plain_attention
 from flashtile.models.gpt import CausalAttention
 
@@ -50,13 +50,13 @@ class Options:
         text_file: None for Python's own help texts.
         output: folder for the results.
         steps: training steps; None to fit the time.
-        pictures: draw them.
+        pictures: draw them; None to draw them where matplotlib is installed.
     """
 
     text_file: Path | None
     output: Path
     steps: int | None = None
-    pictures: bool = True
+    pictures: bool | None = None
 
 
 def run_demo(
@@ -73,28 +73,32 @@ def run_demo(
     """
     begin = time.perf_counter()
     attentions = attentions or ATTENTIONS
-    if options.pictures:
-        require("matplotlib", "plots", "drawing (leave it out with --no-pictures)")
     text, text_name = load_text(options.text_file, plan.model.context)
     _make_folder(options.output)
+    if options.pictures:
+        require("matplotlib", "plots", "--pictures")
     _introduce(console, plan, text, text_name)
 
-    steps = options.steps or _steps_that_fit(plan, text, attentions, begin)
+    if options.steps is None:
+        with console.status("timing a few steps of each"):
+            steps = _steps_that_fit(plan, text, attentions, begin)
+    else:
+        steps = options.steps
     end = math.inf if options.steps else begin + _TRAINED_SHARE * plan.seconds
     trainings = _train_both(console, plan, text, attentions, steps, end)
     comparison = compare(plan, trainings[OURS], trainings[PLAIN])
     points, stopped = _measure(console, plan, attentions, begin + _MEASURED_SHARE * plan.seconds)
     results = Results(plan, text_name, trainings, comparison, points, stopped)
-    _write(results, options)
+    drawn = options.pictures is not False and installed("matplotlib")
+    _write(results, options.output, drawn)
 
     print_table(console, training_table(results))
     print_table(console, scaling_table(results), emphasise=1)
-    console.print(verdict(results), style="green" if comparison.agree else "bold red", markup=False)
-    console.print(
-        f"{time.perf_counter() - begin:.0f} s in all. Tables, figures and pictures: {options.output}/",
-        markup=False,
-        soft_wrap=True,
-    )
+    print_text(console, verdict(results), "green" if comparison.agree else "bold red")
+    if options.pictures is None and not drawn:
+        print_text(console, 'Pictures need matplotlib: pip install "flashtile[plots]"', "yellow")
+    kinds = "Tables and pictures" if drawn else "Tables"
+    print_text(console, f"{time.perf_counter() - begin:.0f} s in all. {kinds}: {options.output}/")
     return comparison.agree
 
 
@@ -110,11 +114,11 @@ def _make_folder(folder: Path) -> None:
 
 def _introduce(console: Console, plan: Plan, text: bytes, text_name: str) -> None:
     model = plan.model
-    console.print(
+    print_text(
+        console,
         f"A GPT of {model.layers} layers, width {model.width}, learns {len(text):,} bytes of {text_name} on "
-        f"{plan.device.type}, from the same seed twice:\non flashtile's attention, and on plain attention with its "
+        f"{plan.device.type}, from the same seed twice: on flashtile's attention, and on plain attention with its "
         "N×N matrices.",
-        markup=False,
     )
 
 
@@ -160,16 +164,15 @@ def _measure(
 ) -> tuple[list[Point], dict[str, str]]:
     with console.status("measuring attention alone") as status:
 
-        def on_point(point: Point) -> None:
-            status.update(f"measuring attention alone: {point.implementation} at length {point.length}")
+        def on_start(implementation: str, length: int) -> None:
+            status.update(f"measuring attention alone: {implementation} at length {length}")
 
-        return measure_scaling(plan, attentions, end - time.perf_counter(), on_point)
+        return measure_scaling(plan, attentions, end - time.perf_counter(), on_start)
 
 
-def _write(results: Results, options: Options) -> None:
-    folder = options.output
+def _write(results: Results, folder: Path, draw: bool) -> None:
     pictures = []
-    if options.pictures:
+    if draw:
         from flashtile.cli.demo import plot
 
         plot.draw_scaling(results, folder / "attention.png")

@@ -132,7 +132,7 @@ def mebibytes(count: int) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g}%"
 
 
 def _markdown(table: Table) -> str:

@@ -49,9 +49,15 @@ class Point:
 
 
 def measure_scaling(
-    plan: Plan, attentions: dict[str, CausalAttention], seconds: float, on_point: Callable[[Point], None]
+    plan: Plan, attentions: dict[str, CausalAttention], seconds: float, on_start: Callable[[str, int], None]
 ) -> tuple[list[Point], dict[str, str]]:
     """Measures every implementation at growing lengths until it becomes too expensive.
+
+    Args:
+        plan: the lengths, ascending.
+        attentions: by the name of the implementation.
+        seconds: for all of them.
+        on_start: called with implementation and length before each measurement.
 
     Returns:
         The points, and for each implementation that stopped early the reason.
@@ -69,6 +75,7 @@ def measure_scaling(
             if reason is not None:
                 stopped[name] = reason
                 continue
+            on_start(name, length)
             try:
                 limit = max(left, _LEAST_SECONDS)
                 measured = run_piece(measure, plan, attention, length, device=plan.device, seconds=limit)
@@ -76,7 +83,6 @@ def measure_scaling(
                 stopped[name] = f"length {length}: {error}"
                 continue
             points.append(Point(name, length, *measured))
-            on_point(points[-1])
     return points, stopped
 
 

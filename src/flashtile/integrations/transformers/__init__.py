@@ -1,6 +1,15 @@
 """flashtile as an attention implementation of Hugging Face transformers: `attn_implementation="flashtile"`."""
 
-from flashtile.integrations.transformers.context_parallel import context_parallel
-from flashtile.integrations.transformers.registration import register, unregister
+try:
+    from flashtile.integrations.transformers.context_parallel import context_parallel
+    from flashtile.integrations.transformers.registration import register, unregister
+except ImportError as error:
+    if not (error.name or "").startswith("transformers"):
+        raise
+    raise ImportError(
+        'flashtile.integrations.transformers needs transformers 5.20 or newer: pip install "flashtile[transformers]"',
+        name=error.name,
+        path=error.path,
+    ) from error
 
 __all__ = ["context_parallel", "register", "unregister"]

@@ -18,6 +18,7 @@ from flashtile.distributed import context_parallel_attention, sequence_positions
 from flashtile.distributed.context_parallel import Strategy
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import places_of
+from flashtile.integrations.options import check_options
 from flashtile.integrations.transformers import compact
 from flashtile.integrations.transformers.attention import refuse, visible_keys, widened
 from flashtile.integrations.transformers.masks import pattern_within_sequences
@@ -47,24 +48,24 @@ def context_parallel(
 ) -> PreTrainedModel:
     """Makes a model of transformers take shards of sequences: its layers attend over the tokens of all ranks.
 
-    Its attention implementation becomes one of its own, and its calls get the positions of the shard's tokens.
-    Parameters and state-dict keys stay. Give it the shards of tokens that `shard_sequence` cuts, without a mask or
-    labels, and compute the loss from its logits with `mean_over_shards`; gradients of parameters are this rank's parts,
-    which FSDP or DDP adds up. Causal, bidirectional and sliding-window attention, soft cap, sinks, grouped heads and
-    dropout are served. Whatever else in a model looks from one token at another must not: convolutions, say.
+    The model gets an attention implementation of its own, and its calls get the positions of the shard's tokens.
+    Parameters and state-dict keys stay the same. Pass it the shards of tokens that `shard_sequence` cuts, without a
+    mask or labels, and compute the loss from its logits with `mean_over_shards`. The gradients of parameters are this
+    rank's parts, which FSDP or DDP sums. Causal, bidirectional and sliding-window attention, soft cap, sinks, grouped
+    heads and dropout are supported. No other part of the model may combine different tokens, as convolutions do.
 
     Args:
-        model: whose attention can be exchanged, and whose forward takes `position_ids`.
-        mesh, strategy, layout: as of `flashtile.distributed.context_parallel_attention`.
-        backend, deterministic: likewise.
+        model: a model whose attention can be exchanged, and whose forward takes `position_ids`.
+        mesh, strategy, layout: as in `flashtile.distributed.context_parallel_attention`.
+        backend, deterministic: the same.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: it is no such model.
-        ValueError: it takes shards already, or has frequencies that depend on the length of one. In later calls, what
-            cannot be computed from shards.
+        TypeError: model is no such model.
+        ValueError: the model takes shards already, or has frequencies that depend on the sequence length. In later
+            calls: an argument cannot be computed from shards.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model: expected a transformers PreTrainedModel, got {type(model).__name__}")
@@ -78,6 +79,7 @@ def context_parallel(
     for kind in _rope_types(getattr(model.config, "rope_parameters", None)):
         if kind in _ROPE_BY_LENGTH:
             raise ValueError(f"model: expected rotary embeddings of fixed frequencies, got rope_type {kind!r}")
+    check_options(backend, deterministic)
     ranks = places_of(mesh).ranks
     options = {
         "mesh": mesh, "strategy": strategy, "layout": layout, "deterministic": deterministic, "backend": backend,

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
+from flashtile.integrations.options import check_options
 from flashtile.integrations.transformers.attention import attend
 from flashtile.integrations.transformers.masks import make_mask
 
@@ -20,25 +21,26 @@ _registered: set[str] = set()
 
 
 def register(name: str = "flashtile", *, backend: str = "auto", deterministic: bool = False) -> None:
-    """Makes `attn_implementation=name` known to transformers, for all models that look their attention up.
+    """Registers flashtile with transformers as `attn_implementation=name`, for all models that look up their attention.
 
-    Models are then built or switched by transformers' own means: `from_pretrained(..., attn_implementation=name)`,
-    `AutoModel.from_config(config, attn_implementation=name)`, `model.set_attn_implementation(name)`. Calling it again
-    replaces what the name stands for.
+    Select it by transformers' own means: `from_pretrained(..., attn_implementation=name)`,
+    `AutoModel.from_config(config, attn_implementation=name)`, `model.set_attn_implementation(name)`. A second call with
+    the same name replaces the first.
 
     Args:
-        name: of the implementation; transformers' own cannot be replaced. transformers takes names with "flash" in them
-            for one of flash_attn's: such models with chunked attention (Llama 4) refuse contexts longer than a chunk.
-            Another name, "tiles" say, serves them.
+        name: name of the implementation; transformers' own names cannot be replaced. transformers takes a name with
+            "flash" in it for one of flash_attn's: models with chunked attention (Llama 4) then refuse contexts longer
+            than a chunk. Another name, such as "tiles", serves them.
         backend: as in `flashtile.attention`.
         deterministic: as in `flashtile.attention`.
 
     Raises:
-        TypeError: the name is no string.
-        ValueError: the name is one of transformers' own.
+        TypeError: the name is no string, or `deterministic` is no bool.
+        ValueError: the name is one of transformers' own, or there is no backend of that name.
     """
     if not isinstance(name, str):
         raise TypeError(f"name: expected a str, got {type(name).__name__}; 'flashtile' is the usual one")
+    check_options(backend, deterministic)
     taken = name == "eager" or name in ALL_ATTENTION_FUNCTIONS.valid_keys()
     if name not in _registered and (taken or "|" in name or "/" in name):
         raise ValueError(f"name: expected one that transformers does not use itself, got {name!r}; use 'flashtile'")
@@ -59,7 +61,7 @@ def add_implementation(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def unregister(name: str = "flashtile") -> None:
-    """Takes back `register(name)`. Models that have the implementation fail in their next call.
+    """Removes what `register(name)` registered. Models that use the implementation fail in their next call.
 
     Raises:
         ValueError: the name is not registered.

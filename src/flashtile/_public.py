@@ -1,0 +1,69 @@
+"""The public names of `flashtile`, which its `__init__` hands on."""
+
+from flashtile.ops.attention import patterns
+from flashtile.ops.attention.api import attention, attention_varlen
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.explain import Explanation, explain
+from flashtile.ops.attention.fp8 import quantize_fp8
+from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
+from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
+from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
+from flashtile.ops.attention.sdpa import scaled_dot_product_attention
+from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
+from flashtile.ops.decompositions import decompositions
+from flashtile.ops.dense.api import fused_dense, fused_mlp, linear_bias_wgrad
+from flashtile.ops.kv_cache.api import attention_with_kv_cache
+from flashtile.ops.layer_norm.api import dropout_add_layer_norm, dropout_add_rms_norm, layer_norm, rms_norm
+from flashtile.ops.rotary.api import apply_rotary, apply_rotary_kv, apply_rotary_qkv
+from flashtile.ops.rotary.tables import RotaryScaling, rotary_frequencies, rotary_tables, xpos_scale
+from flashtile.ops.softmax.api import scaled_causal_softmax, scaled_masked_softmax
+from flashtile.ops.softmax.merge import (
+    OnlineSoftmax,
+    finish_attention,
+    logsumexp_merge,
+    merge_attention_,
+    online_softmax,
+)
+
+__all__ = [
+    "AttentionPart",
+    "BlockMask",
+    "Explanation",
+    "OnlineSoftmax",
+    "RotaryScaling",
+    "apply_rotary",
+    "apply_rotary_kv",
+    "apply_rotary_qkv",
+    "attention",
+    "attention_backward",
+    "attention_column_sums",
+    "attention_part",
+    "attention_probs",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "cross_entropy",
+    "decompositions",
+    "draw_dropout_seed",
+    "dropout_add_layer_norm",
+    "dropout_add_rms_norm",
+    "dropout_mask",
+    "explain",
+    "finish_attention",
+    "fused_dense",
+    "fused_mlp",
+    "layer_norm",
+    "linear_bias_wgrad",
+    "linear_cross_entropy",
+    "logsumexp_merge",
+    "merge_attention_",
+    "online_softmax",
+    "patterns",
+    "quantize_fp8",
+    "rms_norm",
+    "rotary_frequencies",
+    "rotary_tables",
+    "scaled_causal_softmax",
+    "scaled_dot_product_attention",
+    "scaled_masked_softmax",
+    "xpos_scale",
+]

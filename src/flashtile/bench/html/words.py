@@ -1,0 +1,306 @@
+"""What records hold, in words: cases, operations, phases and implementations.
+
+A case is told by facets, such as `{"D": "head_dim 64", "mask": "causal"}`. Where several cases stand together, each is
+named by the facets in which they differ, and those that all have are said once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Case = Mapping[str, Any]
+Facets = dict[str, str]
+
+_DTYPES = {
+    "fp8": "float8", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64",
+}  # fmt: skip
+
+
+def _count(unit: str) -> Callable[[Any, Case], str]:
+    return lambda value, case: f"{value:,} {unit}"
+
+
+def _named(name: str) -> Callable[[Any, Case], str]:
+    return lambda value, case: f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+
+
+def _length(value: Any, case: Case) -> str:
+    lengths = case.get("lengths")
+    if lengths:
+        return f"{len(lengths)} sequences, {sum(lengths):,} tokens"
+    return f"cache of {value:,} tokens" if "Sq" in case else f"{value:,} tokens"
+
+
+def _heads(value: Any, case: Case) -> str:
+    shared = case.get("Hkv", value)
+    return f"{value} heads" if shared == value else f"{value} query heads, {shared} key/value heads"
+
+
+def _head_dim(value: Any, case: Case) -> str:
+    of_v = case.get("Dv", value)
+    return f"head_dim {value}" if of_v == value else f"head_dim {value}, {of_v} of v"
+
+
+def _window(value: Any, case: Case) -> str:
+    left, right = value
+    if case.get("causal") and left is not None:
+        return f"window of {left + 1:,} keys"
+    sides = ("all" if side is None else f"{side:,}" for side in (left, right))
+    return "window of {} keys to the left, {} to the right".format(*sides)
+
+
+def _mask(value: Any, case: Case) -> str:
+    tiles = re.fullmatch(r"tiles(\d+):([\d.]+)", value)
+    if tiles:
+        return f"{float(tiles[2]):.0%} of the tiles of {tiles[1]}"
+    documents = re.fullmatch(r"documents(\d+)", value)
+    return f"documents of {documents[1]} tokens (median)" if documents else f"mask {value}"
+
+
+def _bias(value: Any, case: Case) -> str:
+    return {"1HSS": "bias for each head", "BHSS": "bias for each sequence and head"}.get(value, f"bias {value}")
+
+
+def _values(value: Any, case: Case) -> str:
+    named = {"normal": "normal values", "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow"}
+    for pattern, words in (
+        (r"trained-(\d+)", "a trained model's layer {}"), (r"q-times-(\d+)", "q × {}"),
+        (r"first-key-times-(\d+)", "first key × {}"), (r"late-key-times-(\d+)", "a late key × {}"),
+    ):  # fmt: skip
+        if match := re.fullmatch(pattern, value):
+            return words.format(match[1])
+    return named.get(value) or f"{value} values"
+
+
+def _activation(value: Any, case: Case) -> str:
+    return {"gelu_tanh": "GELU (tanh)", "gelu": "GELU", "silu": "SiLU", "relu": "ReLU"}.get(value, str(value))
+
+
+#: A key of `case` -> its value in words, in the order in which they are said. Those with None are part of another's.
+_WORDS: dict[str, Callable[[Any, Case], str] | None] = {
+    "model": lambda value, case: str(value),
+    "task": lambda value, case: str(value),
+    "D": _head_dim,
+    "Dv": None,
+    "causal": lambda value, case: "causal" if value else "full",
+    "window": _window,
+    "mask": _mask,
+    "softcap": lambda value, case: f"soft cap {value:g}",
+    "bias": _bias,
+    "dropout_p": lambda value, case: f"dropout {value:g}",
+    "rows": _count("rows"),
+    "columns": _count("columns"),
+    "kib": lambda value, case: f"{value / 1024:,g} MiB",
+    "tokens": _count("tokens"),
+    "hidden": _named("hidden size"),
+    "inner": _named("inner size"),
+    "features": _count("features"),
+    "vocabulary": _named("vocabulary"),
+    "activation": _activation,
+    "gated": lambda value, case: "gated",
+    "S": _length,
+    "lengths": None,
+    "Sq": lambda value, case: "one query" if value == 1 else f"{value:,} queries",
+    "page": lambda value, case: f"pages of {value}",
+    "append": lambda value, case: "a row appended",
+    "gpus": _count("GPUs"),
+    "block_q": lambda value, case: f"tiles of {value} queries",
+    "block_k": _count("keys in a tile"),
+    "cache": lambda value, case: {"cold": "nothing compiled before", "cached": "kernels on disk"}.get(value, value),
+    "B": _named("batch"),
+    "H": _heads,
+    "Hkv": None,
+    "dtype": lambda value, case: _DTYPES.get(value, str(value)),
+    "values": _values,
+    "steps": _count("steps"),
+    "layers": _count("layers"),
+    "width": _named("width"),
+    "heads": _count("heads"),
+    "examples": _count("examples"),
+    "held_out": _count("held out"),
+    "learning_rate": lambda value, case: f"learning rate {value:g}",
+    "text": lambda value, case: str(value),
+    "text_sha256": None,
+    "made": None,
+    "seed": _named("seed"),
+}
+#: Facets without which most cases are told apart as well: they are said only where it needs them.
+_DETAILS = (
+    "values", "B", "H", "Sq", "layers", "width", "heads", "examples", "held_out", "learning_rate", "steps", "text",
+    "block_k", "seed",
+)  # fmt: skip
+#: Options that 0 switches off.
+_ZERO_IS_ABSENT = ("dropout_p", "softcap")
+#: What is said where a case has none of what others have.
+_NOTHING = "plain"
+
+OPERATIONS = {
+    "attention": "Attention",
+    "attention-host": "Host time",
+    "attention-breakdown": "Standard attention, step by step",
+    "attention-io": "Traffic",
+    "attention-tiles": "Attention with other tiles",
+    "attention-first-call": "First call in a new process",
+    "context-parallel": "Attention over several GPUs",
+    "decode": "Decoding",
+    "copy": "Copy",
+    "layer_norm": "Layer norm",
+    "rms_norm": "RMS norm",
+    "dropout_add_layer_norm": "Dropout, add and layer norm",
+    "dropout_add_rms_norm": "Dropout, add and RMS norm",
+    "rotary": "Rotary embedding",
+    "causal_softmax": "Causal softmax",
+    "masked_softmax": "Masked softmax",
+    "cross_entropy": "Cross-entropy",
+    "linear_cross_entropy": "Linear layer and cross-entropy",
+    "fused_dense": "Linear layer",
+    "fused_mlp": "Perceptron",
+    "train-step": "Training step",
+    "train-curve": "Training on text",
+    "bert-step": "Training step of BERT",
+    "lra-listops": "Long Range Arena: ListOps",
+    "lra-pathfinder": "Long Range Arena: Pathfinder",
+}
+PHASES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "fwd+bwd": "forward and backward",
+    "fwd-nograd": "forward without gradients",
+    "fwd+bwd+step": "training step",
+    "train": "training",
+}
+#: Beginnings of the names of implementations -> what they are; the longest that fits counts.
+IMPLEMENTATIONS = {
+    "flashtile": "flashtile, in a whole model",
+    "flashtile-hopper": "flashtile's kernels for Hopper GPUs",
+    "flashtile-triton": "flashtile's portable kernels",
+    "flashtile-cpu": "flashtile on a CPU",
+    "flashtile-compile": "flashtile in a model under torch.compile",
+    "flashtile-fused-loss": "flashtile in a model, its last layer computed with the loss",
+    "flashtile-packed": "flashtile on packed sequences",
+    "flashtile-one-gpu": "flashtile on one GPU",
+    "flashtile-ring": "flashtile, keys and values passed around the GPUs",
+    "flashtile-all_gather": "flashtile, keys and values gathered on each GPU",
+    "flashtile-all_to_all": "flashtile, heads divided over the GPUs",
+    "block-sparse": "flashtile with a block mask",
+    "sdpa": "PyTorch's scaled_dot_product_attention",
+    "sdpa-flash": "PyTorch's scaled_dot_product_attention, its FlashAttention backend",
+    "sdpa-cudnn": "PyTorch's scaled_dot_product_attention, its cuDNN backend",
+    "sdpa-efficient": "PyTorch's scaled_dot_product_attention, its memory-efficient backend",
+    "sdpa-math": "PyTorch's scaled_dot_product_attention, its plain backend",
+    "fa4": "FlashAttention-4",
+    "flex": "PyTorch's FlexAttention",
+    "torch-varlen": "PyTorch's varlen_attn",
+    "torch-cp": "PyTorch's context parallelism",
+    "plain": "attention with all of its scores in memory",
+    "standard": "attention step by step, with all of its scores in memory",
+    "eager": "PyTorch's own functions",
+    "compile": "the same formula through torch.compile",
+    "liger": "Liger Kernel",
+    "quack": "QuACK",
+    "transformers-eager": "Hugging Face transformers, eager attention",
+    "transformers-sdpa": "Hugging Face transformers, PyTorch's scaled_dot_product_attention",
+    "transformers-compile": "Hugging Face transformers under torch.compile",
+    "transformers-flashtile": "Hugging Face transformers with flashtile's attention",
+}
+
+
+def phase_of(phase: str) -> str:
+    return PHASES.get(phase, phase)
+
+
+def operation_of(op: str) -> str:
+    return OPERATIONS.get(op) or (op[:1].upper() + op[1:]).replace("_", " ")
+
+
+def implementation_of(name: str) -> str | None:
+    """What an implementation is; None of one that is not known."""
+    found = [known for known in IMPLEMENTATIONS if name == known or name.startswith(f"{known}-")]
+    return IMPLEMENTATIONS[max(found, key=len)] if found else None
+
+
+def unknown_keys(case: Case) -> list[str]:
+    """The keys of a case that have no words here."""
+    return [key for key in case if key not in _WORDS]
+
+
+def facets_of(case: Case) -> Facets:
+    """A case by the keys that say something. Unknown keys are said as they are."""
+    found = {}
+    for key, words in _WORDS.items():
+        value = case.get(key)
+        absent = value is None or value is False or (value == 0 and key in _ZERO_IS_ABSENT)
+        if words is not None and (not absent or (key == "causal" and key in case)):
+            found[key] = words(value, case)
+    for key in unknown_keys(case):
+        if case[key] not in (None, False):
+            found[key] = f"{key.replace('_', ' ')} {_short(case[key])}"
+    return found
+
+
+def _short(value: Any, length: int = 24) -> str:
+    text = str(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def common_facets(cases: Iterable[Case]) -> Facets:
+    """What all of some cases have, without details."""
+    first, *others = [facets_of(case) for case in cases] or [{}]
+    return {
+        key: words
+        for key, words in first.items()
+        if key not in _DETAILS and all(other.get(key) == words for other in others)
+    }
+
+
+def labels_of(cases: Sequence[Case], said: Facets | None = None) -> list[str]:
+    """A name for each of some cases: as few facets as tell them apart; where all are one, its facets but details.
+
+    Args:
+        cases: equal ones get the same name.
+        said: what the reader knows; what else all cases have is part of their names. None where he is told elsewhere.
+    """
+    keys_of = [json.dumps(case, sort_keys=True, default=str) for case in cases]
+    different = dict(zip(keys_of, cases))
+    more = common_facets(cases)
+    if said is not None:
+        more = {key: words for key, words in more.items() if said.get(key) != words}
+    if len(different) <= 1:
+        return [", ".join(more.values())] * len(cases)
+    labels = _different_labels(list(different.values()), () if said is None else tuple(more))
+    names = dict(zip(different, labels, strict=True))
+    return [names[key] for key in keys_of]
+
+
+def _different_labels(cases: Sequence[Case], more: Sequence[str]) -> list[str]:
+    all_facets = [facets_of(case) for case in cases]
+    keys = [key for key in _order(all_facets) if key in more or len({f.get(key) for f in all_facets}) > 1]
+
+    def labels(kept: Sequence[str]) -> list[str]:
+        return [", ".join(facets[key] for key in kept if key in facets) or _NOTHING for facets in all_facets]
+
+    count = len(set(labels(keys)))
+    for key in [*reversed(_DETAILS)]:
+        without = [kept for kept in keys if kept != key]
+        if without and len(set(labels(without))) == count:
+            keys = without
+    return _numbered(labels(keys))
+
+
+def _numbered(labels: Sequence[str]) -> list[str]:
+    """Cases that words do not tell apart, such as those of two seeds of a text, get a number."""
+    seen: dict[str, int] = {}
+    found = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        found.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return found
+
+
+def _order(all_facets: Sequence[Facets]) -> list[str]:
+    """Known keys in their order, then others."""
+    there_are = dict.fromkeys(key for facets in all_facets for key in facets)
+    return [*(key for key in _WORDS if key in there_are), *(key for key in there_are if key not in _WORDS)]

@@ -1,0 +1,102 @@
+"""Arguments that a function does not have: an error says what they are called here.
+
+A public function collects them in `**other_names: NoReturn`, so that type checkers refuse them too, and hands them to
+`refuse_other_names`. On a call without any, that is one look at an empty dictionary.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+_MASK = {"mask": "bool, True = visible", "bias": "numbers to add to the scores"}
+_PADDING = {"key_lengths": "how many keys of each sequence are there", "mask": "bool, True = visible"}
+_WEIGHTS = "flashtile.attention_probs computes the weights of chosen rows"
+_FEWER_HEADS = "leave it out, k and v may have fewer heads than q"
+_BY_THE_WEIGHT = "leave it out, the last dimension is normalized"
+
+#: An argument of PyTorch, flash-attn, xFormers, transformers, JAX or FlashInfer -> the arguments of flashtile that mean
+#: the same, with what they take; or what to do where there is none.
+OTHER_NAMES: dict[str, dict[str, str] | str] = {
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "attn_bias": {"bias": "numbers to add to the scores", "mask": "bool, True = visible"},
+    "key_padding_mask": _PADDING,
+    "is_causal": {"causal": ""},
+    "causal": {"is_causal": ""},
+    "softmax_scale": {"scale": ""},
+    "sm_scale": {"scale": ""},
+    "scaling": {"scale": ""},
+    "dropout": {"dropout_p": ""},
+    "p": {"dropout_p": ""},
+    "dropout_rate": {"dropout_p": ""},
+    "attention_dropout": {"dropout_p": ""},
+    "window_size": {"window": "(left, right), None = unlimited"},
+    "sliding_window": {"window": "(left, right), None = unlimited"},
+    "local_window_size": {"window": "(left, right), None = unlimited"},
+    "window_left": {"window": "(left, right), None = unlimited"},
+    "soft_cap": {"softcap": ""},
+    "logits_soft_cap": {"softcap": ""},
+    "s_aux": {"sinks": ""},
+    "learnable_sink": {"sinks": ""},
+    "q_descale": {"descale_q": ""},
+    "k_descale": {"descale_k": ""},
+    "v_descale": {"descale_v": ""},
+    "enable_gqa": _FEWER_HEADS,
+    "score_mod": {"bias": "numbers to add to the scores", "block_mask": "flashtile.BlockMask.from_predicate makes one"},
+    "mask_mod": {"block_mask": "flashtile.BlockMask.from_predicate makes one"},
+    "return_lse": "this function does not return the log-sum-exp, flashtile.attention does",
+    "return_softmax_lse": {"return_lse": ""},
+    "return_attn_probs": _WEIGHTS,
+    "return_softmax": _WEIGHTS,
+    "need_weights": _WEIGHTS,
+    "output_attentions": _WEIGHTS,
+    "cu_seqlens": {"cu_seqlens_q": ""},
+    "cu_seqlens_q": {"cu_seqlens": "flashtile.attention_varlen takes packed sequences of other lengths of keys"},
+    "cu_seq_lens_q": {"cu_seqlens_q": ""},
+    "cu_seq_lens_k": {"cu_seqlens_k": ""},
+    "max_seqlen": {"max_seqlen_q": ""},
+    "max_length_q": {"max_seqlen_q": ""},
+    "max_length_k": {"max_seqlen_k": ""},
+    "seqused_k": {"key_lengths": "", "cache_lengths": ""},
+    "key_value_seq_lengths": {"key_lengths": "", "cache_lengths": ""},
+    "cache_seqlens": {"cache_lengths": ""},
+    "cache_batch_idx": {"cache_batch_indices": ""},
+    "leftpad_k": {"cache_left_padding": ""},
+    "cache_leftpad": {"cache_left_padding": ""},
+    "page_table": {"block_table": ""},
+    "block_tables": {"block_table": ""},
+    "ignored_index": {"ignore_index": ""},
+    "size_average": {"reduction": ""},
+    "epsilon": {"eps": ""},
+    "eps": {"epsilon": ""},
+    "normalized_shape": _BY_THE_WEIGHT,
+    "is_rms_norm": "flashtile.rms_norm and flashtile.dropout_add_rms_norm are functions of their own",
+    "rotary_interleaved": {"interleaved": ""},
+}
+
+
+def refuse_other_names(function: Callable[..., Any], given: Iterable[str]) -> NoReturn:
+    """Raises for the arguments that a public function was given and does not have.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError("; ".join(_explained(function, name) for name in given))
+
+
+def _explained(function: Callable[..., Any], name: str) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    ours = [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+    known = OTHER_NAMES.get(name, {})
+    if isinstance(known, str):
+        remedy = known
+    elif names := [f"{our} ({what})" if what else our for our, what in known.items() if our in ours]:
+        remedy = f"here it is {' or '.join(names)}"
+    elif close := difflib.get_close_matches(name, ours, 1):
+        remedy = f"did you mean {close[0]}?"
+    else:
+        remedy = f"there are {', '.join(ours)}"
+    return f"{name}: expected the name of an argument of flashtile.{function.__name__}, got another; {remedy}"

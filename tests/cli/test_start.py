@@ -1,0 +1,63 @@
+"""How the command starts: without torch where it needs none, and where packages are missing."""
+
+import pytest
+
+import flashtile
+import missing_packages
+
+
+@pytest.fixture
+def run_without(tmp_path):
+    return lambda names, *arguments: missing_packages.run_without(names, tmp_path, *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--version",), ("--help",), ("explain", "--help"), ("bench", "attention", "--help"), ("report", "--help")],
+    ids=" ".join,
+)
+def test_version_and_help_need_no_torch(run_without, arguments):
+    pytest.importorskip("typer")
+    done = run_without({"torch"}, "-m", "flashtile", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert (f"flashtile {flashtile.__version__}\n" if "--version" in arguments else "Usage: ") in done.stdout
+
+
+def test_the_script_starts_without_torch_too(run_without, tmp_path):
+    pytest.importorskip("typer")
+    script = tmp_path / "flashtile"
+    script.write_text("import sys\nfrom flashtile.cli import main\nsys.exit(main())\n", "utf-8")
+    done = run_without({"torch"}, script, "--help")
+    assert done.returncode == 0 and "explain" in done.stdout, done.stderr
+
+
+def test_a_command_gets_the_public_names_when_it_uses_them(run_without):
+    pytest.importorskip("typer")
+    done = run_without((), "-m", "flashtile", "explain", "--dtype", "fp32", "--device", "cpu")
+    assert done.returncode == 0 and done.stdout.startswith("backend: cpu"), done.stderr
+
+
+def test_other_programs_get_the_operators_with_the_import(run_without):
+    found = "import flashtile, torch; print(torch.ops.flashtile.attention_forward.default)"
+    assert run_without((), "-c", found).stdout == "flashtile.attention_forward.default\n"
+
+
+def test_names_loaded_late_are_those_loaded_at_once(run_without):
+    listed = "print(sorted(flashtile.__all__), all(hasattr(flashtile, name) for name in flashtile.__all__))"
+    late = f"import sys; sys.argv = ['flashtile']; import flashtile; assert 'torch' not in sys.modules; {listed}"
+    at_once, after = run_without((), "-c", f"import flashtile; {listed}"), run_without((), "-c", late)
+    assert at_once.stdout == after.stdout and "True" in after.stdout, after.stderr
+    unknown = late + "; print(getattr(flashtile, 'nothing', 'is not there'))"
+    assert run_without((), "-c", unknown).stdout.endswith("is not there\n")
+
+
+def test_no_command_speaks_of_numpy_where_it_is_missing(run_without):
+    pytest.importorskip("typer")
+    done = run_without({"numpy"}, "-m", "flashtile", "explain", "--dtype", "fp32", "--device", "cpu")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "Failed to initialize NumPy" in run_without({"numpy"}, "-c", "import torch").stderr, "the test is void"
+
+
+def test_missing_packages_are_named(run_without):
+    done = run_without({"typer"}, "-m", "flashtile", "--help")
+    assert done.returncode == 1 and 'needs typer: pip install "flashtile[cli]"' in done.stderr
