@@ -33,7 +33,14 @@ _METRICS = {**DEVICE_MEMORY, "cache_bytes": "lts__t_bytes.sum"}
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     shape = io_model.Shape(options.batch, options.heads, options.seq, options.head_dim, causal=options.causal)
-    return run_program("tile_sweep", options, shape, lambda: make_call(shape, options.child), measure, table)
+    return run_program(
+        "tile_sweep",
+        options,
+        shape,
+        lambda: make_call(make_inputs(shape), options.child, options.causal),
+        measure,
+        table,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,14 +61,22 @@ def tiles_of(block_q: int) -> TileConfig:
     return TileConfig(block_q, _BLOCK_K, 4 if block_q <= 64 else 8, _STAGES)
 
 
-def make_call(shape: io_model.Shape, block_q: int, device: str = "cuda") -> Callable[[], Any]:
-    """The forward of the portable kernels with these tiles, on random inputs."""
-    q, k, v = (
-        torch.randn(shape.batch, shape.seq_q, shape.heads, shape.head_dim, dtype=shape.dtype, device=device)
-        for _ in range(3)
-    )
-    spec = AttentionSpec(shape.head_dim**-0.5, None, 0 if shape.causal else None)
-    side = SideInputs(None, None, shape.seq_q, shape.seq_q)
+def make_inputs(shape: io_model.Shape, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random q, k and v, the same in every call."""
+    torch.manual_seed(0)
+    size = (shape.batch, shape.seq_q, shape.heads, shape.head_dim)
+    q, k, v = (torch.randn(size, dtype=shape.dtype, device=device) for _ in range(3))
+    return q, k, v
+
+
+def make_call(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], block_q: int, causal: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """The forward of the portable kernels with these tiles."""
+    q, k, v = inputs
+    seq, head_dim = q.shape[1], q.shape[-1]
+    spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
+    side = SideInputs(None, None, seq, seq)
 
     def call() -> tuple[torch.Tensor, torch.Tensor]:
         return launch.forward(q, k, v, side, spec)
@@ -78,10 +93,9 @@ def make_call(shape: io_model.Shape, block_q: int, device: str = "cuda") -> Call
 def measure(shape: io_model.Shape, device: io_model.Device, ncu: str | None, options: argparse.Namespace) -> Record:
     """A row for each size of tiles. Without `ncu` there is nothing counted in them."""
     record = make_record(torch.device("cuda"), " ".join(["python benchmarks/tile_sweep.py", *_kept(sys.argv[1:])]), [])
-    first = None
+    inputs, first = make_inputs(shape), None
     for point in io_model.sweep(shape, device, _BLOCKS, (_BLOCK_K,)):
-        torch.manual_seed(0)
-        call = make_call(shape, point.block_q)
+        call = make_call(inputs, point.block_q, shape.causal)
         out = call()[0]
         first = out if first is None else first
         error = (out.float() - first.float()).abs().max().item()

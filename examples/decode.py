@@ -1,11 +1,11 @@
-"""Decoding with pages: sequences of different lengths share one pool of keys and values, and leave when they are done.
+"""Decoding with a paged cache: sequences of different lengths share one pool of keys and values.
 
 python examples/decode.py
 
-One attention layer with random weights stands for a model. A sequence takes a page when it needs one and gives all of
-them back in the end, so that the pool may be smaller than the longest sequence times the batch. On a GPU the step is a
-CUDA graph: lengths and tables are written in place, and each replay reads what they hold. Each output is compared with
-attention over the whole sequence.
+One attention layer with random weights stands for a model. A sequence takes a page when it needs one, and returns all
+its pages at the end. The pool may therefore be smaller than the longest sequence times the batch. On a GPU the step is
+a CUDA graph: lengths and tables are written in place, and each replay reads their current values. Each output is
+compared with attention over the whole sequence.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.testing import assert_same
 
 HEADS, HEADS_KV, HEAD_DIM = 8, 2, 64
 BATCH, PAGE, PAGES, LONGEST = 3, 16, 12, 96
@@ -21,7 +22,7 @@ STEPS = 60
 
 
 class Decoder:
-    """The tensors of a step, which stay where they are, and who has which page."""
+    """The tensors of a step, at fixed addresses, and the pages of each sequence."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.q = torch.zeros(BATCH, 1, HEADS, HEAD_DIM, device=device, dtype=dtype)
@@ -36,21 +37,21 @@ class Decoder:
         self.taken: list[list[int]] = [[] for _ in range(BATCH)]
 
     def grow(self, sequence: int, rows: int) -> None:
-        """Room for the next row of a sequence that has so many."""
+        """Makes room for the next row of a sequence that has `rows` rows."""
         if rows % PAGE == 0:
             page = self.free.pop()
             self.table[sequence, len(self.taken[sequence])] = page
             self.taken[sequence].append(page)
 
     def leave(self, sequence: int) -> None:
-        """A sequence is done; another begins in its place."""
+        """Ends a sequence and returns its pages; another one starts in its place."""
         self.free += self.taken[sequence]
         self.taken[sequence] = []
         self.lengths[sequence] = 0
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """One token of every sequence: `[BATCH, 1, HEADS, HEAD_DIM]`."""
+        """One token for every sequence: `[BATCH, 1, HEADS, HEAD_DIM]`."""
         cos, sin = self.tables
         out = flashtile.attention_with_kv_cache(
             self.q, self.k_pages, self.v_pages, self.k, self.v, cache_lengths=self.lengths, block_table=self.table,
@@ -89,7 +90,7 @@ def main() -> None:
     decoder = Decoder("cuda", torch.bfloat16) if gpu else Decoder("cpu", torch.float32)
     step = as_graph(decoder) if gpu else decoder.step
     histories: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(BATCH)]
-    last_rows = [5, 40, 17]  # a sequence leaves when it has so many
+    last_rows = [5, 40, 17]  # the lengths at which the sequences end
     done, most_pages = 0, 0
     for _ in range(STEPS):
         for tensor in (decoder.q, decoder.k, decoder.v):
@@ -101,7 +102,7 @@ def main() -> None:
         out = step()
         for sequence, history in enumerate(histories):
             alone = expected(decoder, sequence, history)
-            torch.testing.assert_close(out[sequence, None], alone, rtol=2e-2, atol=2e-2)
+            assert_same(out[sequence, None], alone)
             if len(history) == last_rows[sequence]:
                 decoder.leave(sequence)
                 history.clear()

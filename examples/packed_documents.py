@@ -1,4 +1,4 @@
-"""Documents of different lengths in one packed call, against the same documents padded to the longest.
+"""Documents of different lengths in one packed call, compared with the same documents padded to the longest one.
 
 python examples/packed_documents.py
 """
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.testing import assert_same
 
 LENGTHS = [37, 512, 5, 130, 260, 64]
 HEADS, HEAD_DIM = 4, 64
@@ -38,7 +39,7 @@ def main() -> None:
 
     for document, length in enumerate(LENGTHS):
         rows = slice(int(cu_seqlens[document]), int(cu_seqlens[document + 1]))
-        torch.testing.assert_close(packed_out[rows], padded_out[document, :length])
+        assert_same(packed_out[rows], padded_out[document, :length])
     print(f"packed: {sum(LENGTHS)} rows, {1000 * packed_seconds:.1f} ms")
     print(f"padded: {len(LENGTHS) * max(LENGTHS)} rows, {1000 * padded_seconds:.1f} ms; the results agree")
 

@@ -1,4 +1,4 @@
-"""Trains flashtile's GPT on text files, on one device or on several; docs/training.md is its guide.
+"""Trains flashtile's GPT on text files, on one device or several. The guide is docs/training.md.
 
 python examples/train_gpt.py --data shakespeare.txt --model tiny --steps 500 --sample 200
 torchrun --nproc-per-node 8 examples/train_gpt.py --data corpus --tokenizer tokenizer.json --parallel fsdp --resume

@@ -146,6 +146,46 @@ def traffic() -> Picture:
     return picture
 
 
+def hopper_roles() -> Picture:
+    """One thread block of the Hopper forward: who loads, who computes, and that they do it at the same time."""
+    picture = Picture(760, 452, "A producer warp fills rings in shared memory; consumer warpgroups compute in turns")
+    picture.text(380, 30, "One thread block of the Hopper forward", 16, bold=True)
+    picture.labelled(24, 92, 128, 76, "", SOFT)
+    picture.text(88, 126, "producer", 14, bold=True)
+    picture.text(88, 146, "1 warp: TMA loads", 12.5, SOFT)
+    picture.box(210, 58, 250, 144, SOFT, SOFT, opacity=0.1, radius=8)
+    picture.text(335, 78, "rings in shared memory", 13, SOFT)
+    for stage in range(2):
+        picture.labelled(226 + stage * 112, 90, 106, 42, f"k, stage {stage}", K, 13)
+        picture.labelled(226 + stage * 112, 142, 106, 42, f"v, stage {stage}", V, 13)
+    picture.arrow(154, 118, 208, 118, SOFT)
+    picture.text(181, 108, "full", 12, SOFT)
+    picture.arrow(208, 150, 154, 150, SOFT)
+    picture.text(181, 168, "empty", 12, SOFT)
+    for consumer in range(2):
+        y = 58 + consumer * 78
+        picture.labelled(520, y, 216, 66, "", Q)
+        picture.text(628, y + 26, f"consumer {consumer}", 14, bold=True)
+        picture.text(628, y + 46, "4 warps, 64 query rows", 12.5, SOFT)
+        picture.arrow(462, y + 33, 518, y + 33, SOFT)
+    picture.text(380, 236, "the same in time: while one consumer exponentiates, the other multiplies", 14, bold=True)
+    rows = ("producer", "consumer 0", "consumer 1")
+    for row, name in enumerate(rows):
+        picture.text(112, 277 + row * 48, name, 13, anchor="end")
+    for tile in range(5):
+        picture.labelled(124 + tile * 120, 254, 114, 36, f"load tile {tile + 1}", K, 12.5)
+    for consumer in range(2):
+        y, start = 302 + consumer * 48, 244 + consumer * 60
+        for step in range(4):
+            x = start + step * 120
+            picture.labelled(x, y, 57, 36, "q kᵀ, p v", SCORES, 11)
+            if x + 117 <= 740:
+                picture.labelled(x + 60, y, 57, 36, "exp", OUT, 12.5)
+    picture.arrow(124, 412, 722, 412)
+    picture.text(423, 434, "time", 13, SOFT)
+    return picture
+
+
 def _grid(
     picture: Picture, x: float, y: float, cell: float, rows: int, cols: int, colour: Callable[[int, int], str]
 ) -> None:
@@ -160,7 +200,7 @@ def forward_tiles() -> Picture:
     """A tile of queries stays, tiles of keys and values pass by; with a causal mask half of them are never visited."""
     picture = Picture(760, 388, "Forward: a tile of queries stays on chip while tiles of keys and values pass by")
     cell, left, top = 44, 190, 92
-    picture.text(380, 30, "forward, causal: one program has one tile of queries", 16, bold=True)
+    picture.text(380, 30, "forward, causal: one thread block has one tile of queries", 16, bold=True)
     for index in range(6):
         active, strength = index <= 3, 0.9 if index == 3 else 0.25
         colour = K if active else EMPTY
@@ -266,8 +306,8 @@ def split_of_work() -> Picture:
     cell, top = 38, 88
     shades = ("#2f6db5", "#5c8fc9", "#8ab1dc", "#2f6db5", "#5c8fc9", "#8ab1dc")
     warm = ("#c05d12", "#d98547", "#eaae80", "#c05d12", "#d98547", "#eaae80")
-    for left, title, colours, by_row in ((88, "forward: a program has a row", shades, True),
-                                         (474, "backward: a program has a column", warm, False)):  # fmt: skip
+    for left, title, colours, by_row in ((88, "forward: a thread block has a row", shades, True),
+                                         (474, "backward: a thread block has a column", warm, False)):  # fmt: skip
         picture.text(left + 3 * cell, 34, title, 15.5, bold=True)
         _grid(picture, left, top, cell, 6, 6, lambda r, c, cs=colours, rows=by_row: cs[r if rows else c])
         picture.text(left + 3 * cell, top - 12, "keys →", 13, SOFT)
@@ -284,8 +324,8 @@ def split_of_work() -> Picture:
     picture.text(474 + 3 * cell, top + 6 * cell + 40, "dk, dv", 13.5, K, bold=True)
     picture.arrow(474 + 6 * cell + 4, top + 3 * cell, 474 + 6 * cell + 20, top + 3 * cell, Q)
     picture.text(474 + 6 * cell + 38, top + 3 * cell + 4, "dq", 13.5, Q, bold=True)
-    picture.text(88 + 3 * cell + 10, 372, "each row of out is finished by one program", 13, SOFT)
-    picture.text(474 + 3 * cell, 372, "dq is a sum over the programs of its row", 13, SOFT)
+    picture.text(88 + 3 * cell + 10, 372, "each row of out is finished by one thread block", 13, SOFT)
+    picture.text(474 + 3 * cell, 372, "dq: a sum over the thread blocks of a row", 13, SOFT)
     return picture
 
 
@@ -364,7 +404,7 @@ def attention_speed() -> Picture:
 
 PICTURES: tuple[Callable[[], Picture], ...] = (
     memory_hierarchy, traffic, forward_tiles, online_softmax, recomputation, split_of_work, block_sparsity,
-    attention_speed,
+    hopper_roles, attention_speed,
 )  # fmt: skip
 
 

@@ -72,10 +72,11 @@ FEATURES = (
     Feature("float32", (_dtype(torch.float32),)),
     Feature("float64", (_dtype(torch.float64),)),
     Feature(
-        "head_dim up to 256, multiples of 8, also other ones of v", (_heads(64, 64), _heads(192, 128), _heads(8, 256))
+        "head_dim a multiple of 8, up to 256; head_dim of v may differ",
+        (_heads(64, 64), _heads(192, 128), _heads(8, 256)),
     ),
-    Feature("head_dim up to 256 that 8 does not divide, contiguous", (_heads(20, 64), _heads(65, 64))),
-    Feature("head_dim of v that 8 does not divide", (_heads(64, 20), _heads(20, 20))),
+    Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
+    Feature("head_dim of v not a multiple of 8", (_heads(64, 20), _heads(20, 20))),
     Feature("head_dim up to 512", (_heads(512, 512), _heads(64, 264))),
     Feature(
         "causal with both alignments, windows",
@@ -151,13 +152,13 @@ def column_sums() -> list[str]:
 def table() -> str:
     """The table in Markdown, with its notes."""
     rows = [[feature.label, *cells(feature)] for feature in FEATURES]
-    rows += [["float8_e4m3fn (no gradient)", *eight_bits()]]
-    rows += [["`attention_column_sums` (no gradient)", *column_sums()]]
+    rows += [["float8_e4m3fn (forward only)", *eight_bits()]]
+    rows += [["`attention_column_sums` (forward only)", *column_sums()]]
     headings = ["", *(f"`{backend}`" for backend in BACKENDS)]
     lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
     note = (
-        "A call is served where each of its features is: forward and backward, or ¹ the forward, with gradients by the "
-        "kernels of\nanother backend. `hopper` is for sm_90, `split` and `triton` for every GPU."
+        "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
+        "forward, and\nanother backend the gradients. `hopper` is for sm_90; `split` and `triton` are for every GPU."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 

@@ -5,7 +5,7 @@
 All rows of the kernels' tables, with and without masks, a soft cap, a fixed order of sums, packing, 8-bit inputs, and
 tiles that are computed once more.
 A run without compute-sanitizer before it fills the cache of compiled kernels. What racecheck reports is in
-docs/kernels.md.
+docs/engineering_log/hopper_backward.md.
 """
 
 from __future__ import annotations

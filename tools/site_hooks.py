@@ -1,10 +1,12 @@
 """What the site of the documents has beside the files of docs/ (hooks of MkDocs, named in mkdocs.yml).
 
-- Documents of the repository that lie elsewhere become pages: README, CONTRIBUTING, CHANGELOG, the list of records.
+- Documents of the repository that lie elsewhere become pages: CONTRIBUTING, CHANGELOG, the list of records. The README
+  does not, because the site begins with docs/index.md.
 - Records and sources that a document links to become files and pages of the site, so that every link leads somewhere
   without a network. Links are rewritten on the way; the documents keep those that work in a checkout.
 - The search needs no server and no network.
-- The API reference is made from the public names: one page for each operation and package, with their docstrings.
+- The API reference is made from the public names: one page for each operation and package. A page begins with the first
+  example of its guide, and then has the docstrings.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 ROOT = Path(__file__).parent.parent
 #: Documents outside of docs/ -> their pages.
 PAGES = {
-    "README.md": "readme.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/results/README.md": "records.md",
@@ -44,9 +45,14 @@ _OTHERS = {"bench", "cli", "ops"}
 TITLES = {
     "cross_entropy": "Cross-entropy",
     "dense": "Linear layers",
+    "kv_cache": "Decoding",
     "layer_norm": "Norms",
     "rotary": "Rotary embedding",
 }
+#: API pages -> their guides, where these have other names.
+GUIDES = {"compat": "migrating", "learn": "how_it_works", "testing": "numerics"}
+_EXAMPLE = re.compile(r"^```python\n.*?^```\n", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"^```python\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -65,7 +71,7 @@ def on_files(files: Files, config: Any) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text("utf-8")))
     for name, title, members in api_pages():
-        files.append(File.generated(config, f"api/{name}.md", content=_api_page(title, members)))
+        files.append(File.generated(config, f"api/{name}.md", content=_api_page(name, title, members)))
     documents = [*((ROOT / "docs").rglob("*.md")), *(ROOT / source for source in PAGES)]
     linked = {path for document in documents for path in _linked(document) if _place(path) not in files.src_uris}
     for path in sorted(linked):
@@ -133,11 +139,14 @@ def api_pages() -> list[tuple[str, str, list[str]]]:
     for name in sorted(flashtile.__all__, key=lambda name: (name[0].isupper(), name)):
         if name != "__version__":
             groups.setdefault(_operation(getattr(flashtile, name)), []).append(f"flashtile.{name}")
+    decompositions = groups.pop("decompositions")
     pages = [(name, TITLES.get(name, name.replace("_", " ").capitalize()), members) for name, members in groups.items()]
     for found in pkgutil.iter_modules(flashtile.__path__):
         if found.name not in _OTHERS and not found.name.startswith("_"):
             package = importlib.import_module(f"flashtile.{found.name}")
             members = _members(package)
+            if found.name == "integrations":  # whose guide has it too
+                members += decompositions
             for inner in NESTED.get(found.name, ()):
                 if importlib.util.find_spec(inner):
                     members += _members(importlib.import_module(f"flashtile.{found.name}.{inner}"))
@@ -157,8 +166,24 @@ def _members(package: ModuleType) -> list[str]:
     return [f"{package.__name__}.{name}" for name in getattr(package, "__all__", ())]
 
 
-def _api_page(title: str, members: list[str]) -> str:
-    return "\n\n".join([f"# {title}", *(f"::: {member}" for member in members)]) + "\n"
+def _api_page(name: str, title: str, members: list[str]) -> str:
+    """The first example of the guide that has a name of the page, and the names in the guide's order."""
+    guide = ROOT / "docs" / f"{GUIDES.get(name, name)}.md"
+    text = guide.read_text("utf-8") if guide.exists() else ""
+    code = [word for span in _CODE.findall(text) for word in re.findall(r"\w+", span)]
+    order = {word: place for place, word in reversed([*enumerate(code)])}
+    members = sorted(members, key=lambda member: order.get(member.rpartition(".")[2], len(code)))
+    names = {member.rpartition(".")[2] for member in members}
+    parts = [f"# {title}"]
+    if examples := [each for each in _EXAMPLE.findall(text) if names & set(re.findall(r"\w+", each))]:
+        heading = text.partition("\n")[0].removeprefix("# ")
+        parts += [f"From the guide, [{heading}](../{guide.name}):", examples[0]]
+    return "\n\n".join([*parts, *(f"::: {member}" for member in members)]) + "\n"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings announce a block with two colons, of which a reader needs one, or none where they stand alone."""
+    return html.replace("<p>::</p>", "").replace("::</p>", ":</p>") if page.file.src_uri.startswith("api/") else html
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -42,7 +42,7 @@ class Stopwatch:
 
 
 def make_row(op: str, phase: str, impl: str, case: dict[str, Any], **found: Any) -> dict[str, Any]:
-    """A row in the format of docs/design.md; what is not given is null."""
+    """A row in the format of benchmarks/results/README.md; what is not given is null."""
     return {"op": op, "phase": phase, "impl": impl, "case": case, "ms": None, "tflops": None, "gbps": None,
             "error": None, **found}  # fmt: skip
 

@@ -37,6 +37,7 @@ from flashtile.distributed import (
     vocabulary_loss,
 )
 from flashtile.models import GPT, GPTConfig
+from flashtile.modules import MHA
 from gpt_training.data import derived_seed
 from gpt_training.options import OptionError, Options
 from gpt_training.processes import Processes
@@ -244,6 +245,10 @@ class _Loss(nn.Module):
 
 def _loss_of(model: GPT, options: Options, mesh: DeviceMesh) -> _Loss:
     """The loss of a model, its blocks and sequences divided as the options say."""
+    for mixer in model.modules():
+        if isinstance(mixer, MHA):
+            # A resumed training repeats the bits of an uninterrupted one.
+            mixer.inner_attn.deterministic = True
     if options.checkpoint_activations:
         for block in model.blocks:
             # In its forward, so that FSDP gathers the block around it, and its parameters keep their names.

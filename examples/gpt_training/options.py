@@ -35,85 +35,103 @@ def option(
 class Options:
     """What a training is asked to do. The help texts of the fields are those of `--help`."""
 
-    data: Path = option("data", "text file, or folder of text files (all but hidden ones, in order of their names)")
-    tokenizer: Path | None = option("data", "tokenizer.json of the tokenizers package; default: bytes are tokens", None)
+    data: Path = option(
+        "data", "text file, or folder of text files (all except hidden ones, in the order of their names)"
+    )
+    tokenizer: Path | None = option(
+        "data", "tokenizer.json of the tokenizers package; default: each byte is a token", None
+    )
     end_of_text: str | None = option(
-        "data", "token of --tokenizer after each file; default: none, and byte 0 where bytes are tokens", None
+        "data", "token of --tokenizer that ends each file; default: none, or byte 0 without --tokenizer", None
     )
     validation_share: float = option(
-        "data", "share of the tokens, at the end, for validation", 0.1, least=1e-9, below=1
+        "data", "share of the tokens, at the end, that is for validation", 0.1, least=1e-9, below=1
     )
     cache: Path | None = option("data", "folder for the tokens on disk; default: cache in --output", None)
 
     model: str = option(
-        "model", "sizes to begin with", "gpt2-small", choices=("gpt2-small", "gpt2-medium", "llama-small", "tiny")
+        "model",
+        "model whose sizes to use; the options below change them",
+        "gpt2-small",
+        choices=("gpt2-small", "gpt2-medium", "llama-small", "tiny"),
     )
-    context: int | None = option("model", "longest sequence, and that of training; default: the model's", None, least=1)
+    context: int | None = option("model", "length of the training sequences; default: the model's", None, least=1)
     layers: int | None = option("model", "number of blocks; default: the model's", None, least=1)
     heads: int | None = option("model", "attention heads; default: the model's", None, least=1)
     heads_kv: int | None = option("model", "heads of keys and values; default: the model's", None, least=1)
     width: int | None = option("model", "size of the residual stream; default: the model's", None, least=1)
     hidden: int | None = option("model", "width inside the MLP; default: the model's", None, least=1)
-    dropout: float = option("model", "on embeddings, attention and residual branches", 0.0, least=0, below=1)
+    dropout: float = option("model", "dropout on embeddings, attention and residual branches", 0.0, least=0, below=1)
     fused_loss: bool = option("model", "never hold all logits in memory", False)
 
-    steps: int = option("optimisation", "steps of the optimizer in all, also of a resumed training", 1000, least=1)
-    batch: int = option("optimisation", "sequences that a process takes at once", 8, least=1)
-    accumulate: int = option("optimisation", "batches of each process in a step", 1, least=1)
-    learning_rate: float = option("optimisation", "the highest", 6e-4, least=0)
+    steps: int = option(
+        "optimisation", "steps of the optimizer in total, including those before a resume", 1000, least=1
+    )
+    batch: int = option("optimisation", "sequences in a batch of a process", 8, least=1)
+    accumulate: int = option("optimisation", "batches that each process accumulates in a step", 1, least=1)
+    learning_rate: float = option("optimisation", "highest learning rate", 6e-4, least=0)
     minimum_learning_rate: float | None = option(
-        "optimisation", "at the last step; default: a tenth of the highest", None, least=0
+        "optimisation", "learning rate at the last step; default: a tenth of the highest", None, least=0
     )
     warm_up: int | None = option(
-        "optimisation", "steps of rising learning rate; default: a tenth of all, 200 at most", None, least=0
+        "optimisation", "steps in which the learning rate rises; default: a tenth of all, at most 200", None, least=0
     )
-    weight_decay: float = option("optimisation", "of matrices; biases and norms have none", 0.1, least=0)
+    weight_decay: float = option("optimisation", "weight decay of matrices; biases and norms have none", 0.1, least=0)
     beta1: float = option("optimisation", "decay of AdamW's first moment", 0.9, least=0, below=1)
     beta2: float = option("optimisation", "decay of AdamW's second moment", 0.95, least=0, below=1)
-    clip: float = option("optimisation", "largest norm of the gradients; 0 = any", 1.0, least=0)
-    seed: int = option("optimisation", "of weights, order of the data, and dropout", 0)
+    clip: float = option("optimisation", "largest norm of the gradients; 0 = no limit", 1.0, least=0)
+    seed: int = option("optimisation", "seed of weights, order of the data, and dropout", 0)
 
-    device: str | None = option("machine", "default: cuda where there is one", None, choices=("cuda", "cpu"))
+    device: str | None = option("machine", "device; default: cuda if there is a GPU", None, choices=("cuda", "cpu"))
     precision: str | None = option(
         "machine",
-        "bf16: float32 weights, products in bfloat16 (autocast); default: bf16 on a GPU, fp32 on a CPU",
+        "bf16 = float32 weights, products in bfloat16 (autocast); default: bf16 on a GPU, fp32 on a CPU",
         None,
         choices=("bf16", "fp32"),
     )
-    compile: bool = option("machine", "torch.compile of the loss; with fsdp, of each block", False)
+    compile: bool = option("machine", "compile the loss with torch.compile; with fsdp each block", False)
     parallel: str = option(
         "machine",
-        "under torchrun: ddp = a copy of the model in each process, fsdp = a part",
+        "with torchrun: ddp = each process has the whole model, fsdp = a part of it",
         "ddp",
         choices=("ddp", "fsdp"),
     )
-    cp: int = option("machine", "under torchrun: so many processes share each sequence (context parallel)", 1, least=1)
-    cp_strategy: str = option("machine", "how they share it", "ring", choices=("ring", "all_to_all", "all_gather"))
+    cp: int = option(
+        "machine", "with torchrun: number of processes that share each sequence (context parallel)", 1, least=1
+    )
+    cp_strategy: str = option(
+        "machine",
+        "how the processes of --cp exchange keys and values",
+        "ring",
+        choices=("ring", "all_to_all", "all_gather"),
+    )
     tp: int = option(
         "machine",
-        "under torchrun, with fsdp: so many processes share each layer's weights (tensor parallel)",
+        "with torchrun and fsdp: number of processes that share each layer's weights (tensor parallel)",
         1,
         least=1,
     )
     checkpoint_activations: bool = option(
-        "machine", "keep only what enters a block, and compute the block again in the backward", False
+        "machine", "keep only the inputs of each block, and recompute the block in the backward", False
     )
     timeout: float = option("machine", "minutes that a process waits for the others", 10.0, least=0.1)
     peak_tflops: float | None = option(
-        "machine", "of one device, for the MFU; default: by its name where that is known", None, least=1e-9
+        "machine", "peak of one device, for the MFU; default: by the device's name, if it is known", None, least=1e-9
     )
 
     output: Path = option("files", "folder for checkpoints, metrics.jsonl and loss.png", Path("gpt-output"))
-    save_every: int = option("files", "steps between checkpoints; the last step has one always", 250, least=1)
-    keep: int = option("files", "checkpoints that stay, the newest", 2, least=1)
-    resume: bool = option("files", "go on from the newest checkpoint in --output, where there is one", False)
+    save_every: int = option("files", "steps between checkpoints; the last step always has one", 250, least=1)
+    keep: int = option("files", "number of newest checkpoints that remain", 2, least=1)
+    resume: bool = option("files", "continue from the newest checkpoint in --output, if there is one", False)
 
-    log_every: int = option("report", "steps between reports; only then the host waits for the GPU", 10, least=1)
-    validate_every: int = option("report", "steps between validations; the last step has one always", 250, least=1)
-    validation_batches: int = option("report", "validation takes so many times the sequences of a step", 4, least=1)
-    sample: int = option("report", "tokens to write at the end; 0 = none", 0, least=0)
-    prompt: str = option("report", "what the sample continues", "The ")
-    temperature: float = option("report", "of the sample; 0 takes the most probable token", 0.8, least=0)
+    log_every: int = option("report", "steps between reports, for which the host waits for the GPU", 10, least=1)
+    validate_every: int = option("report", "steps between validations; the last step always has one", 250, least=1)
+    validation_batches: int = option(
+        "report", "length of a validation, as a multiple of the sequences of a step", 4, least=1
+    )
+    sample: int = option("report", "number of tokens to generate at the end; 0 = none", 0, least=0)
+    prompt: str = option("report", "text that the sample continues", "The ")
+    temperature: float = option("report", "temperature of the sample; 0 takes the most probable token", 0.8, least=0)
     plot: bool = option("report", "draw loss.png; needs matplotlib", False)
 
     def __post_init__(self) -> None:
