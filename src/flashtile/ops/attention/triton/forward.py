@@ -42,6 +42,7 @@ from flashtile.ops.attention.triton.tiles import (
     valid_keys,
     visible_pairs,
 )
+from flashtile.ops.common.triton.functions import swizzles_differ
 
 
 @triton.jit
@@ -175,6 +176,7 @@ def _visit_key_tiles(
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
     unit = LOG2_E if MODIFIED else scale * LOG2_E
+    V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = as_operand(load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False))
@@ -182,13 +184,16 @@ def _visit_key_tiles(
         start = step
         if TILE_K:
             start, kind = listed_tile(blocks, step, TILE_K, BLOCK_N)
+        if not CHUNK:
+            k_tile = as_operand(load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
+        if V_WITH_K:
+            v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         if CHUNK:
             scores = product_by_chunks(
                 q_base, STRIDE_Q_ROW, 0, seq_q - first, k_base, STRIDE_K_ROW, start, keys,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            k_tile = as_operand(load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
@@ -216,6 +221,7 @@ def _visit_key_tiles(
                 dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
             )
             probs = tl.where(kept, probs, 0.0)
-        v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
+        if not V_WITH_K:
+            v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from flashtile.ops.common.split_keys.rows import sequence_lengths, tile_pages, tile_pointers
-from flashtile.ops.common.triton.functions import tanh
+from flashtile.ops.common.triton.functions import swizzles_differ, tanh
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -150,6 +150,7 @@ def visit_tiles(
 ):  # fmt: skip
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`."""
     PRECISE: tl.constexpr = q_rows.dtype.element_ty == tl.float32
+    V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     if sink is not None:
@@ -170,12 +171,15 @@ def visit_tiles(
         pages = tile_pages(table, tile + 1, last_tile, total, PAGE_SIZE, BLOCK_N)
         k_rows = tile_pointers(k_base, page, start, stride_k_outer, STRIDE_K_ROW, PAGE_SIZE, BLOCK_N)  # [N, 1]
         v_rows = tile_pointers(v_base, page, start, stride_v_outer, STRIDE_V_ROW, PAGE_SIZE, BLOCK_N)
+        if not CHUNK:
+            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
+        if V_WITH_K:
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
         if CHUNK:
             products = products_by_chunks(
                 q_rows, there, k_rows, valid, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION
             )
         else:
-            k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
             products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if softcap is not None:
             scores = tanh(products * (scale / softcap), PRECISE) * (softcap * LOG2_E)
@@ -202,7 +206,8 @@ def visit_tiles(
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
-        v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
+        if not V_WITH_K:
+            v_tile = tl.load(v_rows + column_v, mask=valid[:, None] & (column_v < HEAD_DIM_V), other=0.0)  # [N, E]
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     return acc, row_max, row_sum
 

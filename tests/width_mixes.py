@@ -1,0 +1,47 @@
+"""Calls in which heads of q and k differ in width from those of v, for the machine code of the portable kernels.
+
+Three things decide how a tile lies in shared memory: its width up to 64 columns, which is its swizzle; whether it is
+wider than that; and whether it is copied there asynchronously or goes through registers. Tiles go through registers if
+rows do not begin at multiples of 4 bytes, which odd widths, strides and addresses cause, and if operands have 8 bits.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from machine_code import Call
+
+_CAUSAL = Call(window_right=0)
+#: Heads of one column less than tiles of 32, 64 and 128 bytes, and of several times 128.
+_ODD = (15, 31, 63, 129)
+_NARROW = _ODD[:3]
+
+
+def _calls(pairs: list[tuple[int, int]], call: Call = _CAUSAL) -> dict[str, Call]:
+    return {f"{d}x{e}": call._replace(head_dim=d, head_dim_v=e) for d, e in pairs}
+
+
+def _prefixed(name: str, calls: dict[str, Call]) -> dict[str, Call]:
+    return {f"{name}-{pair}": call for pair, call in calls.items()}
+
+
+_MOVED = _CAUSAL._replace(misalignment=2)
+_PACKED = _CAUSAL._replace(sequences=3)
+_FP8 = _CAUSAL._replace(dtype=torch.float8_e4m3fn)
+_TF32 = _CAUSAL._replace(dtype=torch.float32, allow_tf32=True)
+
+#: Of the forward: every combination through registers, dense and packed, and every swizzle for copies.
+FORWARD_MIXES = (
+    _calls(list(product(_ODD, _ODD)))
+    | _prefixed("packed", _calls(list(product(_NARROW, _NARROW)), _PACKED))
+    | _prefixed("copied", _calls([(d, e) for d, e in product((16, 32, 64), repeat=2) if d != e]))
+    | _prefixed("moved", _calls([(64, 32), (16, 64)], _MOVED))
+    | _prefixed("fp8", _calls([(64, 16), (32, 128)], _FP8))
+    | _prefixed("tf32", _calls([(64, 16), (16, 64)], _TF32))
+)
+#: Of dq and dk/dv, which keep all tiles of a step on chip together.
+BACKWARD_MIXES = _calls([*product(_NARROW, _NARROW), (15, 129), (129, 15), (255, 63)])
+#: Of the gradient of the bias, likewise.
+BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)])
