@@ -44,7 +44,7 @@ format: $(STAMP) ## rewrite the sources as ruff wants them
 	@$(BIN)/ruff format .
 
 docs: $(STAMP) ## the site of the documents, in site/; it needs no server and no network
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "==> site/index.html"
 
 dist: $(STAMP) ## wheel and sdist, in dist/; the same bytes for the same commit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -45,6 +46,19 @@ def _unavailable() -> dict[str, str]:
         "multi_gpu": "" if gpus > 1 and not interpreting else "needs two GPUs, and TRITON_INTERPRET unset",
         "interpreter": "" if interpreting else "needs TRITON_INTERPRET=1",
     }
+
+
+@pytest.fixture(autouse=True, scope="session")
+def launched_kernels_are_inspected() -> Iterator[None]:
+    """A kernel that a test launches on a GPU is searched for wrong addresses, as the compile tests' kernels are."""
+    if not torch.cuda.is_available() or torch.version.hip or os.environ.get("TRITON_INTERPRET") == "1":
+        yield
+        return
+    from flashtile._backends import launch
+    from machine_code import compile_source
+
+    with mock.patch.object(launch, "compile_kernel", compile_source):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import flashtile
+from flashtile.testing import assert_same
 
 _OPTIONS: list[dict[str, Any]] = [
     {},
@@ -47,12 +48,12 @@ def check(rank: int, size: int, options: dict[str, Any], backend: str, device: s
     part = logits[:, rank * 13 : (rank + 1) * 13].clone().requires_grad_()
     found = flashtile.cross_entropy(part, labels, process_group=dist.group.WORLD, backend=backend, **options)
     expected = flashtile.cross_entropy(whole, labels, backend=backend, **options)
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert_same(found, expected)
     loss, expected_loss = (out[0] if isinstance(out, tuple) else out for out in (found, expected))
     dloss = torch.arange(1.0, loss.numel() + 1, device=device).view(loss.shape)
     (dpart,) = torch.autograd.grad(loss, part, dloss)
     (dwhole,) = torch.autograd.grad(expected_loss, whole, dloss)
-    torch.testing.assert_close(dpart, dwhole[:, rank * 13 : (rank + 1) * 13], equal_nan=True)
+    assert_same(dpart, dwhole[:, rank * 13 : (rank + 1) * 13])
 
 
 def check_linear(rank: int, size: int, options: dict[str, Any], backend: str, device: str) -> None:
@@ -70,11 +71,11 @@ def check_linear(rank: int, size: int, options: dict[str, Any], backend: str, de
         part[0], part[1], labels, part[2], process_group=group, backend=backend, **options
     )
     expected = flashtile.linear_cross_entropy(whole[0], whole[1], labels, whole[2], backend=backend, **options)
-    torch.testing.assert_close(found, expected)
+    assert_same(found, expected)
     dloss = torch.arange(1.0, found.numel() + 1, device=device).view(found.shape)
     dx, dweight, dbias = torch.autograd.grad(found, part, dloss)
     expected_dx, expected_dweight, expected_dbias = torch.autograd.grad(expected, whole, dloss)
-    torch.testing.assert_close((dx, dweight, dbias), (expected_dx, expected_dweight[rows], expected_dbias[rows]))
+    assert_same((dx, dweight, dbias), (expected_dx, expected_dweight[rows], expected_dbias[rows]))
 
 
 def check_no_second_derivative(backend: str, device: str) -> None:

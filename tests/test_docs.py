@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 EXAMPLES = sorted(
     p for p in (ROOT / "examples").glob("*.py") if not (ROOT / "tests/examples" / f"test_{p.name}").exists()
 )
-README, FIGURES = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/figures.md"))
+README, FIGURES, FEATURES, WHICH_ONE = (
+    (ROOT / name).read_text("utf-8")
+    for name in ("README.md", "docs/figures.md", "docs/features.md", "docs/which_one.md")
+)
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa4")
 _SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _PRINTED = re.compile(r"^prints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -102,7 +106,7 @@ def test_public_names_and_commands_exist(path):
     for name in re.findall(r"`flashtile\.(\w+)", text):
         there = any((SOURCE / part).exists() for part in (name, f"{name}.py"))
         assert there or hasattr(importlib.import_module("flashtile"), name), f"flashtile.{name}"
-    commands = set(re.findall(r"`flashtile ([a-z-]+)", text))
+    commands = set(re.findall(r"`flashtile ([a-z][a-z-]*)", text))
     if commands:
         typer = pytest.importorskip("typer")
         known = set(typer.main.get_command(importlib.import_module("flashtile.cli.app").app).commands)
@@ -121,7 +125,7 @@ def _table(text: str, first_column: str) -> list[list[str]]:
 
 
 def test_backends_are_in_the_order_in_which_they_are_tried():
-    written = [backend.strip("`") for backend, *_ in _table(README, "backend")[1:]]
+    written = [backend.strip("`") for backend, *_ in _table(FEATURES, "backend")[1:]]
     choice = choose_backend("auto", "cpu", torch.float32, None, False)
     *tried_before, by_name_only = choice.rejected
     assert written == [*tried_before, choice.backend, by_name_only]
@@ -129,9 +133,14 @@ def test_backends_are_in_the_order_in_which_they_are_tried():
 
 
 def test_devices_are_those_of_the_code():
-    for document in ("README.md", "docs/install.md"):
+    for document in ("docs/features.md", "docs/install.md", "docs/which_one.md"):
         text = (ROOT / document).read_text("utf-8")
         assert set(re.findall(r"\b(?:sm_\d+|gfx\d+)", text)) == set(KNOWN_DEVICES), document
+
+
+def _which_one() -> list[tuple[str, str, list[str]]]:
+    """(peer, cases, [forward, backward]) of each row of the table of speeds in which_one.md."""
+    return [(peer, where, cells) for peer, where, *cells in _table(WHICH_ONE, "flashtile against")[1:]]
 
 
 def _milliseconds(record: str) -> dict[str, dict[tuple[Case, str], float]]:
@@ -181,8 +190,31 @@ def test_comparisons_are_those_of_the_records():
     assert [cells for _, *cells in _table(FIGURES, "`triton` against")[1:]] == older
     fastest = [[cells[0], cells[1], cells[3]] for cells in (against[-1], *others)]
     assert [cells for _, *cells in _table(README, "`hopper` against the fastest of them")[1:]] == fastest
+    forward, backward = (cell.split()[0] for cell in fastest[0][1:])
+    assert f"{forward} times as fast forward and {backward} times as fast backward" in " ".join(README.split())
+    assert [cells for *_, cells in _which_one()[:3]] == [[cells[1], cells[3]] for cells in against[:3]]
     versions = json.loads((ROOT / "benchmarks/results/h200-attention.json").read_text("utf-8"))["versions"]
-    assert f"FlashAttention-4 {versions['flash-attn-4']}" in FIGURES
+    assert f"FlashAttention-4 {versions['flash-attn-4']}" in " ".join(FIGURES.split())
+
+
+def test_times_on_other_values_are_those_of_the_record():
+    times = _milliseconds("h200-values.json")
+    ours = times["flashtile-hopper"]
+    peers = [times[name] for name in ("fa4", "sdpa-cudnn", "sdpa-flash")]
+
+    def longest(of: dict, cases: list[Case]) -> str:
+        return f"{max(of[case, 'fwd'] / of[replace(case, values='normal'), 'fwd'] for case in cases):.2f}"
+
+    for group, count, *slowest, speed in _table(FIGURES, "dtype, head_dim, tokens")[1:]:
+        dtype, head_dim, tokens = re.findall(r"(\w+), (\d+), ([\d,]+\d)", group)[0]
+        wanted = (dtype, int(head_dim), int(tokens.replace(",", "")))
+        cases = [case for case, phase in ours if phase == "fwd" and (case.dtype, case.D, case.S) == wanted]
+        ratios = [min(of[case, "fwd"] for of in peers) / ours[case, "fwd"] for case in cases]
+        assert int(count) == len(cases)
+        assert slowest == [longest(of, cases) for of in (ours, *peers[:2])]
+        assert speed == f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f})"
+    highest = max(float(row[2]) for row in _table(FIGURES, "dtype, head_dim, tokens")[1:])
+    assert f"at most {highest:.2f} times as long as on normal inputs" in " ".join(README.split())
 
 
 _KINDS = (
@@ -206,6 +238,7 @@ def test_scores_and_masks_are_those_of_the_record():
             ratios = [times["flex"][row] / ours[row] for row in rows]
             expected += [str(len(ratios)), f"{statistics.geometric_mean(ratios):.2f} ({min(ratios):.2f})"]
         assert cells == [*expected[:2], expected[3]]
+    assert [cells for *_, cells in _which_one()[3:]] == [cells[1:] for _, *cells in (table[0], table[3])]
 
 
 def test_host_times_are_those_of_the_record():
@@ -263,8 +296,8 @@ def test_decoding_speeds_are_those_of_the_record():
     costs = {(key[:2], key[3]): 1 - speeds[key] / speeds[(*key[:3], None)] for key in speeds if key[3] in (16, 64)}
     small = (8, 4096)
     most = max(cost for (case, _), cost in costs.items() if case != small)
-    assert f"up to {100 * most:.0f} % of the speed" in FIGURES
-    assert f"{100 * costs[small, 64]:.0f} and {100 * costs[small, 16]:.0f} %." in FIGURES
+    assert f"up to {100 * most:.0f} % of the speed" in " ".join(FIGURES.split())
+    assert f"{100 * costs[small, 64]:.0f} and {100 * costs[small, 16]:.0f} %." in " ".join(FIGURES.split())
 
 
 def test_speeds_of_several_gpus_are_those_of_the_record():

@@ -20,6 +20,7 @@ import torch.multiprocessing as mp
 
 import flashtile
 from distributed_processes import forking
+from flashtile.testing import assert_same
 
 ROOT = Path(__file__).parents[1]
 #: Of metrics.jsonl, what a second run does not repeat.
@@ -133,7 +134,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def assert_same(first: Path, second: Path) -> None:
+def assert_same_bits(first: Path, second: Path) -> None:
     """Bit for bit: all losses and norms, and the last weights and moments."""
     assert entries(first) == entries(second)
     checkpoints = [sorted(folder.glob("step-*"))[-1] for folder in (first, second)]
@@ -151,7 +152,7 @@ def assert_close(first: Path, second: Path) -> None:
     for ours, theirs in zip(*both):
         assert ours.keys() == theirs.keys()
         for key in ours:
-            torch.testing.assert_close(torch.tensor(ours[key]), torch.tensor(theirs[key]))
+            assert_same(torch.tensor(ours[key]), torch.tensor(theirs[key]))
 
 
 def without_the_last_checkpoint(source: Path, target: Path) -> None:

@@ -180,7 +180,7 @@ def test_the_block_sparse_way_is_attention_under_its_mask():
     batch = Examples(torch.randint(1, 15, (2, 200), dtype=torch.uint8), torch.tensor([200, 130]), torch.tensor([1, 2]))
     sparse = _classified("block-sparse", batch, torch.float64)["logits"]
     dense = _classified("standard", batch, torch.float64)["logits"]
-    assert not torch.allclose(sparse, dense)
+    assert (sparse - dense).abs().max() > 1e-3 * dense.abs().max()
     short = Examples(batch.tokens[:, :60], torch.tensor([60, 40]), batch.labels)  # one tile: nothing is left out
     for part, tensor in _classified("block-sparse", short, torch.float64).items():
         oracle = _classified("standard", short, torch.float64)[part]

@@ -7,6 +7,7 @@ import torch
 
 from distributed_jobs import JOBS, REFUSED, REFUSED_BY_HELPERS
 from distributed_processes import start
+from flashtile.testing import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,8 @@ def test_ranks_agree_once_for_each_kind_of_call(results):
 
 def test_the_dropout_seed_is_that_of_the_first_rank(results):
     out, alone = results[0]["seed"]
-    torch.testing.assert_close(out, alone)
-    torch.testing.assert_close(results[1]["seed"][0], alone)
+    assert_same(out, alone)
+    assert_same(results[1]["seed"][0], alone)
 
 
 def test_a_lost_rank_is_named_with_the_step(results):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from distributed_models import CONFIGS, JOBS, alone
 from distributed_processes import start
+from flashtile.testing import assert_same
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def test_context_parallel_models_are_the_same_model(name, strategy, results, exp
         given = [part[key] for part in found]
         if key in ("logits", "loss"):
             for one in given:
-                torch.testing.assert_close(one, value)
+                assert_same(one, value)
         else:
-            torch.testing.assert_close(sum(given), value, msg=lambda text, key=key: f"{key}: {text}")
+            assert_same(sum(given), value, key)
 
 
 def test_what_cannot_be_sharded_is_refused(results):
@@ -51,7 +51,7 @@ def test_context_parallel_blocks_are_computed_again_by_activation_checkpointing(
     for of_rank in results:
         assert not isinstance(of_rank["checkpointed"], str), of_rank["checkpointed"]
         kept, again = of_rank["checkpointed"][strategy]
-        torch.testing.assert_close(again, kept)
+        assert_same(again, kept)
 
 
 @pytest.mark.parametrize("shards", [False, True], ids=["", "sequence"])
@@ -64,7 +64,7 @@ def test_tensor_parallel_models_are_the_same_model(name, fused, shards, results,
         found = part[f"{name}-{fused}-{shards}"]
         for key, value in expected[name].items():
             if key != "logits":
-                torch.testing.assert_close(found[key], value, msg=lambda text, key=key: f"{key}: {text}")
+                assert_same(found[key], value, key)
 
 
 @pytest.mark.parametrize("job", ["layers", "second"])
@@ -72,7 +72,7 @@ def test_layers_cut_over_ranks_are_the_whole_ones(job, results):
     for of_rank in results:
         assert not isinstance(of_rank[job], str), of_rank[job]
         for name, (found, whole) in of_rank[job].items():
-            torch.testing.assert_close(found, whole, msg=lambda text, name=name: f"{name}: {text}")
+            assert_same(found, whole, name)
 
 
 def test_plans_that_cannot_be_are_refused(results):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import flashtile
 import train_gpt
 from flashtile import testing
 from flashtile.bench.training.cases import TrainCase
@@ -210,6 +211,20 @@ def test_weights_are_those_of_the_seed_and_dropout_that_of_seed_and_step(make, a
 
     assert loss() == loss() != loss(step=1)
     assert loss() != loss(seed=1)
+
+
+def test_attention_is_asked_for_the_same_gradients_in_every_run(make, alone, monkeypatch):
+    asked = []
+
+    def attention(*tensors, deterministic=False, **options):
+        asked.append(deterministic)
+        return original(*tensors, deterministic=deterministic, **options)
+
+    original = flashtile.attention
+    monkeypatch.setattr(flashtile, "attention", attention)
+    options = make()
+    Learner(model_config(options, 256), options, alone).step(0, [torch.zeros(2, 17, dtype=torch.int64)])
+    assert asked and all(asked)
 
 
 @pytest.mark.parametrize("name", ["gpt2-small", "gpt2-medium"])

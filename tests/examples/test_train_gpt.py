@@ -21,7 +21,7 @@ from training_runs import (
     Run,
     arguments_of,
     assert_close,
-    assert_same,
+    assert_same_bits,
     entries,
     launch,
     torchrun,
@@ -88,7 +88,7 @@ def test_a_signal_ends_it_and_it_resumes_bit_for_bit(options, train, tmp_path, m
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert train("parts", *options, "--resume") == 0
     assert "resumed after step 5" in capsys.readouterr().out
-    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(train, tmp_path, monkeypatch, capsys):
@@ -106,7 +106,7 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_bit_for_bit(train, tmp_pa
         stream.write('{"step": 5, "lo')
     assert train("parts", "--resume") == 0
     assert "resumed after step 3" in capsys.readouterr().out
-    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 def test_a_checkpoint_that_was_cut_off_is_none(train, tmp_path, monkeypatch, capsys):
@@ -175,13 +175,14 @@ def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpo
 @pytest.mark.parametrize("options", [["--fused-loss"], ["--dropout=0.1", "--accumulate=2"], ["--compile"]], ids=str)
 def test_resumes_bit_for_bit_on_a_gpu(options, train, tmp_path, monkeypatch):
     train = partial(train, device="cuda")
-    options = [*options, "--model=llama-small", "--layers=2", "--context=256", "--peak-tflops=100", "--sample=10"]
+    # So many tokens that more than two tiles of keys add to a gradient of queries: then the order shows.
+    options = [*options, "--model=llama-small", "--layers=2", "--context=1024", "--peak-tflops=100", "--sample=10"]
     assert train("whole", *options) == 0
     with monkeypatch.context() as patch:
         _interrupt(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
         assert train("parts", *options) == 128 + signal.SIGTERM
     assert train("parts", *options, "--resume") == 0
-    assert_same(tmp_path / "whole", tmp_path / "parts")
+    assert_same_bits(tmp_path / "whole", tmp_path / "parts")
 
 
 @pytest.mark.gpu
@@ -206,7 +207,7 @@ def test_processes_that_share_sequences_are_one_and_take_each_others_checkpoints
 
 def test_activations_made_again_are_the_same(train, tmp_path):
     assert train("kept", "--dropout=0.1") == train("again", "--dropout=0.1", "--checkpoint-activations") == 0
-    assert_same(tmp_path / "kept", tmp_path / "again")
+    assert_same_bits(tmp_path / "kept", tmp_path / "again")
 
 
 def test_processes_that_share_weights_and_sequences_are_one(train, text, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from training_runs import Run, arguments_of, assert_close, assert_same, launch
+from training_runs import Run, arguments_of, assert_close, assert_same_bits, launch
 
 # With `pytest -n 8 --dist loadgroup` one worker starts the processes, which make all runs one after another.
 pytestmark = [
@@ -47,7 +47,7 @@ def test_two_gpus_are_one_with_twice_the_batch(parallel, kind, runs):
     one, whole, parts = f"one-{kind}", f"whole-{parallel}-{kind}", f"parts-{parallel}-{kind}"
     assert not wrong[one] + wrong[whole] + wrong[parts]
     assert_close(folder / one, folder / whole)
-    assert_same(folder / whole, folder / parts)
+    assert_same_bits(folder / whole, folder / parts)
 
 
 @pytest.mark.parametrize("shared", _SHARED)

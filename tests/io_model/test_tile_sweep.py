@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import flashtile
 from flashtile import io_model
+from flashtile.testing import assert_close
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tile_sweep.py"
 SHAPE = io_model.Shape(1, 2, 70, 16, dtype=torch.float16, causal=True)
@@ -23,18 +25,22 @@ def tile_sweep(monkeypatch):
     return importlib.import_module("tile_sweep")
 
 
-@pytest.mark.interpreter
-def test_tiles_are_those_asked_for_and_change_no_result(tile_sweep, caplog):
-    outs = []
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("block_q", (16, 32))
+def test_tiles_are_those_asked_for_and_give_the_result(tile_sweep, caplog, block_q, device):
+    inputs = tile_sweep.make_inputs(SHAPE, device)
     with caplog.at_level("INFO", logger="flashtile.select"):
-        for block_q in (16, 32):
-            torch.manual_seed(0)
-            call = tile_sweep.make_call(SHAPE, block_q, "cpu")
-            outs.append(call()[0])
-            assert tile_sweep.plan.choose_tiles.__name__ == "choose_tiles", "the tables serve again"
-    torch.testing.assert_close(outs[0], outs[1])
-    made = [record.message for record in caplog.records]
-    assert [f"BLOCK_M={rows}" in message for rows, message in zip((16, 32), made, strict=True)] == [True, True]
+        out = tile_sweep.make_call(inputs, block_q, SHAPE.causal)()[0]
+    assert tile_sweep.plan.choose_tiles.__name__ == "choose_tiles", "the tables serve again"
+    (made,) = [record.message for record in caplog.records]
+    assert f"BLOCK_M={block_q}," in made
+    oracle, eager = (
+        flashtile.attention(*(x.to(dtype) for x in inputs), causal=True, backend="reference")
+        for dtype in (torch.float64, SHAPE.dtype)
+    )
+    assert_close("out", out, oracle, eager)
 
 
 def test_rows_and_table(tile_sweep):
@@ -67,4 +73,4 @@ def test_the_whole_on_a_gpu(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = json.loads(output.read_text())["rows"]
     assert [row["case"]["block_q"] for row in rows] == [16, 32, 64, 128]
-    assert all(row["ms"] > 0 and row["error"] < 0.02 for row in rows)
+    assert all(row["ms"] > 0 for row in rows)

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from flashtile.models import Bert, BertConfig, BertForPreTraining
 from flashtile.models.bert import IGNORED
+from flashtile.testing import assert_same
 
 SMALL = BertConfig(context=16, layers=2, heads=2, width=16, vocabulary=30, dropout=0.0, attention_dropout=0.0)
 
@@ -28,8 +29,8 @@ def test_a_masked_batch_is_its_sequences_one_by_one():
     hidden, pooled = model(tokens, mask, segments)
     for row, keep in enumerate(mask):
         alone, state = model(tokens[row, keep][None], segments=segments[row, keep][None])
-        torch.testing.assert_close(hidden[row, keep], alone[0])
-        torch.testing.assert_close(pooled[row], state[0])
+        assert_same(hidden[row, keep], alone[0])
+        assert_same(pooled[row], state[0])
     assert not hidden[~mask].any()
     other = tokens.masked_fill(~mask, 7)
     assert torch.equal(model(other, mask, segments)[0], hidden)
@@ -43,13 +44,13 @@ def test_loss_is_that_of_the_logits():
         logits, following = model(tokens, keep, segments)
         counted = labels if keep is None else labels.masked_fill(~keep, IGNORED)
         expected = F.cross_entropy(logits.flatten(0, 1), counted.flatten(), ignore_index=IGNORED)
-        torch.testing.assert_close(model.loss(tokens, labels, mask=keep, segments=segments), expected)
+        assert_same(model.loss(tokens, labels, mask=keep, segments=segments), expected)
         both = model.loss(tokens, labels, follows, keep, segments)
         expected = expected + F.cross_entropy(following, follows)
-        torch.testing.assert_close(both, expected)
+        assert_same(both, expected)
         grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in (both, expected)]
         for mine, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(mine, theirs)
+            assert_same(mine, theirs)
 
 
 def test_dropout_in_training_only():
@@ -64,7 +65,7 @@ def test_dropout_in_training_only():
 def test_compiles_whole():
     model, (tokens, _, segments) = make(config=replace(SMALL, layers=1), dtype=torch.float32), batch()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, None, segments), model(tokens, None, segments))
+    assert_same(compiled(tokens, None, segments), model(tokens, None, segments))
 
 
 def test_from_the_meta_device():

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import flashtile
 from flashtile.modules import MHA, Block, LayerNorm, ParallelBlock, RMSNorm, add_norm
+from flashtile.testing import assert_same
 from module_cases import DEVICES, check_module
 
 DIM = 24
@@ -114,9 +115,9 @@ def test_norms_without_weights():
     block = make(ParallelBlock, norm_cls=bare)
     mixed, out, residual = block(*hidden)
     normed = F.layer_norm(sum(hidden), (DIM,))
-    torch.testing.assert_close((mixed, out, residual), (block.mixer(normed), block.mlp(normed), sum(hidden)))
+    assert_same((mixed, out, residual), (block.mixer(normed), block.mlp(normed), sum(hidden)))
     first = make(norm_cls=bare)
-    torch.testing.assert_close(first(hidden[0]), plain_block(first, hidden[0]))
+    assert_same(first(hidden[0]), plain_block(first, hidden[0]))
 
 
 @pytest.mark.parametrize("prenorm", [True, False], ids=["prenorm", "postnorm"])
@@ -145,12 +146,12 @@ def test_dropout_is_that_of_the_function_and_only_in_training():
         dropped.append(kept / (1 - p))
     residual1 = hidden * dropped[0] + residual
     residual2 = block.mixer(plain_norm(block.norm1, residual1)) * dropped[1] + residual1
-    torch.testing.assert_close(actual, (block.mlp(plain_norm(block.norm2, residual2)), residual2))
-    torch.testing.assert_close(block.eval()(hidden, residual), plain_block(block, hidden, residual))
+    assert_same(actual, (block.mlp(plain_norm(block.norm2, residual2)), residual2))
+    assert_same(block.eval()(hidden, residual), plain_block(block, hidden, residual))
 
     parallel = make(ParallelBlock, resid_dropout=0.5)
     assert not torch.equal(parallel(hidden, residual)[2], hidden + residual)
-    torch.testing.assert_close(parallel.eval()(hidden, residual)[2], hidden + residual)
+    assert_same(parallel.eval()(hidden, residual)[2], hidden + residual)
 
 
 @pytest.mark.parametrize("cls", [Block, ParallelBlock])
@@ -179,7 +180,7 @@ def test_blocks_in_a_row_with_attention():
     for block in blocks:
         stream = stream + block.mixer(block.norm1(stream), key_padding_mask=mask)
         stream = stream + block.mlp(block.norm2(stream))
-    torch.testing.assert_close(out, last(stream))
+    assert_same(out, last(stream))
 
 
 @pytest.mark.parametrize("cls", [Block, ParallelBlock])
@@ -187,11 +188,11 @@ def test_compiles_whole(cls):
     block, x = make(cls, mixer=partial(MHA, num_heads=3, causal=True)), torch.randn(2, 7, DIM)
     compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="aot_eager")
     out, expected = compiled(x), block(x)
-    torch.testing.assert_close(out, expected)
+    assert_same(out, expected)
     for result in (out, expected):
         sum(t.square().sum() for t in result).backward()
     for mine, theirs in zip(compiled.parameters(), block.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad)
+        assert_same(mine.grad, theirs.grad)
 
 
 def test_mistakes_are_explained():

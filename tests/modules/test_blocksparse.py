@@ -11,6 +11,7 @@ from torch import Tensor
 import flashtile
 from flashtile import patterns
 from flashtile.modules import FlashBlocksparseAttention, FlashBlocksparseMHA, flash_blocksparse_attn_func
+from flashtile.testing import assert_same
 
 LENGTHS = (300, 0, 37, 512)
 LONGEST = max(LENGTHS)
@@ -45,10 +46,10 @@ def test_packed_function_is_dense_attention_of_each_sequence(causal: bool, head_
         expected.append(flashtile.attention(q, k, v, mask=mask, causal=causal, backend="reference")[0])
     expected.append(torch.zeros(tail, 2, head_dim, dtype=torch.float64))
     reference = torch.cat(expected)
-    torch.testing.assert_close(out, reference)
+    assert_same(out, reference)
     upstream = torch.randn_like(out)
     grads = [torch.autograd.grad(result, qkv, upstream)[0] for result in (out, reference)]
-    torch.testing.assert_close(*grads)
+    assert_same(*grads)
 
 
 @pytest.mark.parametrize("config", [_Layout(), patterns.butterfly, lambda length: patterns.fixed(length, 32)])
@@ -61,7 +62,7 @@ def test_module_attends_within_its_mask(config: Any) -> None:
     q, k, v = qkv.unbind(2)
     shown = mask.to_dense() & keep[:, None, None]
     expected = flashtile.attention(q, k, v, mask=shown, scale=0.3, backend="reference") * keep[:, :, None, None]
-    torch.testing.assert_close(out, expected)
+    assert_same(out, expected)
     assert weights is None
     assert module.mask(LONGEST, qkv.device) is mask, "a mask is made once"
 
@@ -82,7 +83,7 @@ def test_module_takes_packed_sequences() -> None:
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     out, _ = module(qkv, cu_seqlens=cu_seqlens, max_s=LONGEST, causal=True)
     expected = flash_blocksparse_attn_func(qkv, cu_seqlens, _Layout().make_layout(LONGEST), 0.0, LONGEST, causal=True)
-    torch.testing.assert_close(out, expected)
+    assert_same(out, expected)
 
 
 def test_dropout_in_training_only() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import flashtile
 from flashtile.modules import CrossEntropyLoss, LinearCrossEntropyLoss
+from flashtile.testing import assert_same
 
 _OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "none", "label_smoothing": 0.1}, {"ignore_index": 2}]
 
@@ -18,9 +19,9 @@ _OPTIONS: list[dict[str, Any]] = [{}, {"reduction": "none", "label_smoothing": 0
 def test_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     input, target = torch.randn(7, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 2, 0])
     loss, expected = CrossEntropyLoss(**options)(input, target), nn.CrossEntropyLoss(**options)(input, target)
-    torch.testing.assert_close(loss, expected)
+    assert_same(loss, expected)
     grads = (torch.autograd.grad(out.sum(), input)[0] for out in (loss, expected))
-    torch.testing.assert_close(*grads)
+    assert_same(*grads)
 
 
 def test_more_options() -> None:
@@ -29,7 +30,7 @@ def test_more_options() -> None:
     module = CrossEntropyLoss(**options, inplace_backward=True)
     expected = flashtile.cross_entropy(input, target, **options)
     found = module(input, target)
-    torch.testing.assert_close(found, expected)
+    assert_same(found, expected)
     (dinput,) = torch.autograd.grad(found[0], input)
     assert dinput.data_ptr() == input.data_ptr()
     assert not module.state_dict() and not list(module.parameters())
@@ -54,7 +55,7 @@ def test_linear(bias: bool) -> None:
     module = LinearCrossEntropyLoss(**options)
     loss = module(input, layer.weight, target, layer.bias)
     expected = CrossEntropyLoss(**options)(layer(input), target)
-    torch.testing.assert_close(loss, expected)
+    assert_same(loss, expected)
     grads = (torch.autograd.grad(out, tuple(layer.parameters())) for out in (loss, expected))
-    torch.testing.assert_close(*grads)
+    assert_same(*grads)
     assert repr(module) == "LinearCrossEntropyLoss(ignore_index=3, label_smoothing=0.1)"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flashtile.modules import FusedDense, FusedMlp, GatedMlp, Mlp
+from flashtile.testing import assert_same
 
 _KEYS = ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
 
@@ -23,7 +24,7 @@ def test_dense_in_the_place_of_pytorch(options: dict[str, Any]) -> None:
     ours, theirs = FusedDense(6, 4, **options), nn.Linear(6, 4, **options)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(3, 5, 6, dtype=options.get("dtype", torch.float32))
-    torch.testing.assert_close(ours(x), theirs(x))
+    assert_same(ours(x), theirs(x))
     theirs.load_state_dict(ours.state_dict())
 
 
@@ -50,12 +51,12 @@ def test_hidden_features_of_gates_are_rounded_up() -> None:
 
 def test_mlp_takes_any_activation() -> None:
     x, module = torch.randn(2, 3, 6), Mlp(6, 10, activation=torch.sin)
-    torch.testing.assert_close(module(x), module.fc2(torch.sin(module.fc1(x))))
+    assert_same(module(x), module.fc2(torch.sin(module.fc1(x))))
 
 
 def test_gates_are_the_second_half() -> None:
     x, module = torch.randn(2, 3, 6), GatedMlp(6, 10, multiple_of=1)
-    torch.testing.assert_close(module(x), module.fc2(F.glu(module.fc1(x))))
+    assert_same(module(x), module.fc2(F.glu(module.fc1(x))))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
@@ -73,10 +74,10 @@ def test_fused_is_plain(name: str, plain: nn.Module, level: int) -> None:
     fused = FusedMlp(6, 10, 4, activation=name, gated=isinstance(plain, GatedMlp), checkpoint_level=level)
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3, 6, requires_grad=True)
-    torch.testing.assert_close(fused(x), plain(x))
+    assert_same(fused(x), plain(x))
     parameters = [(x, *module.parameters()) for module in (fused, plain)]
     grads = [torch.autograd.grad(m(x).square().sum(), p) for m, p in zip((fused, plain), parameters)]
-    torch.testing.assert_close(*grads)
+    assert_same(*grads)
 
 
 @pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMlp, lambda n, **options: FusedDense(n, n, **options)])
@@ -86,7 +87,7 @@ def test_residual(module: Any) -> None:
     out, residual = made(x)
     assert torch.equal(residual, x)
     both, alone = (torch.autograd.grad(y, x)[0] for y in (out.sum() + residual.sum(), made(x)[0].sum()))
-    torch.testing.assert_close(both, alone + 1)
+    assert_same(both, alone + 1)
 
 
 def test_buffers_of_gradients_by_switch_only() -> None:
@@ -101,7 +102,7 @@ def test_buffers_of_gradients_by_switch_only() -> None:
     for _ in range(2):
         dense(x).sum().backward()
         mlp(x).sum().backward()
-    torch.testing.assert_close(dense.weight.main_grad, 2 * expected)
+    assert_same(dense.weight.main_grad, 2 * expected)
     assert all(weight.grad is None and weight.main_grad.any() for weight in weights)
     assert dense.bias.grad is not None
 
@@ -155,9 +156,9 @@ def test_fused_mlp_takes_parametrized_and_fused_layers() -> None:
     module.fc2 = FusedDense(10, 6)
     nn.utils.parametrizations.weight_norm(module.fc1)
     expected = module.fc2(gelu_tanh(module.fc1(x)))
-    torch.testing.assert_close(module(x), expected)
+    assert_same(module(x), expected)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), expected)
+    assert_same(compiled(x), expected)
 
 
 @pytest.mark.parametrize("kind", [Mlp, GatedMlp, FusedMlp])

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.modules import RotaryEmbedding
+from flashtile.testing import assert_same
 
 
 @pytest.mark.parametrize("scale_base", [None, 512.0], ids=["rotary", "xpos"])
@@ -22,16 +23,16 @@ def test_is_the_functions(scale_base: float | None) -> None:
     expected = flashtile.apply_rotary_qkv(qkv, *tables, seqlen_offsets=2)
     given = qkv.clone()
     assert module(given, seqlen_offset=2) is given
-    torch.testing.assert_close(given, expected)
+    assert_same(given, expected)
     q, kv = module(qkv[:, :, 0].clone(), qkv[:, :, 1:].clone(), seqlen_offset=2)
-    torch.testing.assert_close(torch.cat((q[:, :, None], kv), dim=2), expected)
+    assert_same(torch.cat((q[:, :, None], kv), dim=2), expected)
 
 
 def test_grouped_heads() -> None:
     qkv = torch.randn(2, 7, 8, 16)
     cos, sin = flashtile.rotary_tables(7, 16)
     expected = flashtile.apply_rotary_qkv(qkv, cos, sin, num_heads_q=4)
-    torch.testing.assert_close(RotaryEmbedding(16)(qkv.clone(), num_heads_q=4), expected)
+    assert_same(RotaryEmbedding(16)(qkv.clone(), num_heads_q=4), expected)
 
 
 def test_tables_are_made_once_and_grow() -> None:
@@ -61,7 +62,7 @@ def test_tables_of_a_transformed_call_are_not_kept(scale_base: float | None) -> 
     qkv = torch.randn(1, 5, 3, 2, 16)
     module = RotaryEmbedding(16, scale_base=scale_base)
     torch.func.grad(lambda x: module(x * 1).square().sum())(qkv)
-    torch.testing.assert_close(copy.deepcopy(module)(qkv.clone()), module(qkv.clone()))
+    assert_same(copy.deepcopy(module)(qkv.clone()), module(qkv.clone()))
 
 
 def test_offsets_in_a_tensor_need_a_length() -> None:
@@ -71,7 +72,7 @@ def test_offsets_in_a_tensor_need_a_length() -> None:
         module(x.clone(), seqlen_offset=offsets)
     cos, sin = flashtile.rotary_tables(9, 16)
     expected = flashtile.apply_rotary_qkv(x, cos, sin, seqlen_offsets=offsets)
-    torch.testing.assert_close(module(x.clone(), seqlen_offset=offsets, max_seqlen=9), expected)
+    assert_same(module(x.clone(), seqlen_offset=offsets, max_seqlen=9), expected)
 
 
 def test_scaling() -> None:
@@ -79,4 +80,4 @@ def test_scaling() -> None:
     x = torch.randn(1, 30, 3, 2, 16)
     cos, sin = flashtile.rotary_tables(30, 16, scaling=scaling)
     expected = flashtile.apply_rotary_qkv(x, cos, sin)
-    torch.testing.assert_close(RotaryEmbedding(16, scaling=scaling)(x.clone()), expected)
+    assert_same(RotaryEmbedding(16, scaling=scaling)(x.clone()), expected)

@@ -17,6 +17,7 @@ from flashtile.testing import (
     Size,
     allowed_error,
     assert_close,
+    assert_same,
     check,
     error,
     make_inputs,
@@ -184,6 +185,40 @@ def test_numbers_that_cancelled_widen_the_band() -> None:
     assert_close("x", rounding, oracle, oracle.float(), cancelled=Size(1, 1))
     with pytest.raises(AssertionError, match="error"):
         assert_close("x", rounding, oracle, oracle.float())
+
+
+@pytest.mark.parametrize("dtype, ulps", [(torch.float64, 64), (torch.float32, 16), (torch.bfloat16, 4)], ids=str)
+def test_two_computations_may_differ_by_the_band(dtype: torch.dtype, ulps: int) -> None:
+    expected = torch.ones(1000, dtype=dtype)
+    step = ulps * torch.finfo(dtype).eps
+    near, far = expected.clone(), expected.clone()
+    near[5] += step
+    far[5] += 2 * step
+    assert_same({"x": (near, None)}, {"x": (expected, None)})
+    with pytest.raises(AssertionError, match=r"y\['x'\]\[0\]: largest error"):
+        assert_same({"x": (far, None)}, {"x": (expected, None)}, "y")
+    assert_same(far, expected, cancelled=Size(1, 1))
+
+
+@pytest.mark.parametrize(
+    "actual, expected, message",
+    [
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), "dtype torch.float32, expected torch.float64"),
+        (torch.ones(2), torch.ones(3), "shape"),
+        (torch.ones(2), torch.ones(1), "shape"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), "expected tensor"),
+        (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32), "dtype"),
+        (torch.ones(2), None, "expected None"),
+        ((torch.ones(2),), (), "1 items, expected 0"),
+        ({"a": 1}, {"b": 1}, "keys"),
+        (torch.tensor([1.0, torch.nan]), torch.ones(2), "NaN at"),
+        (torch.tensor([1.0, torch.inf]), torch.ones(2), "inf at"),
+    ],
+    ids=str,
+)
+def test_what_is_not_the_same(actual: object, expected: object, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_same(actual, expected)
 
 
 def test_error_and_allowed_error_by_hand() -> None:

@@ -100,53 +100,55 @@ def context_parallel_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over a sequence of which each rank has a shard: the result of `flashtile.attention` on one GPU.
 
-    Every rank of the mesh calls it with its shard of q, k and v (`shard_sequence` cuts them), and gets its shard of the
-    output. Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`, once.
+    Every rank of the mesh calls this function with its shards of q, k and v (from `shard_sequence`), and gets its shard
+    of the output. Differentiable once in q, k, v, bias, alibi_slopes and sinks, also through `lse`.
 
     Strategies, for `N` ranks:
 
-    - "ring": keys and values of the other ranks arrive one after another, while those before are computed. No limits.
-    - "all_to_all": ranks exchange tokens for heads, and each computes all tokens of `heads / N` heads. `N` divides the
-      query heads; key/value heads are repeated where there are fewer than ranks.
-    - "all_gather": every rank gathers all keys and values first. The least messages, the most memory.
+    - "ring": the keys and values of the other ranks arrive one block after another, while the previous block is
+      computed. No restrictions.
+    - "all_to_all": the ranks exchange tokens for heads. Each computes all tokens of `heads / N` heads. `N` divides the
+      query heads; key/value heads are repeated if there are fewer than ranks.
+    - "all_gather": every rank first gathers all keys and values. The fewest messages, the most memory.
     - "ring_all_to_all": a mesh of two dimensions: a ring along the first, heads exchanged along the second.
 
     Args:
         q: `[batch, seq_q / N, heads_q, head_dim]`, this rank's shard; with cu_seqlens `[total / N, heads_q, head_dim]`.
         k: `[batch, seq_k / N, heads_kv, head_dim]`, or packed.
         v: `[batch, seq_k / N, heads_kv, head_dim_v]`, or packed.
-        mesh: DeviceMesh of the ranks, of one dimension, or of two for "ring_all_to_all".
-        strategy: as above.
+        mesh: DeviceMesh of the ranks, with one dimension, or two for "ring_all_to_all".
+        strategy: one of the above.
         layout: how sequences are cut: "zigzag" (balanced under a causal mask) or "contiguous".
-        cu_seqlens: cumulative lengths of packed documents in the whole sequence, the same on all ranks, as numbers or a
-            tensor on the CPU: the host plans with them. Documents may be cut anywhere. Queries and keys are the same
-            tokens then.
-        causal, align, window: as of `flashtile.attention`, for the whole sequence.
-        dropout_seed: the same on all ranks; drawn on the first when left out. The mask is that of one GPU.
-        key_lengths: `[batch]`, or one for each document, of the whole sequence.
-        bias: broadcasts to the scores of the whole sequence, the same on all ranks; or with the `seq_q / N` rows of
-            this shard, in its order, and all keys ("ring" and "all_gather"). A single row is one for the whole
-            sequence. With cu_seqlens it counts within each document: `[1, heads_q, longest, longest]`. mask likewise.
+        cu_seqlens: cumulative lengths of packed documents in the whole sequence, the same on all ranks, as numbers or
+            as a tensor on the CPU, because the host plans with them. A document may cross the border of a shard.
+            Queries and keys must be the same tokens.
+        causal, align, window: as in `flashtile.attention`, for the whole sequence.
+        dropout_seed: the same on all ranks; without it, the first rank draws one. The mask is that of one GPU.
+        key_lengths: `[batch]`, or one for each document, counted in the whole sequence.
+        bias: broadcasts to the scores of the whole sequence, the same on all ranks. Or it has the `seq_q / N` rows of
+            this shard, in its order, and all keys ("ring" and "all_gather"). A single row always counts for the whole
+            sequence. With cu_seqlens it counts within each document: `[1, heads_q, longest, longest]`. The same holds
+            for mask.
         alibi_slopes: `[heads_q]`, `[batch, heads_q]` or `[documents, heads_q]`, the same on all ranks.
         sinks: `[heads_q]`, the same on all ranks.
         return_lse: also return the log-sum-exp of this shard's rows.
-        reduce_gradients: gradients of bias (but with rows of this shard), alibi_slopes and sinks are those of all ranks
-            together. False leaves each rank its part, for FSDP or DDP to add up like those of other parameters.
+        reduce_gradients: sum the gradients of alibi_slopes, sinks, and a bias of the whole sequence over the ranks.
+            With False each rank has its part, for FSDP or DDP to sum like the gradients of other parameters.
 
     The other arguments are those of `flashtile.attention`.
 
     Returns:
-        out `[batch, seq_q / N, heads_q, head_dim_v]`, or packed; with `return_lse` also lse `[batch, heads_q,
-        seq_q / N]`, packed `[heads_q, total / N]`, float32.
+        out `[batch, seq_q / N, heads_q, head_dim_v]`, or packed; with `return_lse` also lse
+        `[batch, heads_q, seq_q / N]`, packed `[heads_q, total / N]`, float32.
 
     Raises:
-        TypeError, ValueError: as `flashtile.attention`; a strategy cannot serve the call; or, before anything is
-            exchanged, ranks have come with different calls (asked once for each kind of call).
-        RuntimeError: a transfer failed or timed out (the process group's timeout); it names rank and step.
+        TypeError, ValueError: as `flashtile.attention`; a strategy cannot serve the call; or the ranks made different
+            calls, which is checked before anything is exchanged, once for each kind of call.
+        RuntimeError: a transfer failed or timed out (the process group's timeout); the message names rank and step.
 
     Reference:
-        Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023); zigzag: Brandon et al., "Striped
-        Attention" (2023), which balances likewise; Jacobs et al., "DeepSpeed Ulysses" (2023); Fang, Zhao, "USP" (2024).
+        Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers" (2023); Brandon et al., "Striped Attention"
+        (2023), which balances as zigzag does; Jacobs et al., "DeepSpeed Ulysses" (2023); Fang, Zhao, "USP" (2024).
     """
     places = places_of(mesh)
     packed = cu_seqlens is not None

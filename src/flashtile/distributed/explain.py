@@ -24,14 +24,13 @@ class ContextParallelExplanation:
     """The answer of `explain_context_parallel`.
 
     Attributes:
-        schedule: who sends what to whom, and computes what, step by step. Its ranks are those of the ring; "all_to_all"
-            has one step of one rank, with some of the heads.
-        heads: query heads that a rank computes at a time.
-        heads_kv: key/value heads.
-        runs: how often, one such run of its heads after the other: the exchange of one is under way while another is
-            computed.
-        received: bytes that the busiest rank receives in the forward, of keys and values and of exchanges of heads.
-        kernels: of the largest call.
+        schedule: for each step, which rank sends which keys to which rank, and what each computes. The ranks are those
+            of the ring. "all_to_all" has one step of one rank, with some of the heads.
+        heads: number of query heads that a rank computes at a time.
+        heads_kv: number of key/value heads that it computes at a time.
+        runs: number of such runs, one after another. The heads of one run are exchanged while another is computed.
+        received: bytes that the busiest rank receives in the forward, for keys and values and for exchanges of heads.
+        kernels: the kernels of the largest call.
     """
 
     schedule: Schedule
@@ -64,17 +63,17 @@ def explain_context_parallel(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> ContextParallelExplanation:
-    """Tells what `context_parallel_attention` would do. Runs nothing and needs no process group.
+    """Says what `context_parallel_attention` would do. Runs nothing and needs no process group.
 
     Args:
-        q: a rank's shard; tensors on the meta device will do. Likewise k and v.
-        ranks: how many; for "ring_all_to_all" the pair (ring, heads).
-        strategy, layout, cu_seqlens, causal, align, window: as of the call.
-        device: the device to ask about, as for `flashtile.explain`, such as "sm_90".
-        options: the other arguments of the call that `flashtile.explain` has too.
+        q: a rank's shard, which may be on the meta device. The same holds for k and v.
+        ranks: number of ranks; for "ring_all_to_all" the pair (ring, heads).
+        strategy, layout, cu_seqlens, causal, align, window: as in the call.
+        device: the device to ask about, as in `flashtile.explain`, such as "sm_90".
+        options: other arguments of the call that `flashtile.explain` has too.
 
     Raises:
-        TypeError, ValueError: as the call itself would.
+        TypeError, ValueError: as the call itself.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")

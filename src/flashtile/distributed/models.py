@@ -21,22 +21,22 @@ from flashtile.modules.attention import InnerAttention
 def context_parallel(
     model: nn.Module, mesh: DeviceMesh, *, strategy: Strategy = "ring", layout: LayoutKind = "zigzag"
 ) -> nn.Module:
-    """Makes a model take shards of sequences: every `MHA` in it attends over all ranks' tokens.
+    """Makes a model take shards of sequences: every `MHA` in it attends over the tokens of all ranks.
 
-    Attention, rotary embedding and learned positions are exchanged in place, parameters and state-dict keys stay. Give
-    it the shards of tokens that `shard_sequence` cuts, and compute the loss on shards with `mean_over_shards`. The
-    gradients of parameters are then this rank's part: FSDP or DDP over the ranks adds them up.
+    It replaces attention, rotary embedding and learned positions in place. Parameters and state-dict keys stay the
+    same. Pass the model the shards of tokens that `shard_sequence` cuts, and compute the loss on shards with
+    `mean_over_shards`. The gradients of parameters are then this rank's part, which FSDP or DDP sums over the ranks.
 
     Args:
-        model: an `MHA`, or a model with some, such as `flashtile.models.GPT`.
-        mesh: the ranks, as for `context_parallel_attention`.
-        strategy, layout: likewise.
+        model: an `MHA`, or a model that contains some, such as `flashtile.models.GPT`.
+        mesh: the ranks, as in `context_parallel_attention`.
+        strategy, layout: as in `context_parallel_attention`.
 
     Returns:
         The model.
 
     Raises:
-        TypeError, ValueError: a model whose attention or positions cannot be exchanged.
+        TypeError, ValueError: attention or positions of the model cannot be replaced.
     """
     ranks = places_of(mesh).ranks
     mixers = [module for module in model.modules() if isinstance(module, MHA)]

@@ -16,21 +16,21 @@ from flashtile.distributed.places import Places, places_of
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: LayoutKind = "zigzag") -> Tensor:
     """This rank's shard of a tensor that has the whole sequence along `dim`.
 
-    Shift labels against tokens before: neighbours in a shard need not be neighbours in the sequence.
+    Shift labels before you cut them, because neighbours in a shard need not be neighbours in the sequence.
 
     Args:
-        tensor: any, such as tokens `[batch, seq]`, the same on all ranks.
-        mesh: the ranks, as for `context_parallel_attention`: in two dimensions the ring's come first.
-        dim: along which tokens follow one another; 0 for packed tensors.
+        tensor: any tensor, such as tokens `[batch, seq]`, the same on all ranks.
+        mesh: the ranks, as in `context_parallel_attention`. In a mesh of two dimensions the first is the ring.
+        dim: the dimension of the tokens; 0 for packed tensors.
         layout: "zigzag" or "contiguous".
 
     Returns:
         The tokens of this rank, in the order of `sequence_positions`, contiguous.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it has no such dimension, or the length cannot be cut evenly: a multiple of `2 · ranks` for
-            "zigzag", of `ranks` for "contiguous".
+        TypeError: tensor is no tensor.
+        ValueError: the tensor has no such dimension, or its length cannot be divided evenly: it must be a multiple of
+            `2 · ranks` for "zigzag", and of `ranks` for "contiguous".
     """
     places = places_of(mesh)
     _check_dim(tensor, dim)
@@ -40,15 +40,15 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
 
 
 def unshard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: LayoutKind = "zigzag") -> Tensor:
-    """The whole tensor from the shards of all ranks, on every rank: for looking at results, without a gradient.
+    """The whole tensor on every rank, gathered from the shards of all ranks. For looking at results; no gradient.
 
     Args:
         tensor: this rank's shard.
-        mesh, dim, layout: as for `shard_sequence`.
+        mesh, dim, layout: as in `shard_sequence`.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: the tensor wants a gradient, or has no such dimension.
+        TypeError: tensor is no tensor.
+        ValueError: the tensor requires a gradient, or has no such dimension.
     """
     _check_dim(tensor, dim)
     if tensor.requires_grad and torch.is_grad_enabled():
@@ -87,21 +87,21 @@ def sequence_positions(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which position each token of this rank's shard has: what rotary and learned position embeddings need.
+    """The position of each token of this rank's shard, for rotary and learned position embeddings.
 
     Args:
-        length: tokens of the whole sequence.
-        mesh, layout: as for `shard_sequence`.
-        cu_seqlens: cumulative lengths of packed documents: positions count from the start of each. Tokens past the last
-            count from its end.
-        device: of the result.
+        length: number of tokens of the whole sequence.
+        mesh, layout: as in `shard_sequence`.
+        cu_seqlens: cumulative lengths of packed documents. Positions then count from the start of each document. Tokens
+            past the last document count from its end.
+        device: device of the result.
 
     Returns:
         int64 `[length / ranks]`.
 
     Raises:
         TypeError: the length or cu_seqlens are no integers.
-        ValueError: the length cannot be cut evenly, or cu_seqlens are not cumulative lengths from 0 up to it.
+        ValueError: the length cannot be divided evenly, or cu_seqlens are not cumulative lengths from 0 up to it.
     """
     if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
         raise TypeError(f"length: expected an int, got {length!r}; it is the number of tokens")
@@ -115,21 +115,21 @@ def sequence_positions(
 
 
 def mean_over_shards(total: Tensor, count: Tensor | int, mesh: DeviceMesh) -> Tensor:
-    """The mean over the tokens of all shards, whose gradient on each rank is that of its own tokens.
+    """The mean over the tokens of all shards. Its gradient on each rank is that of the rank's own tokens.
 
-    Gradients of parameters are then parts that add up: let FSDP or DDP sum them over the ranks of the mesh (they take
-    the mean, so multiply the loss by the number of ranks).
+    The gradients of parameters are then parts that must be summed over the ranks of the mesh. FSDP and DDP take the
+    mean over ranks, so multiply the loss by the number of ranks.
 
     Args:
         total: scalar, the sum of this shard's losses.
-        count: how many this shard has; shards may have different numbers, also none.
+        count: number of losses in this shard. Shards may have different numbers, also none.
         mesh: the ranks.
 
     Returns:
         Scalar in the dtype of total, the same on all ranks.
 
     Raises:
-        TypeError: total is no tensor of floating-point numbers.
+        TypeError: total is no floating-point tensor.
         ValueError: total or count is no scalar.
     """
     if not isinstance(total, Tensor) or not total.is_floating_point():

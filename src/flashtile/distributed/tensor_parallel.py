@@ -205,15 +205,15 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, dim: int, order: Tensor | None = N
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes some output features.
+    """A linear layer whose output features are divided over the ranks.
 
     Args:
-        in_features: of the input, whole on all ranks.
-        out_features: of all ranks together; the number of ranks divides it.
-        mesh: the ranks, of one dimension.
-        bias: has a bias, cut likewise.
-        sequence_parallel: the input is this rank's shard of the tokens; all are gathered.
-        device, dtype: of the parameters, which all ranks draw alike: seed their generators alike.
+        in_features: features of the input, which is whole on all ranks.
+        out_features: output features of all ranks together; the number of ranks divides it.
+        mesh: the ranks, with one dimension.
+        bias: the layer has a bias, which is divided too.
+        sequence_parallel: the input is this rank's shard of the tokens; the layer gathers all shards.
+        device, dtype: device and dtype of the parameters. All ranks draw the same weights, so give them the same seed.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class ColumnParallelLinear(nn.Module):
     def of(
         cls, linear: nn.Linear, mesh: DeviceMesh, order: Tensor | None = None, sequence_parallel: bool = False
     ) -> ColumnParallelLinear:
-        """The layer with the weights of a whole one; `order`: its rows as they are shared out, each rank's together."""
+        """The layer with the weights of a whole one. `order`: the rows in the order in which they are divided."""
         _check_just(nn.Linear, linear)
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -247,7 +247,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None if linear.bias is None else sharded(linear.bias, mesh, 0, order)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel of all tokens."""
+        """`[..., in_features]` -> `[..., out_features / ranks]`; with sequence_parallel for all tokens."""
         bias = None if self.bias is None else local(self.bias)
         return F.linear(enter(x, self.mesh, self.sequence_parallel), local(self.weight), bias)
 
@@ -256,15 +256,15 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank has some input features, and whose parts are added up.
+    """A linear layer whose input features are divided over the ranks. The products are summed over the ranks.
 
     Args:
-        in_features: of all ranks together; the number of ranks divides it.
-        out_features: of the output, whole on all ranks.
-        mesh: the ranks, of one dimension.
-        bias: has a bias, the same on all ranks, added once.
+        in_features: input features of all ranks together; the number of ranks divides it.
+        out_features: features of the output, which is whole on all ranks.
+        mesh: the ranks, with one dimension.
+        bias: the layer has a bias, the same on all ranks, which is added once.
         sequence_parallel: each rank keeps a shard of the output's tokens.
-        device, dtype: as of `ColumnParallelLinear`.
+        device, dtype: as for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features / ranks]` -> `[..., out_features]`; with sequence_parallel of this rank's tokens."""
+        """`[..., in_features / ranks]` -> `[..., out_features]`; with sequence_parallel for this rank's tokens."""
         return self.finish(F.linear(x, local(self.weight)))
 
     def finish(self, part: Tensor) -> Tensor:
@@ -313,14 +313,14 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding of which each rank has some tokens.
+    """An embedding whose vocabulary is divided over the ranks.
 
     Args:
-        num_embeddings: of all ranks together; the number of ranks divides it.
-        embedding_dim: of the output, whole on all ranks.
-        mesh: the ranks, of one dimension.
+        num_embeddings: vocabulary of all ranks together; the number of ranks divides it.
+        embedding_dim: features of the output, which is whole on all ranks.
+        mesh: the ranks, with one dimension.
         sequence_parallel: each rank keeps a shard of the output's tokens.
-        device, dtype: as of `ColumnParallelLinear`.
+        device, dtype: as for `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def of(cls, embedding: nn.Embedding, mesh: DeviceMesh, sequence_parallel: bool = False) -> VocabParallelEmbedding:
-        """The layer with the weights of a whole one, which has no other options."""
+        """The layer with the weights of a whole one, which must have no other options."""
         _check_just(nn.Embedding, embedding)
         options = {name: getattr(embedding, name) for name in _EMBEDDING_OPTIONS}
         given = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -357,10 +357,10 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sharded(embedding.weight, mesh, 0)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 `[..., seq]` -> `[..., seq, embedding_dim]`, with sequence_parallel `[..., seq / ranks, ...]`.
+        """int64 `[..., seq]` -> `[..., seq, embedding_dim]`; with sequence_parallel, seq becomes `seq / ranks`.
 
-        A token outside of the vocabulary is a ValueError on a CPU; on a GPU, where looking would synchronise, its
-        embedding is NaN.
+        A token outside the vocabulary raises a ValueError on a CPU. On a GPU the check would synchronise, so the
+        embedding of such a token is NaN.
         """
         weight = local(self.weight)
         outside = (tokens < 0) | (tokens >= self.num_embeddings)

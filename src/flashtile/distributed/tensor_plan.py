@@ -29,7 +29,7 @@ from flashtile.modules.attention import InnerAttention
 
 
 class AttentionParallel(ParallelStyle):
-    """Shares out the heads of an `MHA`: projections by columns, the output projection by rows.
+    """Divides the heads of an `MHA` over the ranks: input projections by columns, the output projection by rows.
 
     Args:
         sequence_parallel: input and output are shards of the tokens.
@@ -64,7 +64,7 @@ class AttentionParallel(ParallelStyle):
 
 
 class MlpParallel(ParallelStyle):
-    """Shares out the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp`.
+    """Divides the hidden features of an `Mlp`, `GatedMlp` or `FusedMlp` over the ranks.
 
     Args:
         sequence_parallel: input and output are shards of the tokens.
@@ -113,10 +113,10 @@ def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
 
 
 class BlockParallel(ParallelStyle):
-    """Both parts of a `Block` or `ParallelBlock`; norms are computed on every rank.
+    """Divides both parts of a `Block` or `ParallelBlock`. Every rank computes the norms.
 
     Args:
-        sequence_parallel: of a shard of the tokens, as all that is done token by token.
+        sequence_parallel: norms and residuals are computed for a shard of the tokens.
     """
 
     def __init__(self, sequence_parallel: bool = False) -> None:
@@ -160,10 +160,10 @@ class PositionsOfShards(nn.Module):
 
 
 class VocabularyParallel(ParallelStyle):
-    """The embedding and head of a `GPT`: each rank has some tokens, and computes their logits (`vocabulary_loss`).
+    """Divides the embedding and the head of a `GPT`: each rank has some tokens of the vocabulary (`vocabulary_loss`).
 
     Args:
-        sequence_parallel: what the blocks get are shards of the sequence.
+        sequence_parallel: the blocks get shards of the sequence.
     """
 
     def __init__(self, sequence_parallel: bool = False) -> None:
@@ -190,22 +190,22 @@ def _numbers(length: int, device: torch.device) -> Tensor:
 
 
 def tensor_parallel_plan(model: nn.Module, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
-    """How to cut a model, for `parallelize_module(model, mesh, plan)` on a mesh of one dimension.
+    """A plan that divides a model, for `parallelize_module(model, mesh, plan)` on a mesh of one dimension.
 
     Each rank gets some heads of every attention, some hidden features of every MLP, and some tokens of the vocabulary.
     Parameters become DTensors, or stay the same on all ranks (norms, learned positions, biases of output layers).
-    State-dict keys stay; `row_orders` tells whose rows are stored in another order. Each rank draws the dropout of
-    embeddings and residuals itself: seed the ranks alike, so that they drop the same elements of what is the same on
-    all of them; with sequence_parallel not alike, because their tokens differ.
+    State-dict keys stay the same; `row_orders` says which rows are stored in another order. Each rank draws the dropout
+    of embeddings and residuals itself. Give the ranks the same seed, so that they drop the same elements of equal
+    activations. With sequence_parallel give them different seeds, because their tokens differ.
 
     Args:
         model: a `flashtile.models.GPT`, without attention dropout, before `context_parallel` and before FSDP; on the
             meta device, or with the same weights on all ranks.
-        sequence_parallel: between attention and MLP each rank has a shard of the tokens, whose number the ranks divide:
-            residuals and norms take a part of the memory and time. The bytes that travel are the same.
+        sequence_parallel: between attention and MLP each rank has a shard of the tokens, whose number the ranks divide.
+            Residuals and norms then take a part of the memory and time. As many bytes are exchanged.
 
     Raises:
-        TypeError: no plan is known for the model.
+        TypeError: there is no plan for the model.
     """
     if not isinstance(model, GPT):
         raise TypeError(
@@ -216,7 +216,7 @@ def tensor_parallel_plan(model: nn.Module, sequence_parallel: bool = False) -> d
 
 
 def row_orders(model: nn.Module) -> dict[str, Tensor]:
-    """Of parameters whose rows are stored in another order than in the whole model: stored row -> row there."""
+    """Parameters that store their rows in another order than the whole model: name -> row there of each stored row."""
     return {
         f"{path}.{name}": module.order
         for path, module in model.named_modules()
@@ -227,16 +227,16 @@ def row_orders(model: nn.Module) -> dict[str, Tensor]:
 
 
 def vocabulary_loss(model: GPT, hidden: Tensor, labels: Tensor, mesh: DeviceMesh, **options: Any) -> Tensor:
-    """Cross-entropy of a model that was cut by `tensor_parallel_plan`, from what `GPT.hidden` gave.
+    """Cross-entropy of a model that `tensor_parallel_plan` has divided, from the output of `GPT.hidden`.
 
     Args:
-        hidden: `[B, S, width]`, the same on all ranks, or `[B, S / ranks, width]` with a plan of sequence_parallel.
+        hidden: `[B, S, width]`, the same on all ranks, or `[B, S / ranks, width]` with sequence_parallel.
         labels: int64 `[B, S]`.
         mesh: the ranks.
-        options: of `flashtile.cross_entropy`, such as `reduction`.
+        options: options of `flashtile.cross_entropy`, such as `reduction`.
 
     Returns:
-        The loss of the whole vocabulary, the same on all ranks.
+        The loss over the whole vocabulary, the same on all ranks.
     """
     weight = local(model.output_weight)
     group, shards = mesh.get_group(), cast(VocabParallelEmbedding, model.token).sequence_parallel

@@ -15,20 +15,20 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of a device.
+    """Peak rates of a device.
 
     Attributes:
-        name: for reading, and for `find_device`.
-        arch: as `flashtile.explain` takes it; "cpu" for a processor.
-        bandwidth: of device memory, bytes per second.
+        name: name of the device, also for `find_device`.
+        arch: architecture as in `flashtile.explain`; "cpu" for a processor.
+        bandwidth: bytes per second of device memory.
         cache: bytes of the last cache before device memory.
-        cache_bandwidth: bytes per second out of that cache; None where nobody publishes it.
+        cache_bandwidth: bytes per second from that cache; None if it is not published.
         flops: dtype -> floating-point operations per second of dense matrix products.
-        exponentials: per second.
+        exponentials: exponentials per second.
         integers: 32-bit integer operations per second, for the random numbers of dropout.
-        multiprocessors: (AMD: compute units; a processor: threads).
+        multiprocessors: number of multiprocessors (AMD: compute units; a processor: threads).
         shared_memory: bytes of on-chip memory of a multiprocessor; 0 for a processor.
-        split_cache: a copy of what is read is held in either half of the cache, so that half of it is what holds.
+        split_cache: each half of the cache holds its own copy of what is read, so that half of the cache counts.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def held(self) -> int:
-        """Bytes that the cache holds for all multiprocessors."""
+        """Bytes that the cache can hold for all multiprocessors."""
         return self.cache // 2 if self.split_cache else self.cache
 
 
@@ -195,8 +195,10 @@ _VARIANTS = {"pcie", "nvl", "laptop", "d", "super"}
 
 
 def find_device(name: str) -> Device | None:
-    """The device of a name, in whatever words a driver has it ("NVIDIA H100 80GB HBM3"), or of an architecture
-    ("sm_90": its first device); None where the table has none, such as for the H100 of a PCIe card."""
+    """The device of a driver's name ("NVIDIA H100 80GB HBM3"), or the first device of an architecture ("sm_90").
+
+    None if the table has no such device, for example the H100 of a PCIe card.
+    """
     if name in _OF_ARCH:
         return DEVICES[_OF_ARCH[name]]
     words = set(name.lower().replace("-", " ").split())

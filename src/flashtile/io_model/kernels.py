@@ -21,16 +21,16 @@ class Cut:
     """A kernel and its tiles.
 
     Attributes:
-        name: "forward", "dq", "dkdv", or "backward" where one kernel computes all gradients.
-        backend: whose kernel it is, "split", "triton", "hopper" or "cpu".
-        block_q: queries of a tile; of "split" for each of the query heads that share a key/value head.
+        name: "forward", "dq", "dkdv", or "backward" if one kernel computes all gradients.
+        backend: backend of the kernel: "split", "triton", "hopper" or "cpu".
+        block_q: queries of a tile; for "split" times the query heads that share a key/value head.
         block_k: keys of a tile.
-        warps: of a program; None where a program has a multiprocessor for itself.
-        shared_memory: bytes of a program.
-        statistics: bytes of lse and delta of a query between the kernels of a backward.
+        warps: warps of a thread block; None if a thread block has a multiprocessor for itself.
+        shared_memory: bytes of shared memory of a thread block.
+        statistics: bytes of lse and delta for each query between the kernels of a backward.
 
     Raises:
-        ValueError: a name or a backend that is not known, or a tile without rows.
+        ValueError: an unknown name or backend, or a tile without rows.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Cut:
             raise ValueError(f"cut: expected tiles of at least 1 × 1, got {self.block_q} × {self.block_k}")
 
     def at_once(self, device: Device) -> int:
-        """Programs that a device runs at the same time."""
+        """Number of thread blocks that a device runs at the same time."""
         if self.backend == "cpu":
             return 1  # one Python thread walks over the tiles
         if self.warps is None:
@@ -62,12 +62,12 @@ class Cut:
 
 
 def kernels_of(shape: Shape, arch: str, backend: str = "auto") -> tuple[Cut, ...]:
-    """The kernels of a call, forward and backward, with the tiles that flashtile takes.
+    """The kernels of a call, forward and backward, with the tiles that flashtile chooses.
 
     Args:
         shape: the call.
         arch: an architecture of `flashtile.explain`, or "cpu".
-        backend: as for `flashtile.attention`; the reference has no tiles.
+        backend: as in `flashtile.attention`; the reference has no tiles.
 
     Raises:
         ValueError: no backend with tiles serves the call there.

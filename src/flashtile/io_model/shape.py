@@ -13,25 +13,25 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Shape:
-    """A dense call of `flashtile.attention` and its backward. What arguments mean is as there.
+    """A dense call of `flashtile.attention` and its backward. The arguments mean the same as there.
 
     Attributes:
-        batch: entries.
+        batch: batch entries.
         heads: query heads.
         seq_q: queries.
-        head_dim: of q and k.
+        head_dim: head dimension of q and k.
         seq_k: keys; None = seq_q.
         heads_kv: key/value heads, a divisor of heads; None = heads.
-        head_dim_v: of v; None = head_dim.
-        dtype: of q, k and v.
-        causal: no key right of the diagonal is visible.
+        head_dim_v: head dimension of v; None = head_dim.
+        dtype: dtype of q, k and v.
+        causal: hide the keys right of the diagonal.
         align: where the diagonal lies, "bottom_right" or "top_left".
-        window: keys visible on each side of the diagonal, None = unlimited.
+        window: number of keys visible on each side of the diagonal, None = unlimited.
         dropout_p: probability that a weight is dropped, in [0, 1).
 
     Raises:
-        TypeError: a dtype is none of float16, bfloat16, float32, float64, or the window no pair.
-        ValueError: a size, the alignment, the window or the probability is out of its range.
+        TypeError: dtype is not float16, bfloat16, float32 or float64, or window is no pair.
+        ValueError: a size, the alignment, the window or the probability is out of range.
     """
 
     batch: int
@@ -99,7 +99,7 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of q, k, v, out and lse; gradients are as large as what they are of."""
+        """Bytes of q, k, v, out and lse. A gradient is as large as its tensor."""
         queries, keys = self.batch * self.seq_q * self.heads, self.batch * self.keys * self.kv_heads
         element = self.dtype.itemsize
         return {

@@ -23,7 +23,7 @@ def standard(shape: Shape, *, backward: bool = True) -> Computation:
 
     Args:
         shape: the call.
-        backward: with the gradients of q, k and v.
+        backward: include the gradients of q, k and v.
     """
     steps = _Steps(shape)
     kernels = [*steps.repeated_heads(), *steps.forward()]

@@ -15,17 +15,17 @@ _STAGES = 2
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """The forward with one size of tiles.
+    """The forward with one tile size.
 
     Attributes:
         block_q: queries of a tile.
         block_k: keys of a tile.
-        bytes: through device memory.
+        bytes: bytes through device memory.
         requested: bytes between cache and multiprocessors, which would cross device memory if there were no cache.
-        shared_memory: bytes of a program: the tile of queries, and two tiles each of keys and values.
-        fits: whether a multiprocessor has as much.
+        shared_memory: bytes of a thread block: the tile of queries, and two tiles each of keys and values.
+        fits: whether a multiprocessor has this much.
         seconds: least time.
-        bound: what takes that time.
+        bound: the part that takes this time.
     """
 
     block_q: int

@@ -13,20 +13,26 @@ from flashtile.io_model.work import Computation, Work
 
 
 def comparison(shape: Shape, device: Device, *, kernels: bool = False, backend: str = "auto") -> str:
-    """FLOPs, bytes, intensity and least time of a call and its gradients, standard beside tiled.
+    """FLOPs, bytes, intensity and least time of a call and its gradients, standard and tiled.
 
     Args:
         shape: the call.
-        device: where.
+        device: the device.
         kernels: also a line for each kernel.
-        backend: whose kernels, as for `flashtile.attention`.
+        backend: backend of the tiled computation, as in `flashtile.attention`.
     """
+    lines = comparison_lines(shape, device, kernels=kernels, backend=backend)
+    return f"forward and backward on {device.name}\n{_aligned(lines)}"
+
+
+def comparison_lines(shape: Shape, device: Device, *, kernels: bool = False, backend: str = "auto") -> list[list[str]]:
+    """The cells of `comparison`, headings first."""
     lines = [["", "GFLOP", "GB moved", "FLOP/byte", "least ms", "bound"]]
     for computation in (standard(shape), tiled(shape, device, backend=backend)):
         if kernels:
             lines += [_line(f"  {work.name}", work, device) for work in computation.kernels]
         lines.append(_line(computation.name, computation, device))
-    return f"forward and backward on {device.name}\n{_aligned(lines)}"
+    return lines
 
 
 def summary(computation: Computation, device: Device) -> str:

@@ -30,10 +30,10 @@ def tiled(
 
     Args:
         shape: the call.
-        device: for its caches, and for the tiles that flashtile takes there.
+        device: the device, for its caches and for the tiles that flashtile chooses there.
         cuts: kernels with other tiles, instead of those of `kernels_of`.
-        backward: with the gradients of q, k and v.
-        backend: whose kernels, as for `flashtile.attention`; not with `cuts`.
+        backward: include the gradients of q, k and v.
+        backend: backend of the kernels, as in `flashtile.attention`; not with `cuts`.
 
     Raises:
         ValueError: no kernels serve the call on the device.

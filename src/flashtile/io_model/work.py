@@ -1,4 +1,4 @@
-"""What a kernel does: arithmetic, and what it moves; and how long that takes at least."""
+"""The work of a kernel: arithmetic and transfers, and the least time that they take."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Transfer:
 
     Attributes:
         tensor: its name.
-        size: bytes of it, each counted once.
-        passes: how often these cross device memory.
-        requests: how often they go between the cache and the programs.
-        writes: into the tensor.
+        size: its bytes, each counted once.
+        passes: how often these bytes cross device memory.
+        requests: how often they move between the cache and the thread blocks.
+        writes: the kernel writes the tensor.
     """
 
     tensor: str
@@ -50,10 +50,10 @@ class Work:
     Attributes:
         name: what it computes.
         phase: "fwd" or "bwd".
-        dtype: of its products.
-        transfers: what it reads and writes.
-        flops: floating-point operations of its matrix products, what it computes of hidden pairs included.
-        exponentials: of scores.
+        dtype: dtype of its matrix products.
+        transfers: the tensors that it reads and writes.
+        flops: floating-point operations of its matrix products, including those for hidden pairs.
+        exponentials: number of exponentials.
         words: 32-bit random words for dropout.
     """
 
@@ -75,12 +75,12 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Through device memory."""
+        """Bytes through device memory."""
         return self.bytes_read + self.bytes_written
 
     @property
     def requested(self) -> float:
-        """Bytes between the cache and the multiprocessors: those through device memory if there were no cache."""
+        """Bytes between the cache and the multiprocessors: the bytes through device memory if there were no cache."""
         return sum(transfer.requested for transfer in self.transfers)
 
     @property
@@ -110,7 +110,7 @@ class Work:
         }
 
     def seconds(self, device: Device) -> float:
-        """The least time: that of the longest part, as if all parts ran beside each other at their peaks."""
+        """The least time: that of the longest part, if all parts ran at the same time and at their peaks."""
         return max(self.times(device).values())
 
     def bound(self, device: Device) -> str:
@@ -124,10 +124,10 @@ def longest(times: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True)
 class Computation:
-    """Kernels one after another.
+    """Kernels that run one after another.
 
     Attributes:
-        name: of the computation, for reading.
+        name: name of the computation.
         kernels: in the order in which they run.
     """
 
@@ -135,7 +135,7 @@ class Computation:
     kernels: tuple[Work, ...]
 
     def phase(self, phase: str) -> Computation:
-        """Its kernels of phase "fwd" or "bwd" alone."""
+        """Only the kernels of phase "fwd" or "bwd"."""
         return Computation(f"{self.name} {phase}", tuple(work for work in self.kernels if work.phase == phase))
 
     @property
@@ -156,7 +156,7 @@ class Computation:
 
     @property
     def bytes(self) -> float:
-        """Through device memory."""
+        """Bytes through device memory."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -174,11 +174,11 @@ class Computation:
         return _sum(work.times(device) for work in self.kernels)
 
     def seconds(self, device: Device) -> float:
-        """The least time: the sum of that of the kernels."""
+        """The least time: the sum over the kernels."""
         return sum(work.seconds(device) for work in self.kernels)
 
     def bound(self, device: Device) -> str:
-        """The bound of the kernels that take most of the time together."""
+        """The bound of those kernels that together take most of the time."""
         return longest(_sum({work.bound(device): work.seconds(device)} for work in self.kernels))
 
 

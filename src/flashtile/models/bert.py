@@ -30,14 +30,14 @@ IGNORED = -100
 
 
 class Bert(nn.Module):
-    """Tokens to hidden states, and the pooled state of each sequence's first token.
+    """An encoder: computes hidden states, and the pooled state of each sequence's first token.
 
-    With a mask the tokens are unpadded once, at the start, and all layers work on packed sequences.
+    With a mask the padding is removed once, at the start, and all layers work on packed sequences.
 
     Args:
         config: sizes and choices.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class Bert(nn.Module):
 
         Args:
             tokens: int64 `[B, S]`, S at most the context.
-            mask: bool `[B, S]`, True = keep, and the first token of each sequence is kept; costs one wait for the GPU.
+            mask: bool `[B, S]`, True = keep. The first token of each sequence must be kept. A mask costs one wait for
+                the GPU.
             segments: int64 `[B, S]`, 0 = first sentence; default all 0.
 
         Returns:
@@ -83,7 +84,7 @@ class Bert(nn.Module):
         return hidden, self.pool(hidden[:, 0])
 
     def hidden(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Unpadded | None]:
-        """Hidden states `[B, S, W]`; with a mask those of the kept tokens, `[T, W]`, and where these are."""
+        """Hidden states `[B, S, W]`; with a mask those of the kept tokens, `[T, W]`, and the places of these."""
         check_tokens(tokens)
         length = tokens.shape[1]
         if length > self.config.context:
@@ -107,7 +108,7 @@ class Bert(nn.Module):
         return hidden, kept
 
     def pool(self, first: Tensor) -> Tensor:
-        """The state of a sequence, from that of its first token."""
+        """The state of a sequence, computed from the hidden state of its first token."""
         return self.pooler(first).tanh()
 
 
@@ -116,8 +117,8 @@ class BertForPreTraining(nn.Module):
 
     Args:
         config: sizes and choices.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -145,12 +146,12 @@ class BertForPreTraining(nn.Module):
     def forward(
         self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Logits of the masked tokens, `[B, S, V]`, and of the next sentence, `[B, 2]`; arguments as `Bert.forward`."""
+        """Logits of masked tokens, `[B, S, V]`, and of the next sentence, `[B, 2]`. Arguments as for `Bert.forward`."""
         hidden, pooled = self.bert(tokens, mask, segments)
         return self.token_logits(hidden), self.next_sentence(pooled)
 
     def token_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `[..., V]` of hidden states `[..., W]`; the output embedding is that of the input."""
+        """Logits `[..., V]` of hidden states `[..., W]`. The output embedding is the input embedding."""
         hidden = _ACTIVATIONS[self.config.activation](self.transform(hidden))
         return F.linear(self.norm(hidden), self.bert.token.weight, self.bias)
 
@@ -162,14 +163,14 @@ class BertForPreTraining(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Tensor:
-        """Mean cross-entropy of the labelled tokens, plus that of the next sentence where it is given.
+        """Mean cross-entropy of the labelled tokens, plus that of the next sentence if it is given.
 
         Args:
             tokens: int64 `[B, S]`.
-            labels: int64 `[B, S]`, `IGNORED` where a token is not asked for.
+            labels: int64 `[B, S]`, `IGNORED` (-100) for tokens that do not count.
             next_sentence: int64 `[B]`, 0 = the second sentence follows the first.
-            mask: as in `Bert.forward`; labels of tokens that are not kept have no effect.
-            segments: as in `Bert.forward`.
+            mask: as for `Bert.forward`; labels of tokens that are not kept have no effect.
+            segments: as for `Bert.forward`.
         """
         if labels.shape != tokens.shape:
             raise ValueError(f"labels: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(labels.shape)}")

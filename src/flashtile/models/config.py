@@ -19,33 +19,33 @@ ACTIVATIONS: tuple[Activation, ...] = ("gelu", "gelu_tanh", "relu", "swiglu")
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder: by default GPT-2, by other choices GPT-NeoX or Llama.
+    """Configuration of a decoder. The defaults are GPT-2; other values make GPT-NeoX or Llama.
 
     Attributes:
-        context: longest sequence.
+        context: length of the longest sequence.
         layers: number of blocks.
         heads: attention heads of each block.
-        width: size of the residual stream, a multiple of `heads`.
+        width: width of the residual stream, a multiple of `heads`.
         vocabulary: number of tokens; 256 for bytes.
         heads_kv: heads of keys and values, a divisor of `heads`; None = `heads`.
         hidden: width inside the MLP; None = `4 · width`.
         positions: a learned embedding, or rotary in each block.
         rotary_dim: elements of a head that are rotated; None = all.
-        rotary_base: of the frequencies.
+        rotary_base: base of the rotary frequencies.
         norm: layer norm or RMS norm.
         norm_eps: added to the variance.
-        activation: of the MLP.
+        activation: activation of the MLP.
         attention_bias: the projections of attention have biases.
-        mlp_bias: the MLP has.
-        parallel: attention and MLP side by side.
+        mlp_bias: the layers of the MLP have biases.
+        parallel: attention and MLP in parallel.
         tied: input and output share their embedding.
-        window: keys that a token sees to its left; None = all.
-        embedding_dropout: in training, on the embeddings.
-        attention_dropout: on attention weights.
-        residual_dropout: on what joins the residual stream.
+        window: number of keys that a token sees to its left; None = all.
+        embedding_dropout: dropout on the embeddings, in training.
+        attention_dropout: dropout on attention weights, in training.
+        residual_dropout: dropout on what is added to the residual stream, in training.
         residual_in_fp32: the residual stream is float32.
         fused_loss: `GPT.loss` never has all logits in memory (`flashtile.linear_cross_entropy`).
-        initial_std: of the weights at first.
+        initial_std: standard deviation of the initial weights.
     """
 
     context: int = 1024
@@ -94,21 +94,21 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class BertConfig:
-    """An encoder: by default BERT base.
+    """Configuration of an encoder. The defaults are BERT base.
 
     Attributes:
-        context: longest sequence.
+        context: length of the longest sequence.
         layers: number of blocks.
         heads: attention heads of each block.
-        width: size of the hidden states, a multiple of `heads`.
+        width: width of the hidden states, a multiple of `heads`.
         vocabulary: number of tokens.
         hidden: width inside the MLP; None = `4 · width`.
-        segments: kinds of tokens (first sentence, second sentence).
-        activation: of the MLP and of the masked-LM head; not a gate.
+        segments: number of kinds of tokens (first sentence, second sentence).
+        activation: activation of the MLP and of the masked-LM head; not a gated one.
         norm_eps: added to the variance.
-        dropout: in training, on embeddings and on what joins the hidden states.
-        attention_dropout: on attention weights.
-        initial_std: of the weights at first.
+        dropout: dropout on embeddings and on what is added to the hidden states, in training.
+        attention_dropout: dropout on attention weights, in training.
+        initial_std: standard deviation of the initial weights.
     """
 
     context: int = 512

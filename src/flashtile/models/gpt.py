@@ -1,4 +1,4 @@
-"""A decoder-only, pre-norm Transformer: GPT-2, GPT-NeoX and Llama by configuration, its attention exchangeable.
+"""A decoder-only, pre-norm Transformer: GPT-2, GPT-NeoX and Llama by configuration, with replaceable attention.
 
 Shape letters: B batch, S sequence, W width, H heads, D head_dim (W = H · D), V vocabulary.
 
@@ -35,7 +35,7 @@ def flashtile_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention as it is written on paper: every step is an S×S matrix in memory."""
+    """Causal attention as its formula says: every step is an S×S matrix in memory."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, S, D]
     future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [B, H, S, S]
@@ -44,20 +44,21 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class GPT(nn.Module):
-    """Tokens to logits of the next token.
+    """A decoder: computes the logits of the next token. There is no padding mask.
 
     Args:
         config: sizes and choices.
-        attention: in the place of the blocks' own attention, a function such as `plain_attention`.
-        device: of the parameters; on "meta" nothing is allocated, `to_empty` and then `initialise` or
-            `load_state_dict` make it a model.
-        dtype: of the parameters.
+        attention: a function that replaces the attention of all blocks, such as `plain_attention`.
+        device: device of the parameters. On "meta" nothing is allocated; `to_empty` followed by `initialise` or
+            `load_state_dict` makes it a model.
+        dtype: dtype of the parameters.
 
     Attributes:
-        numbered: the positions of so many tokens on a device, int64 `[S]`, where a model has a part of each sequence
-            (`flashtile.distributed.context_parallel` sets it); None = tokens follow one another.
-        cut: whether ranks share the weights (`flashtile.distributed.tensor_parallel_plan` sets it); then `hidden` alone
-            can be called.
+        numbered: a function from a number of tokens and a device to their positions, int64 `[S]`, for a model that has
+            a part of each sequence (`flashtile.distributed.context_parallel` sets it); None = tokens follow one
+            another.
+        cut: whether the weights are divided over ranks (`flashtile.distributed.tensor_parallel_plan` sets it). Then
+            only `hidden` can be called.
     """
 
     numbered: Callable[[int, torch.device], Tensor] | None = None
@@ -105,7 +106,7 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 `[B, S]`, S at most the context.
-            cache: from `new_cache`: tokens follow those in it, and are appended.
+            cache: from `new_cache`: the tokens follow those in the cache, and are appended to it.
 
         Returns:
             `[B, S, V]`.
@@ -114,7 +115,7 @@ class GPT(nn.Module):
         return F.linear(self.hidden(tokens, cache), self.output_weight)
 
     def hidden(self, tokens: Tensor, cache: Sequence[KVCache] | None = None) -> Tensor:
-        """What the logits are made from: the last norm's output, `[B, S, W]`; arguments as `forward`."""
+        """The output of the last norm, from which the logits are computed: `[B, S, W]`. Arguments as for `forward`."""
         check_tokens(tokens)
         before = 0 if cache is None else cache[0].length
         end = before + tokens.shape[1]
@@ -136,7 +137,7 @@ class GPT(nn.Module):
         return add_norm(self.norm, hidden, residual, p, branch)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy, in nats, of each token of `[B, S + 1]` given those before it."""
+        """Mean cross-entropy, in nats, of each token of `[B, S + 1]` given the tokens before it. Every token counts."""
         self._check_whole("a loss", _OF_PARTS)
         if self.numbered is not None:
             raise ValueError(
@@ -157,13 +158,14 @@ class GPT(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The output embedding, `[V, W]`: that of the input where they are tied."""
+        """The output embedding, `[V, W]`: the input embedding if they are tied."""
         return self.token.weight if self.head is None else self.head.weight
 
     def new_cache(self, batch: int, capacity: int, dtype: torch.dtype | None = None) -> list[KVCache]:
         """Empty caches of all layers, for `capacity` tokens of each of `batch` sequences.
 
-        `dtype` is that of the keys; None is that of the parameters, or under `torch.autocast` what linear layers give.
+        `dtype` is the dtype of the keys. None is the dtype of the parameters, or under `torch.autocast` that of the
+        outputs of linear layers.
         """
         config, weight = self.config, self.token.weight
         heads_kv = config.heads if config.heads_kv is None else config.heads_kv
@@ -182,19 +184,19 @@ class GPT(nn.Module):
         """Continues sequences, one token at a time, with a cache of keys and values.
 
         Args:
-            tokens: int64 `[B, S]`, S at least 1, all of one length.
-            new_tokens: how many follow; with the prompt at most the context.
-            temperature: 0 takes the most probable token; else logits are divided by it, and tokens are drawn.
-            top_k: draw from so many of the most probable.
-            generator: of the draws.
+            tokens: int64 `[B, S]`, S at least 1; all prompts have the same length.
+            new_tokens: number of tokens to generate; with the prompt at most the context.
+            temperature: 0 takes the most probable token. Otherwise logits are divided by it, and tokens are drawn.
+            top_k: draw from this many of the most probable tokens.
+            generator: random generator of the draws.
 
         Returns:
             `[B, S + new_tokens]`.
 
         Raises:
             TypeError: new_tokens is no int.
-            ValueError: a model whose weights ranks share, no prompt, more tokens than the context has, or choices that
-                do not go together.
+            ValueError: the weights are divided over ranks, the prompt is empty, there are more tokens than the context
+                has, or arguments cannot be combined.
         """
         self._check_whole("generation", _OF_PARTS)
         if tokens.dim() != 2 or not tokens.shape[1]:

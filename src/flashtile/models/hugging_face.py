@@ -51,17 +51,17 @@ class _Entry(NamedTuple):
 
 
 def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig | BertConfig) -> dict[str, Tensor]:
-    """Their state dict as that of `GPT` or `BertForPreTraining`.
+    """A state dict of Hugging Face transformers, converted for `GPT` or `BertForPreTraining`.
 
     Args:
-        state: of `GPT2LMHeadModel`, `GPTNeoXForCausalLM`, `LlamaForCausalLM` or `BertForPreTraining`.
+        state: state dict of `GPT2LMHeadModel`, `GPTNeoXForCausalLM`, `LlamaForCausalLM` or `BertForPreTraining`.
         config: from `config_from_hugging_face`.
 
     Returns:
-        The tensors under our names; those that are the same share memory.
+        The tensors under flashtile's names. Tensors that need no conversion share memory with the given ones.
 
     Raises:
-        ValueError: a name is missing, or one is there that the model has no place for; a config of another model.
+        ValueError: a name is missing, the model has no place for a name, or the config is of another model.
     """
     architecture = next((a for a, prefix in _PREFIXES.items() if any(name.startswith(prefix) for name in state)), "")
     if not architecture:
@@ -86,15 +86,15 @@ def from_hugging_face(state: Mapping[str, Tensor], config: GPTConfig | BertConfi
 def to_hugging_face(
     state: Mapping[str, Tensor], config: GPTConfig | BertConfig, architecture: Architecture
 ) -> dict[str, Tensor]:
-    """The state dict of `GPT` or `BertForPreTraining` as theirs: what `from_hugging_face` undoes.
+    """A state dict of `GPT` or `BertForPreTraining`, converted for transformers: undoes `from_hugging_face`.
 
     Args:
-        state: of a model of this config.
-        config: its configuration.
-        architecture: whose names the result has.
+        state: state dict of a model with this config.
+        config: configuration of the model.
+        architecture: the architecture whose names the result has.
 
     Raises:
-        ValueError: another architecture, or one that has other tensors than this model.
+        ValueError: an unknown architecture, or one whose tensors differ from those of this model.
     """
     if architecture not in _ENTRIES:
         raise ValueError(f"architecture: expected one of {', '.join(map(repr, _ENTRIES))}, got {architecture!r}")

@@ -17,14 +17,14 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def config_from_hugging_face(config: Any) -> GPTConfig | BertConfig:
-    """The configuration of the same model.
+    """The `GPTConfig` or `BertConfig` of a Hugging Face model.
 
     Args:
-        config: of GPT-2, GPT-NeoX, Llama or BERT: an object of transformers, or its `to_dict()`.
+        config: configuration of GPT-2, GPT-NeoX, Llama or BERT: an object of transformers, or its `to_dict()`.
 
     Raises:
-        TypeError: neither of these.
-        ValueError: another architecture, an option that the models here do not have, or one that is left out.
+        TypeError: config is neither of these.
+        ValueError: another architecture, an option that the models here do not have, or a missing option.
     """
     if not isinstance(config, Mapping) and not hasattr(config, "to_dict"):
         raise TypeError(f"config: expected a configuration of transformers or a dict, got {type(config).__name__}")

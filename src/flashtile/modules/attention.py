@@ -120,12 +120,12 @@ class FlashSelfAttention(_Attention):
     """Attention of packed queries, keys and values, by `flashtile.attention` or `attention_varlen`.
 
     Args:
-        causal: no key right of the diagonal, which ends at the last key, is visible.
+        causal: hide the keys right of the diagonal, which ends at the last key.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-        attention_dropout: probability that an attention weight is dropped.
+        attention_dropout: probability that an attention weight is dropped, in training.
         window_size: (left, right) number of keys visible on each side of the diagonal, -1 or None = unlimited.
         alibi_slopes: float32 `[heads]` or `[batch, heads]`.
-        deterministic: gradients are the same in every run.
+        deterministic: the gradients are the same in every run.
     """
 
     def forward(
@@ -139,9 +139,9 @@ class FlashSelfAttention(_Attention):
 
         Args:
             qkv: `[batch, seq, 3, heads, head_dim]`; with cu_seqlens `[total, 3, heads, head_dim]`.
-            causal: comes before the module's own.
+            causal: overrides the module's own setting.
             cu_seqlens: `[batch + 1]` cumulative lengths of packed sequences.
-            max_seqlen: upper bound of them; it only helps to choose tiles.
+            max_seqlen: upper bound of the lengths; it helps to choose tiles.
 
         Returns:
             `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]`.
@@ -151,7 +151,7 @@ class FlashSelfAttention(_Attention):
 
 
 class FlashCrossAttention(_Attention):
-    """Attention of queries to packed keys and values; arguments as `FlashSelfAttention`."""
+    """Attention of queries to packed keys and values. Arguments as for `FlashSelfAttention`."""
 
     def forward(
         self,
@@ -169,14 +169,14 @@ class FlashCrossAttention(_Attention):
             q: `[batch, seq_q, heads_q, head_dim]`; with cu_seqlens `[total_q, heads_q, head_dim]`.
             kv: `[batch, seq_k, 2, heads_kv, head_dim]`, or `[total_k, 2, heads_kv, head_dim]`; `heads_kv` divides
                 `heads_q`.
-            causal: comes before the module's own.
+            causal: overrides the module's own setting.
             cu_seqlens: `[batch + 1]` cumulative lengths of packed queries.
             max_seqlen: upper bound of their lengths.
-            cu_seqlens_k: those of the keys; default cu_seqlens.
+            cu_seqlens_k: cumulative lengths of packed keys; default cu_seqlens.
             max_seqlen_k: upper bound of their lengths.
 
         Returns:
-            Of the shape of q.
+            A tensor of the shape of q.
         """
         k, v = _unpacked("kv", kv, 2, cu_seqlens is not None)
         return self._attend(q, k, v, causal, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
@@ -185,12 +185,12 @@ class FlashCrossAttention(_Attention):
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
     """The slopes of ALiBi, float32 `[heads]`: `2 ** (-8 (h + 1) / heads)` for a power of two.
 
-    Other numbers of heads take the slopes of the next lower power of two, and the rest from every other one of the
-    next higher.
+    For another number of heads, the slopes of the next lower power of two come first. The rest are every other slope of
+    the next higher power of two.
 
     Args:
-        heads: how many; at least 1.
-        device: of the result.
+        heads: number of query heads, at least 1.
+        device: device of the result.
 
     Raises:
         TypeError: heads is no int.

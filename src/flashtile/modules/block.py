@@ -1,4 +1,4 @@
-"""Blocks of a Transformer over the fused dropout, addition and norm: one after the other, or side by side."""
+"""Blocks of a Transformer, built on the fused dropout, addition and norm: sequential or parallel."""
 
 from __future__ import annotations
 
@@ -15,30 +15,32 @@ from flashtile.modules.norm import LayerNorm, RMSNorm
 class Block(nn.Module):
     """A mixer (attention) and an MLP, each with dropout, residual addition and norm in one pass over memory.
 
-    Pre-norm blocks begin with the addition that the block before left open, so that it is fused with their norm::
+    A pre-norm block starts with the addition that the previous block left open, so that the addition is fused with the
+    norm after it::
 
         residual = dropout1(hidden) + residual            y = mixer(norm1(residual))
         residual = dropout2(y) + residual                 hidden = mlp(norm2(residual))
 
-    and return hidden and residual; the last norm of a model closes the last one (`add_norm`). Post-norm::
+    It returns hidden and residual. The last norm of a model performs the last addition (`add_norm`). A post-norm
+    block::
 
         h = norm1(dropout1(mixer(hidden)) + hidden)       hidden = norm2(dropout2(mlp(h)) + h)
 
     Args:
-        dim: of the hidden states.
-        mixer_cls: makes the mixer of dim: `functools.partial(MHA, num_heads=8)`.
-        mlp_cls: makes the MLP of dim; `nn.Identity` for a block without one, which has no second norm either.
-        norm_cls: makes a norm of dim: `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        dim: width of the hidden states.
+        mixer_cls: creates the mixer from dim: `functools.partial(MHA, num_heads=8)`.
+        mlp_cls: creates the MLP from dim; `nn.Identity` for a block without MLP, which has no second norm either.
+        norm_cls: creates a norm from dim: `LayerNorm` or `RMSNorm`, flashtile's or PyTorch's.
         prenorm: pre-norm, else post-norm.
         resid_dropout1: probability that an element of the first summand is dropped, in training.
-        resid_dropout2: likewise of the second.
+        resid_dropout2: probability for the second summand.
         residual_in_fp32: the residual stream is float32; pre-norm only.
-        return_residual: mixer and MLP return their input beside their output (`MHA(return_residual=True)`), and it is
-            what is added; post-norm only.
+        return_residual: mixer and MLP return their input with their output (`MHA(return_residual=True)`), and the block
+            adds that input; post-norm only.
 
     Raises:
-        TypeError: a norm that is neither.
-        ValueError: an option that this order of norms does not have.
+        TypeError: a norm is neither of these.
+        ValueError: an option does not exist for this order of norms.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class Block(nn.Module):
         """One block.
 
         Args:
-            hidden: `[..., dim]`: what joins the residual, of the first block the embeddings.
+            hidden: `[..., dim]`: what is added to the residual; in the first block the embeddings.
             residual: `[..., dim]`, None in the first block; pre-norm only.
             mixer_kwargs: further arguments of the mixer.
 
         Returns:
-            Pre-norm hidden and residual, each `[..., dim]`; post-norm hidden.
+            Pre-norm: hidden and residual, each `[..., dim]`. Post-norm: hidden.
         """
         if self.prenorm:
             return self._prenorm(hidden, residual, mixer_kwargs or {})
@@ -123,7 +125,7 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """A mixer and an MLP side by side, pre-norm: both read the same residual stream, and both join it later.
+    """A mixer and an MLP in parallel, pre-norm: both read the same residual stream, and both are added to it later.
 
     ::
 
@@ -133,16 +135,16 @@ class ParallelBlock(nn.Module):
     The two additions and both norms are one pass over memory.
 
     Args:
-        dim: of the hidden states.
-        mixer_cls: makes the mixer of dim.
-        mlp_cls: makes the MLP of dim.
-        norm_cls: makes a norm of dim: `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        dim: width of the hidden states.
+        mixer_cls: creates the mixer from dim.
+        mlp_cls: creates the MLP from dim.
+        norm_cls: creates a norm from dim: `LayerNorm` or `RMSNorm`, flashtile's or PyTorch's.
         resid_dropout: probability that an element of either branch is dropped, in training.
         tied_norm: the MLP reads the mixer's norm; there is no norm2.
         residual_in_fp32: the residual stream is float32.
 
     Raises:
-        TypeError: a norm that is neither.
+        TypeError: a norm is neither of these.
 
     Reference:
         Wang, Komatsuzaki, "GPT-J-6B" (2021).
@@ -177,13 +179,13 @@ class ParallelBlock(nn.Module):
         """One block.
 
         Args:
-            hidden1: `[..., dim]`: the output of the mixer before, of the first block the embeddings.
-            hidden2: `[..., dim]`: that of the MLP before, None in the first block.
+            hidden1: `[..., dim]`: the output of the previous mixer; in the first block the embeddings.
+            hidden2: `[..., dim]`: the output of the previous MLP, None in the first block.
             residual: `[..., dim]`, None in the first block.
             mixer_kwargs: further arguments of the mixer.
 
         Returns:
-            hidden1, hidden2 and residual of the next block.
+            hidden1, hidden2 and residual for the next block.
         """
         p = self.resid_dropout if self.training else 0.0
         normed1, normed2, residual = add_parallel_norm(
@@ -202,10 +204,10 @@ def add_norm(
     dropout_p: float = 0.0,
     hidden2: Tensor | None = None,
 ) -> Tensor:
-    """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: what closes the last block.
+    """`norm(dropout(hidden) + dropout(hidden2) + residual)` in one pass over memory: the end of the last block.
 
     Args:
-        norm: a `LayerNorm` or `RMSNorm`, of flashtile or of PyTorch.
+        norm: a `LayerNorm` or `RMSNorm`, flashtile's or PyTorch's.
         hidden: `[..., dim]`.
         residual: `[..., dim]`, or None for 0.
         dropout_p: probability that an element of either branch is dropped.
@@ -215,7 +217,7 @@ def add_norm(
         `[..., dim]`, in the dtype of hidden.
 
     Raises:
-        TypeError: a norm that is neither.
+        TypeError: norm is neither of these.
     """
     fused, options = _fused(norm, hidden, residual, False)
     return fused(hidden, residual, dropout_p=dropout_p, x1=hidden2, **options)
@@ -224,7 +226,7 @@ def add_norm(
 def add_prenorm(
     norm: nn.Module, hidden: Tensor, residual: Tensor | None, dropout_p: float = 0.0, residual_in_fp32: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `add_norm` of one branch, and the sum beside it."""
+    """The norm of `dropout(hidden) + residual`, as `add_norm`, and the sum itself."""
     fused, options = _fused(norm, hidden, residual, residual_in_fp32)
     return fused(hidden, residual, dropout_p=dropout_p, prenorm=True, **options)
 
@@ -238,11 +240,11 @@ def add_parallel_norm(
     dropout_p: float = 0.0,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum; norm2 None is norm1.
+    """Both norms of `dropout(hidden1) + dropout(hidden2) + residual`, and the sum. If norm2 is None, it is norm1.
 
     Raises:
-        TypeError: a norm that `add_norm` does not take.
-        ValueError: norms of two kinds, or with two values of eps.
+        TypeError: a norm that `add_norm` does not accept.
+        ValueError: the norms are of two kinds, or have different values of eps.
     """
     fused, options = _fused(norm1, hidden1, residual, residual_in_fp32)
     options |= {"x1": hidden2, "dropout_p": dropout_p, "prenorm": True}

@@ -35,26 +35,26 @@ def flash_blocksparse_attn_func(
 ) -> Tensor:
     """Block-sparse attention of packed sequences, each to itself.
 
-    The sequences are padded to `max_s` for it: memory and time are those of `[batch, max_s]`. Nothing waits for the GPU
-    where `blockmask` is a `BlockMask`; a layout is made into one on every call, which does.
+    The sequences are padded to `max_s` for it, so memory and time are those of `[batch, max_s]`. The call does not wait
+    for the GPU if `blockmask` is a `BlockMask`. It converts a layout on every call, which waits.
 
     Args:
         qkv: `[total, 3, heads, head_dim]`; head_dim up to 512.
         cu_seqlens: `[batch + 1]` int32 or int64, where sequences begin and end.
-        blockmask: `[ceil(max_s / 16), ceil(max_s / 256)]`, not 0 where a tile is visible; or a `BlockMask` of `max_s`
-            queries and keys. The same for all sequences and heads unless the latter says otherwise.
+        blockmask: `[ceil(max_s / 16), ceil(max_s / 256)]`, not 0 if a tile is visible; or a `BlockMask` for `max_s`
+            queries and keys. A layout is the same for all sequences and heads; a `BlockMask` may differ between them.
         dropout_p: probability that an attention weight is dropped.
         max_s: length of the longest sequence.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-        causal: no token sees later ones.
-        return_attn_probs: must be False: they are never in memory as a whole.
-        convert_mask: must be True: there is one form of mask.
+        causal: tokens see no later tokens.
+        return_attn_probs: must be False, because the weights are never in memory.
+        convert_mask: must be True, because there is only one form of mask.
 
     Returns:
         `[total, heads, head_dim]`.
 
     Raises:
-        TypeError, ValueError: as `flashtile.attention`, and for what must be so.
+        TypeError, ValueError: as `flashtile.attention`, and if an argument is not what it must be.
     """
     if return_attn_probs:
         raise ValueError(
@@ -87,11 +87,11 @@ def _padded_rows(cu_seqlens: Tensor, total: int, max_s: int) -> Tensor:
 
 
 class FlashBlocksparseAttention(nn.Module):
-    """Block-sparse self-attention without projections; a mask is made once for each length and kept.
+    """Block-sparse self-attention without projections. It builds the mask of each length once and keeps it.
 
     Args:
         sparsity_config: a function from a sequence length to a `BlockMask`, such as `flashtile.patterns.butterfly`; or
-            an object whose `make_layout(length)` gives a layout of tiles of 16 × 256.
+            an object whose `make_layout(length)` returns a layout of tiles of 16 × 256.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
         attention_dropout: probability that an attention weight is dropped, in training.
     """
@@ -111,7 +111,7 @@ class FlashBlocksparseAttention(nn.Module):
         self._masks: dict[tuple[int, torch.device], BlockMask] = {}
 
     def mask(self, length: int, device: torch.device) -> BlockMask:
-        """The mask of a sequence length; making it, the first time, may wait for the device."""
+        """The mask of a sequence length. Building it the first time may wait for the device."""
         key = length, device
         if key not in self._masks:
             # Kept for later calls, which may record a gradient: no inference tensors then.
@@ -138,14 +138,14 @@ class FlashBlocksparseAttention(nn.Module):
 
         Args:
             qkv: `[batch, seq, 3, heads, head_dim]`, or with cu_seqlens `[total, 3, heads, head_dim]`.
-            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0. Not with cu_seqlens.
-            causal: no token sees later ones.
+            key_padding_mask: bool `[batch, seq]`, True = keep; the output of the other rows is 0. Not with cu_seqlens.
+            causal: tokens see no later tokens.
             cu_seqlens: `[batch + 1]`, where packed sequences begin and end.
             max_s: length of the longest packed sequence.
             need_weights: must be False.
 
         Returns:
-            The output, of the shape of q, and None in the place of weights.
+            The output, in the shape of q, and None instead of weights.
         """
         if need_weights:
             raise ValueError("need_weights: expected False, got True; attention weights are never in memory as a whole")
@@ -172,15 +172,15 @@ class FlashBlocksparseMHA(nn.Module):
     """Multi-head self-attention with projections around `FlashBlocksparseAttention`.
 
     Args:
-        embed_dim: of inputs and outputs, a multiple of num_heads.
-        num_heads: heads.
-        sparsity_config: as in `FlashBlocksparseAttention`.
-        bias: of both projections.
+        embed_dim: width of inputs and outputs, a multiple of num_heads.
+        num_heads: number of heads.
+        sparsity_config: as for `FlashBlocksparseAttention`.
+        bias: both projections have a bias.
         batch_first: must be True.
         attention_dropout: probability that an attention weight is dropped, in training.
-        causal: no token sees later ones.
-        device: of the parameters.
-        dtype: of the parameters.
+        causal: tokens see no later tokens.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(

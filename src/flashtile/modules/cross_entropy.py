@@ -44,17 +44,17 @@ _DEFAULTS: dict[str, Any] = {
 class CrossEntropyLoss(_Loss):
     """`torch.nn.CrossEntropyLoss` by `flashtile.cross_entropy`: the same names, and more options.
 
-    The classes are the last dimension of the input. (In PyTorch they are the second: the same for a matrix.) There are
-    no class weights, and targets are class numbers, not probabilities.
+    The classes are the last dimension of the input. (In PyTorch they are the second. For a matrix this is the same.)
+    There are no class weights, and targets are class indices, not probabilities.
 
     Args:
-        ignore_index: the target of rows that do not count.
+        ignore_index: target of rows that do not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: share of the target that is spread over the classes.
         logit_scale: factor on the input.
         lse_square_scale: factor on lse² in the loss ("z-loss").
-        inplace_backward: the backward writes the gradient to the memory of the input, which is lost.
-        process_group: of processes that hold a part of the classes each.
+        inplace_backward: the backward writes the gradient into the memory of the input, and so destroys the input.
+        process_group: processes that each hold a part of the classes.
         return_z_loss: also return the part of lse².
     """
 

@@ -15,20 +15,20 @@ from flashtile.modules.sizes import check_sizes
 
 
 class KVCache:
-    """Keys and values of the tokens so far, of one layer, in buffers that are allocated once.
+    """Keys and values of the tokens so far, for one layer, in buffers that are allocated once.
 
     Args:
-        batch: sequences, all of one length.
-        capacity: tokens that fit.
+        batch: number of sequences, which all have the same length.
+        capacity: number of tokens that fit.
         heads_kv: heads of keys and values.
-        head_dim: of each.
-        device: of the buffers.
-        dtype: of the buffers, that of the keys.
+        head_dim: head dimension of keys and values.
+        device: device of the buffers.
+        dtype: dtype of the buffers, which is that of the keys.
 
     Attributes:
         k, v: `[batch, capacity, heads_kv, head_dim]`.
-        length: how many tokens are filled; the host knows it, so nothing waits for the GPU. Set it to 0 to begin anew,
-            or to a lower number to forget the last tokens.
+        length: number of tokens in the cache. The host knows it, so nothing waits for the GPU. Set it to 0 to start
+            again, or to a lower number to forget the last tokens.
 
     Raises:
         TypeError: a size is no int.
@@ -54,7 +54,7 @@ class KVCache:
         return self.k.shape[1]
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k and v `[batch, new, heads_kv, head_dim]` behind what is there; returns views of the filled part."""
+        """Appends k and v `[batch, new, heads_kv, head_dim]`. Returns views of the filled part."""
         wanted = (self.k.shape[0], k.shape[1], *self.k.shape[2:])
         for name, given in (("k", k), ("v", v)):
             if given.shape != wanted:
@@ -78,32 +78,33 @@ class KVCache:
 class MHA(nn.Module):
     """Multi-head attention: projections, position embedding, attention, output projection.
 
-    State-dict keys are `Wqkv` (with cross_attn `Wq` and `Wkv`) and `out_proj`. Rows of `Wqkv` are the heads of q, then
-    those of k, then those of v.
+    State-dict keys are `Wqkv` (with cross_attn `Wq` and `Wkv`) and `out_proj`. The rows of `Wqkv` are first the heads
+    of q, then those of k, then those of v. In a padding mask True means keep, the opposite of
+    `torch.nn.MultiheadAttention`.
 
     Args:
-        embed_dim: of inputs and outputs, a multiple of num_heads.
-        num_heads: of the queries.
-        num_heads_kv: of keys and values, a divisor of num_heads; default num_heads.
+        embed_dim: width of inputs and outputs, a multiple of num_heads.
+        num_heads: heads of the queries.
+        num_heads_kv: heads of keys and values, a divisor of num_heads; default num_heads.
         cross_attn: keys and values come from a second input.
         qkv_proj_bias: the input projections have a bias.
-        out_proj_bias: the output projection has one.
+        out_proj_bias: the output projection has a bias.
         dropout: probability that an attention weight is dropped, in training.
         softmax_scale: factor on the scores; default `1/sqrt(head_dim)`.
-        causal: no token sees later ones.
-        layer_idx: which of a sequence of caches is this layer's.
+        causal: tokens see no later tokens.
+        layer_idx: index of this layer's cache in a sequence of caches.
         rotary_emb_dim: elements of a head that are rotated; 0 = no rotary embedding.
-        rotary_emb_base: of its frequencies.
-        rotary_emb_scale_base: with a number, xPos.
-        rotary_emb_interleaved: neighbours are pairs, else element `i` and `i + rotary_emb_dim / 2`.
-        use_alibi: scores have the biases of ALiBi.
+        rotary_emb_base: base of the rotary frequencies.
+        rotary_emb_scale_base: scale base of xPos; None = no xPos.
+        rotary_emb_interleaved: neighbouring elements form a pair, else elements `i` and `i + rotary_emb_dim / 2`.
+        use_alibi: add the biases of ALiBi to the scores.
         window_size: (left, right) number of keys visible on each side, -1 or None = unlimited.
         return_residual: also return the input.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ValueError: head counts do not divide, or rotary or a cache is asked for with cross attention.
+        ValueError: head counts do not divide, or rotary embedding is combined with cross attention.
     """
 
     def __init__(
@@ -179,21 +180,22 @@ class MHA(nn.Module):
         Args:
             x: `[batch, seq, embed_dim]`; with cu_seqlens `[total, embed_dim]`.
             x_kv: `[batch, seq_k, embed_dim]`, or `[total_k, embed_dim]`, with cross_attn only.
-            key_padding_mask: bool, True = keep: `[batch, seq]`, or with cross_attn `[batch, seq_k]`. Rows that are
-                not kept are taken out before anything is computed (`unpad_input`, which waits for the GPU once): no
-                token sees them, their output is 0, and positions count the kept ones.
+            key_padding_mask: bool, True = keep (`torch.nn.MultiheadAttention` has True = ignore): `[batch, seq]`, or
+                with cross_attn `[batch, seq_k]`. The other rows are removed before anything is computed (`unpad_input`,
+                which waits for the GPU once): no token sees them, their output is 0, and positions count the kept rows.
             cu_seqlens: `[batch + 1]` cumulative lengths of packed sequences.
-            max_seqlen: upper bound of them; it helps to choose tiles, and keeps rotary tables short.
-            cu_seqlens_k: those of x_kv.
-            max_seqlen_k: upper bound of their lengths.
-            cache: x follows the tokens in it, and is appended. With layer_idx, a sequence of the caches of all layers.
-                Causal self-attention of dense x only: ragged batches have no cache yet.
+            max_seqlen: upper bound of the lengths; it helps to choose tiles, and keeps rotary tables short.
+            cu_seqlens_k: cumulative lengths of x_kv.
+            max_seqlen_k: upper bound of the lengths of x_kv.
+            cache: x follows the tokens in the cache, and is appended to it. With layer_idx, a sequence of the caches of
+                all layers. Only for causal self-attention of dense x, because all sequences of a cache have the same
+                length.
 
         Returns:
-            Of the shape of x; with return_residual the pair of it and x.
+            A tensor of the shape of x; with return_residual a pair of it and x.
 
         Raises:
-            ValueError: arguments that do not go together, or a shape that is wrong.
+            ValueError: arguments cannot be combined, or a shape is wrong.
         """
         out = self._output(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, cache)
         return (out, x) if self.return_residual else out
@@ -366,17 +368,17 @@ class MHA(nn.Module):
 
 
 class FlashMHA(MHA):
-    """Multi-head self-attention as the first FlashAttention had it: an `MHA` that returns a pair.
+    """Multi-head self-attention with the interface of the first FlashAttention: an `MHA` that returns a pair.
 
     Args:
-        embed_dim: of inputs and outputs, a multiple of num_heads.
-        num_heads: heads.
-        bias: of all projections.
+        embed_dim: width of inputs and outputs, a multiple of num_heads.
+        num_heads: number of heads.
+        bias: all projections have a bias.
         batch_first: x is `[batch, seq, embed_dim]`, else `[seq, batch, embed_dim]`.
         attention_dropout: probability that an attention weight is dropped, in training.
-        causal: no token sees later ones.
-        device: of the parameters.
-        dtype: of the parameters.
+        causal: tokens see no later tokens.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -402,12 +404,13 @@ class FlashMHA(MHA):
         """Attention of x to itself.
 
         Args:
-            x: as batch_first says.
-            key_padding_mask: bool `[batch, seq]`, True = keep; rows that are not kept give 0.
-            need_weights: must be False: weights are never in memory.
+            x: `[batch, seq, embed_dim]`, or `[seq, batch, embed_dim]` with batch_first=False.
+            key_padding_mask: bool `[batch, seq]`, True = keep (`torch.nn.MultiheadAttention` has True = ignore). The
+                output of the other rows is 0.
+            need_weights: must be False, because the weights are never in memory.
 
         Returns:
-            The output, of the shape of x, and None in the place of weights.
+            The output, in the shape of x, and None instead of weights.
         """
         if need_weights:
             raise ValueError("need_weights: expected False, got True; attention weights are never in memory as a whole")

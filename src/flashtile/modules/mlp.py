@@ -20,14 +20,14 @@ class FusedDense(nn.Linear):
     """`torch.nn.Linear` by `flashtile.fused_dense`: the same arguments, the same state-dict keys.
 
     Args:
-        in_features: the last dimension of the input.
-        out_features: that of the output.
-        bias: has a bias.
-        return_residual: also returns the input, whose gradient joins that of the layer within the product.
-        device: of the parameters.
-        dtype: of the parameters; that of the input, or wider under `torch.autocast`.
-        accumulate_main_grad: a backward adds the weight's gradient to the buffer `weight.main_grad`, which must be
-            there by then, and leaves `weight.grad` alone.
+        in_features: last dimension of the input.
+        out_features: last dimension of the output.
+        bias: the layer has a bias.
+        return_residual: also return the input. Its gradient is added inside the product of the layer's backward.
+        device: device of the parameters.
+        dtype: dtype of the parameters, which is that of the input, or a wider one under `torch.autocast`.
+        accumulate_main_grad: the backward adds the weight's gradient to the buffer `weight.main_grad`, which must exist
+            by then, and leaves `weight.grad` unchanged.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Mlp(_Perceptron):
     """Linear layer, any activation, linear layer, by PyTorch's own layers `fc1` and `fc2`.
 
     Args:
-        in_features: the last dimension of the input.
-        hidden_features: between the layers; four times in_features where left out.
-        out_features: of the output; in_features where left out.
+        in_features: last dimension of the input.
+        hidden_features: width between the layers; default four times in_features.
+        out_features: last dimension of the output; default in_features.
         activation: a function of a tensor.
         bias1: fc1 has a bias.
         bias2: fc2 has a bias.
-        return_residual: also returns the input.
-        device: of the parameters.
-        dtype: of the parameters.
+        return_residual: also return the input.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class Mlp(_Perceptron):
 class GatedMlp(_Perceptron):
     """A perceptron with gates, `fc2(values · activation(gates))`, by PyTorch's own layers.
 
-    The first half of the rows of `fc1` makes the values, the second half the gates, as in `torch.nn.functional.glu`.
+    The first half of the rows of `fc1` computes the values, the second half the gates, as in `torch.nn.functional.glu`.
 
     Args:
-        in_features: the last dimension of the input.
-        hidden_features: between the layers, rounded up to multiple_of; 8/3 of in_features where left out, which takes
-            as many parameters as four times in_features without gates.
-        out_features: of the output; in_features where left out.
-        activation: of the gates, a function of a tensor; `F.silu` makes it SwiGLU, `F.gelu` GEGLU.
+        in_features: last dimension of the input.
+        hidden_features: width between the layers, rounded up to multiple_of. The default is 8/3 of in_features, which
+            has as many parameters as four times in_features without gates.
+        out_features: last dimension of the output; default in_features.
+        activation: activation of the gates, a function of a tensor; `F.silu` makes it SwiGLU, `F.gelu` GEGLU.
         bias1: fc1 has a bias.
         bias2: fc2 has a bias.
-        multiple_of: of the hidden features.
-        return_residual: also returns the input.
-        device: of the parameters.
-        dtype: of the parameters.
+        multiple_of: the hidden features are rounded up to a multiple of it.
+        return_residual: also return the input.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Reference:
         Shazeer, "GLU Variants Improve Transformer" (2020).
@@ -160,25 +160,26 @@ class GatedMlp(_Perceptron):
 
 
 class FusedMlp(_Perceptron):
-    """A perceptron by `flashtile.fused_mlp`; the keys of `Mlp`, and with gates the keys and rows of `GatedMlp`.
+    """A perceptron by `flashtile.fused_mlp`, with the keys of `Mlp`, or with gates the keys and rows of `GatedMlp`.
 
-    `fc1` and `fc2` hold the parameters; they are not called. So hooks on them do not run, and a layer in their place
-    that computes anything else than a linear layer raises a TypeError.
+    `fc1` and `fc2` hold the parameters, and are not called. Hooks on them therefore do not run. If one of them is
+    replaced by a layer that computes something else than a linear layer, the module raises a TypeError.
 
     Args:
-        in_features: the last dimension of the input.
-        hidden_features: between the layers; where left out, four times in_features, and with gates 8/3 of it rounded
-            up to a multiple of 128.
-        out_features: of the output; in_features where left out.
+        in_features: last dimension of the input.
+        hidden_features: width between the layers. The default is four times in_features, and with gates 8/3 of it
+            rounded up to a multiple of 128.
+        out_features: last dimension of the output; default in_features.
         bias1: fc1 has a bias.
         bias2: fc2 has a bias.
         activation: a name that `flashtile.fused_mlp` knows.
-        checkpoint_level: what is kept for the backward: 0 = all, 1 = no activation, 2 = nothing between the layers.
-        gated: with gates.
-        return_residual: also returns the input, whose gradient joins that of the first layer within the product.
-        device: of the parameters.
-        dtype: of the parameters; that of the input, or wider under `torch.autocast`.
-        accumulate_main_grad: as `FusedDense`, for both weights.
+        checkpoint_level: what is kept for the backward: 0 = everything, 1 = no activation, 2 = nothing between the
+            layers.
+        gated: use gates.
+        return_residual: also return the input. Its gradient is added inside the product of the first layer's backward.
+        device: device of the parameters.
+        dtype: dtype of the parameters, which is that of the input, or a wider one under `torch.autocast`.
+        accumulate_main_grad: as for `FusedDense`, for both weights.
     """
 
     def __init__(

@@ -58,10 +58,10 @@ class LayerNorm(_Norm):
     Args:
         normalized_shape: the last dimensions of the input, which are normalised together.
         eps: added to the variance.
-        elementwise_affine: has a weight.
-        bias: has a bias, if it has a weight.
-        device: of the parameters.
-        dtype: of the parameters; need not be that of the input.
+        elementwise_affine: the norm has a weight.
+        bias: the norm has a bias, if it has a weight.
+        device: device of the parameters.
+        dtype: dtype of the parameters; may differ from that of the input.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RMSNorm(_Norm):
 
     Args:
         normalized_shape: the last dimensions of the input, which are normalised together.
-        eps: added to the mean square; None is the machine epsilon of the dtype that computes, float32 for narrower
-            inputs, as in PyTorch.
-        elementwise_affine: has a weight.
-        device: of the weight.
-        dtype: of the weight; need not be that of the input.
+        eps: added to the mean square. None is the machine epsilon of the dtype of the arithmetic, which is float32 for
+            16-bit inputs, as in PyTorch.
+        elementwise_affine: the norm has a weight.
+        device: device of the weight.
+        dtype: dtype of the weight; may differ from that of the input.
     """
 
     def __init__(
@@ -121,16 +121,16 @@ class RMSNorm(_Norm):
 
 
 class DropoutAddLayerNorm(nn.Module):
-    """`flashtile.dropout_add_layer_norm` with weight and bias; dropout in training only.
+    """`flashtile.dropout_add_layer_norm` with weight and bias. It drops in training only.
 
     Args:
-        hidden_size: the last dimension of the input.
+        hidden_size: last dimension of the input.
         prenorm: also return the sum, the residual of the next layer.
         p: probability that an element of x0 is dropped.
         eps: added to the variance.
-        residual_in_fp32: the sum is float32 where there is no residual to say so.
-        device: of the parameters.
-        dtype: of the parameters; need not be that of the input.
+        residual_in_fp32: without a residual, the sum is float32.
+        device: device of the parameters.
+        dtype: dtype of the parameters; may differ from that of the input.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class DropoutAddLayerNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """z, or with prenorm (z, x): `x = dropout(x0) + residual`, z its norm."""
+        """z, or with prenorm (z, x), where `x = dropout(x0) + residual` and z is the norm of x."""
         return flashtile.dropout_add_layer_norm(x0, residual, self.weight, self.bias, **self._options())
 
     def _options(self) -> dict:
@@ -176,11 +176,11 @@ class DropoutAddLayerNorm(nn.Module):
 
 
 class DropoutAddRMSNorm(DropoutAddLayerNorm):
-    """`flashtile.dropout_add_rms_norm` with a weight; arguments as `DropoutAddLayerNorm`."""
+    """`flashtile.dropout_add_rms_norm` with a weight. Arguments as for `DropoutAddLayerNorm`."""
 
     def _make_bias(self) -> None:
         return None
 
     def forward(self, x0: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
-        """z, or with prenorm (z, x): `x = dropout(x0) + residual`, z its norm."""
+        """z, or with prenorm (z, x), where `x = dropout(x0) + residual` and z is the norm of x."""
         return flashtile.dropout_add_rms_norm(x0, residual, self.weight, **self._options())

@@ -1,4 +1,4 @@
-"""From padded batches to packed sequences and back, each the other's gradient."""
+"""From padded batches to packed sequences and back; each function is the gradient of the other."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.autograd import forward_ad
 
 
 class Unpadded(NamedTuple):
-    """The rows of a padded batch that are kept, one sequence after another: what `unpad_input` returns.
+    """The kept rows of a padded batch, one sequence after another: the result of `unpad_input`.
 
     Attributes:
         x: `[total, ...]`.
-        indices: int64 `[total]`, the row of `[batch · seq]` where each comes from; what `pad_input` needs.
-        cu_seqlens: int32 `[batch + 1]`; sequence `b` owns the rows from `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
-        max_seqlen: of the longest sequence; with `total=`, only a bound, seq.
-        lengths: int32 `[batch]`.
+        indices: int64 `[total]`, the row of `[batch · seq]` that each row comes from, for `pad_input`.
+        cu_seqlens: int32 `[batch + 1]`; sequence `b` has the rows from `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
+        max_seqlen: length of the longest sequence; with `total=` only an upper bound, seq.
+        lengths: int32 `[batch]`, the length of each sequence.
     """
 
     x: Tensor
@@ -28,19 +28,18 @@ class Unpadded(NamedTuple):
 
 
 def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadded:
-    """Takes the rows that a mask keeps out of a padded batch, as `flashtile.attention_varlen` wants them.
+    """Removes the padding of a batch: takes the rows that a mask keeps, as `flashtile.attention_varlen` expects them.
 
-    How many there are is a value on the device that the host must know to allocate them. So a call waits for the GPU,
-    once, unless `total` says it. Differentiable in x, also in forward mode; a gradient costs a copy, not a sum.
+    The host must know the number of kept rows to allocate them. The call therefore waits for the GPU once, unless you
+    pass `total`. Differentiable in x, also in forward mode; the gradient costs a copy, not a sum.
 
     Args:
         x: `[batch, seq, ...]`, any dtype and strides.
         mask: bool `[batch, seq]`, True = keep. Any pattern: padding on the left, on the right or in between.
-        total: how many elements of the mask are True, where the host knows it. Checked on a CPU; on a GPU it must be
-            right.
+        total: number of True elements of the mask, if the host knows it. Checked on a CPU; on a GPU it must be right.
 
     Raises:
-        TypeError: x or the mask is no tensor, the mask not bool, or total not an int.
+        TypeError: x or the mask is no tensor, the mask is not bool, or total is no int.
         ValueError: shapes or devices do not fit, or total is wrong.
     """
     _check_mask(x, mask)
@@ -57,20 +56,20 @@ def unpad_input(x: Tensor, mask: Tensor, *, total: int | None = None) -> Unpadde
 
 
 def pad_input(x: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Puts packed rows back into a padded batch: what `unpad_input` undoes.
+    """Puts packed rows back into a padded batch: the inverse of `unpad_input`.
 
     Args:
         x: `[total, ...]`.
         indices: int32 or int64 `[total]` from `unpad_input`, each row at most once.
-        batch: sequences of the result.
-        seqlen: rows of each.
+        batch: number of sequences of the result.
+        seqlen: rows of each sequence.
 
     Returns:
         `[batch, seqlen, ...]`, 0 in rows that no index names. Differentiable in x.
 
     Raises:
-        TypeError: x is no tensor, or indices none of integers.
-        ValueError: their number is not that of the rows, their device another, or there is no place for a row. (On a
+        TypeError: x is no tensor, or indices is no tensor of integers.
+        ValueError: the number of indices is not that of the rows, their device differs, or a row has no place. (On a
             GPU an index past the last place is an illegal access.)
     """
     _check_tensors(x=x, indices=indices)

@@ -9,15 +9,16 @@ import flashtile
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries and keys, in place, by tables that are made once and grow with the sequences.
+    """Rotates queries and keys in place, by tables that are created once and grow with the sequences.
 
     Args:
         dim: elements of a head that are rotated; even.
-        base: of the frequencies `base ** (-2i / dim)`.
+        base: base of the frequencies `base ** (-2i / dim)`.
         interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + dim / 2])`.
-        scale_base: with a number, xPos: queries grow and keys decay with the position (`flashtile.xpos_scale`).
-        device: of the frequencies.
-        scaling: to contexts longer than those trained on (`flashtile.RotaryScaling`).
+        scale_base: scale base of xPos (`flashtile.xpos_scale`): queries grow and keys decay with the position. None =
+            no xPos.
+        device: device of the frequencies.
+        scaling: for contexts longer than those of training (`flashtile.RotaryScaling`).
     """
 
     inv_freq: Tensor
@@ -42,7 +43,7 @@ class RotaryEmbedding(nn.Module):
         self._tables: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
 
     def tables(self, positions: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """cos and sin of at least so many positions, and with xPos those of the keys; float32."""
+        """cos and sin for at least this many positions, and with xPos also the tables of the keys; float32."""
         if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
             return self._make_tables(positions, device)  # tables of some length would bound that of the exported model
         made = self._tables
@@ -74,11 +75,12 @@ class RotaryEmbedding(nn.Module):
         """Rotates in place.
 
         Args:
-            qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with
-                num_heads_q; with kv, q alone: `[batch, seq, heads_q, head_dim]`.
+            qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with num_heads_q;
+                with kv, q alone: `[batch, seq, heads_q, head_dim]`.
             kv: `[batch, seq, 2, heads_kv, head_dim]`.
             seqlen_offset: position of the first row, or `[batch]` integers, one for each sequence.
-            max_seqlen: the farthest position plus one, which sizes the tables; needed with offsets in a tensor.
+            max_seqlen: the largest position plus one, which determines the length of the tables; required with offsets
+                in a tensor.
             num_heads_q: heads of q in the second layout.
 
         Returns:

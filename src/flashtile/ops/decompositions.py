@@ -23,12 +23,13 @@ from flashtile.ops.softmax.spec import SoftmaxSpec
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """The forward operators, each with a function of PyTorch's operations that computes the same; without those of
-    `linear_cross_entropy`, `attention_column_sums` and `attention_with_kv_cache`, and those that write in place.
+    """The forward operators of flashtile, each with a function of PyTorch operations that computes the same.
 
-    For `ExportedProgram.run_decompositions`, and other tools of PyTorch that take such a table;
-    `flashtile.integrations.export.decompose` is one call. The functions are the eager references: attention holds all
-    of its scores. They raise ValueError for dropout, and for packed sequences, whose sizes a graph does not know.
+    The table is for `ExportedProgram.run_decompositions` and other PyTorch tools that take such tables;
+    `flashtile.integrations.export.decompose` applies it. The functions are the eager references, so attention holds all
+    of its scores. They raise ValueError for dropout, and for packed sequences, whose sizes a graph does not know. The
+    table has no operators of `linear_cross_entropy`, `attention_column_sums` and `attention_with_kv_cache`, and none
+    that write in place.
 
     Returns:
         A new dict: operator overload -> function with its arguments.

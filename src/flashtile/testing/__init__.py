@@ -2,7 +2,7 @@
 
 from flashtile.testing.cases import AttentionCase, Inputs, check, make_inputs, run, with_arguments
 from flashtile.testing.norms import NormCase, NormInputs, check_norm, make_norm_inputs, run_norm
-from flashtile.testing.tolerance import Size, allowed_error, assert_close, error, size
+from flashtile.testing.tolerance import Size, allowed_error, assert_close, assert_same, error, size
 
 __all__ = [
     "AttentionCase",
@@ -12,6 +12,7 @@ __all__ = [
     "Size",
     "allowed_error",
     "assert_close",
+    "assert_same",
     "check",
     "check_norm",
     "error",

@@ -16,12 +16,13 @@ from flashtile.testing.tolerance import Size, assert_close, size
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One call: dense with `batch`, `seq_q`, `seq_k`; packed with `lengths_q`, `lengths_k`.
+    """One call of attention: dense with `batch`, `seq_q`, `seq_k`; packed with `lengths_q`, `lengths_k`.
 
-    `arguments` are keyword arguments of `flashtile.attention` other than tensors. `key_lengths` are given as a tuple;
-    `bias`, `mask` and `alibi_slopes` as shapes, in which a name stands for a size: "b" batch, "h" heads, "q", "k". Of
-    these and the sinks the gradients are compared too, but for the names in `constant`. `block_mask`, of dense calls,
-    is the tile of a mask of each head in which some tiles are empty, some full and the others partly visible.
+    `arguments` are keyword arguments of `flashtile.attention` that are not tensors. `key_lengths` is a tuple; a
+    number above that of the keys stands for all keys. `bias`, `mask` and `alibi_slopes` are shapes, in which a letter
+    stands for a size: "b" batch, "h" heads, "q", "k". The gradients of bias, slopes and sinks are compared too, except
+    for the names in `constant`. `block_mask` (dense calls) is the tile of a block mask with empty, full and partial
+    tiles, different for each head.
     """
 
     seq_q: int = 64
@@ -60,7 +61,7 @@ class AttentionCase:
 
     @property
     def learned(self) -> tuple[str, ...]:
-        """Tensors beside q, k and v whose gradient is compared."""
+        """Tensors other than q, k and v whose gradient is compared."""
         return tuple(name for name in LEARNED if getattr(self, name) and name not in self.constant)
 
     @property
@@ -68,14 +69,14 @@ class AttentionCase:
         return self.lengths_q is not None
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments of the call that are not tensors."""
+        """The keyword arguments of the call that are not tensors."""
         if not (self.packed and (self.bias or self.mask)):
             return self.arguments
         longest_q, longest_k = self.shape_of("qk")
         return {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k, **self.arguments}
 
     def shape_of(self, names: str) -> tuple[int, ...]:
-        """A shape from its names: "1hqk" is `[1, heads, seq_q, seq_k]`, of packed sequences the longest ones."""
+        """A shape from its letters: "1hqk" is `[1, heads, seq_q, seq_k]`, in packed calls with the longest lengths."""
         longest_q = self.seq_q if self.lengths_q is None else max(self.lengths_q, default=0)
         longest_k = self.seq_k if self.lengths_q is None else max(self.lengths_k or self.lengths_q, default=0)
         batch = self.batch if self.lengths_q is None else len(self.lengths_q)
@@ -90,8 +91,7 @@ LEARNED = ("bias", "alibi_slopes", "sinks")
 
 @dataclass
 class Inputs:
-    """Tensors of one case: q, k, v, the upstream gradients, and the extra tensor arguments of the call by name, with
-    its `BlockMask` among them."""
+    """Tensors of one case: q, k, v, the upstream gradients, and by name the other tensors and the BlockMask."""
 
     q: Tensor
     k: Tensor
@@ -122,7 +122,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
         rows_q, rows_k = (case.batch, case.seq_q), (case.batch, case.seq_k)
         lse_shape = (case.batch, case.heads, case.seq_q)
     if case.key_lengths is not None:
-        tensors["key_lengths"] = torch.tensor(case.key_lengths, dtype=torch.int32, device=device)
+        keys = [case.seq_k] * case.batch if case.lengths_q is None else lengths_k
+        lengths = list(map(min, case.key_lengths, keys))
+        tensors["key_lengths"] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if case.arguments.get("dropout_p"):
         tensors["dropout_seed"] = torch.tensor([1234567 + seed, 89], device=device)
     tensors.update(_score_tensors(case, normal))
@@ -164,8 +166,7 @@ def _random_tiles(case: AttentionCase, tile: tuple[int, int], generator: torch.G
 
 
 def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Runs forward and backward of a case. Returns out, lse and the gradients, by name; `dtype` casts the inputs
-    first."""
+    """Runs forward and backward of a case. Returns out, lse and gradients by name. `dtype` casts the inputs first."""
     dtype = dtype or case.dtype
     q, k, v = (t.to(dtype).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     tensors = dict(inputs.tensors)

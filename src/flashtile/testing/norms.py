@@ -18,12 +18,12 @@ class NormCase:
     """One call of `flashtile.dropout_add_layer_norm` or `dropout_add_rms_norm`, with prenorm.
 
     Attributes:
-        shape: of x0, without the normalised dimension.
-        hidden: the normalised dimension.
-        rms: RMS norm.
-        dtype: of x0 and x1.
-        residual_dtype: None = no residual.
-        weight_dtype: of weights, biases and layerscale; None = no weight.
+        shape: shape of x0, without the normalised dimension.
+        hidden: size of the normalised dimension.
+        rms: RMS norm, else layer norm.
+        dtype: dtype of x0 and x1.
+        residual_dtype: dtype of the residual; None = no residual.
+        weight_dtype: dtype of weights, biases and layerscale; None = no weight.
         tensors: names of further tensor arguments: "bias", "x1", "weight1", "bias1", "rowscale", "layerscale",
             "x0_subset", "out_subset".
         arguments: further keyword arguments of the call.
@@ -49,7 +49,7 @@ class NormCase:
 
 @dataclass
 class NormInputs:
-    """Tensors of one case: those that take a gradient, the others, and the upstream gradients of the outputs."""
+    """Tensors of one case: those with a gradient, the others, and the upstream gradients of the outputs."""
 
     differentiable: dict[str, Tensor]
     others: dict[str, Any]

@@ -1,14 +1,15 @@
 """The one tolerance policy of the project.
 
-A result is right when its error against an fp64 oracle is at most twice the error of the plain eager computation in
-the same dtype, plus a rounding band for the cases where the eager computation happens to be exact. That holds for the
-largest error, which sees one wrong element, and for the root mean square, which sees what is small and wrong in many
-(in a causal call the late rows are far smaller than the first).
+A result is right if its error against an fp64 oracle is at most twice the error of the plain eager computation in the
+same dtype, plus a rounding band for the cases where the eager computation happens to be exact. This must hold for the
+largest error, which shows a single wrong element, and for the root mean square, which shows small errors in many
+elements (in a causal call the late rows are far smaller than the first).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ _EAGER_FACTOR = 2.0
 
 
 class Size(NamedTuple):
-    """How large the elements of a tensor are: the largest, and their root mean square."""
+    """The size of the elements of a tensor: the largest, and their root mean square."""
 
     largest: float = 0.0
     typical: float = 0.0
@@ -52,14 +53,14 @@ def allowed_error(eager: Tensor, oracle: Tensor, dtype: torch.dtype) -> float:
 
 
 def assert_close(name: str, actual: Tensor, oracle: Tensor, eager: Tensor, cancelled: Size = Size()) -> None:  # noqa: B008
-    """Asserts shape, dtype, the same infinities and NaN as the oracle has, and the error policy.
+    """Asserts shape, dtype, infinities and NaN as in the oracle, and the error policy.
 
     Args:
-        name: what is compared, for the message.
+        name: name of the result, for the message.
         actual: the result under test.
-        oracle: the same computed in float64.
-        eager: the same computed by the eager reference in the dtype of the inputs.
-        cancelled: size of the numbers that cancel within the result, where they are larger than what is left of them.
+        oracle: the same result computed in float64.
+        eager: the same result computed by the eager reference in the dtype of the inputs.
+        cancelled: size of the numbers that cancel within the result, if they are larger than the result.
     """
     assert actual.shape == oracle.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(oracle.shape)}"
     assert actual.dtype is eager.dtype, f"{name}: dtype {actual.dtype}, expected {eager.dtype}"
@@ -77,6 +78,36 @@ def assert_close(name: str, actual: Tensor, oracle: Tensor, eager: Tensor, cance
             f"{name}: {norm} error {found:.3e} against fp64, allowed {allowed:.3e} "
             f"(eager {getattr(_error(eager, oracle), norm):.3e}); worst at {_first(difference == difference.max())}"
         )
+
+
+def assert_same(actual: Any, expected: Any, name: str = "result", cancelled: Size = Size()) -> None:  # noqa: B008
+    """Asserts that two computations of one result agree to the rounding band of the policy.
+
+    This is for identities, where both sides are computed in the same dtype and neither is an oracle: a packed call and
+    its sequences one by one, a compiled function and the function itself. Nothing is known of the eager error, so the
+    band has to do: computations whose own rounding is larger than that need an oracle and `assert_close`.
+
+    Args:
+        actual: a tensor, or a tuple, list or mapping of such; None equals None.
+        expected: the same structure. Tensors of integers must be equal.
+        name: what is compared, for the message.
+        cancelled: as for `assert_close`.
+    """
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys(), f"{name}: keys {list(actual)}, expected {list(expected)}"
+        for key, value in expected.items():
+            assert_same(actual[key], value, f"{name}[{key!r}]", cancelled)
+    elif isinstance(expected, tuple | list):
+        assert len(actual) == len(expected), f"{name}: {len(actual)} items, expected {len(expected)}"
+        for place, value in enumerate(expected):
+            assert_same(actual[place], value, f"{name}[{place}]", cancelled)
+    elif expected is None:
+        assert actual is None, f"{name}: expected None, got {actual}"
+    elif expected.is_floating_point():
+        assert_close(name, actual, expected.double(), expected, cancelled)
+    else:
+        assert actual.dtype is expected.dtype, f"{name}: dtype {actual.dtype}, expected {expected.dtype}"
+        assert torch.equal(actual, expected), f"{name}: expected {expected}, got {actual}"
 
 
 def _error(actual: Tensor, oracle: Tensor) -> Size:

@@ -211,4 +211,5 @@ def test_mean_of_many_seeds_is_the_undropped_output() -> None:
     plain = flashtile.attention(q, k, v)
     seeds = [torch.tensor([seed, 0]) for seed in range(400)]
     mean = torch.stack([flashtile.attention(q, k, v, dropout_p=0.5, dropout_seed=seed) for seed in seeds]).mean(0)
-    torch.testing.assert_close(mean, plain, rtol=0, atol=5 * v.abs().max().item() / math.sqrt(len(seeds)))
+    # The weights are at most 1, so a draw's standard deviation is at most that of v's largest number or nothing.
+    assert (mean - plain).abs().max() < 5 * v.abs().max() / math.sqrt(len(seeds))

@@ -144,7 +144,12 @@ OPTIONS = [
     Bad("seed-packed", TypeError, {"dropout_p": 0.1, "dropout_seed": 7}, ("dropout_seed: expected",), packed),
     Bad("backend", ValueError, {"backend": "cuda"}, ("backend: expected one of 'auto'", "'triton'", "got 'cuda'")),
     Bad("backend-none", ValueError, {"backend": None}, ("backend: expected one of", "got None")),
-    Bad("keyword", TypeError, {"is_causal": True}, ("unexpected keyword argument 'is_causal'",)),
+    Bad(
+        "keyword",
+        TypeError,
+        {"is_causal": True},
+        ("is_causal: expected the name of an argument of flashtile.attention", "here it is causal"),
+    ),
 ]
 
 LENGTHS = [
@@ -154,6 +159,13 @@ LENGTHS = [
     Bad("keys-rank", ValueError, {"key_lengths": seed(2, 1)}, ("key_lengths: expected shape (2,)", "got (2, 1)")),
     Bad("keys-device", ValueError, {"key_lengths": seed(2, device="meta")}, ("key_lengths: expected the device of q",)),
     Bad("keys-negative", ValueError, {"key_lengths": cumulative(2, -1)}, ("key_lengths: expected", "got -1")),
+    Bad(
+        "keys-long",
+        ValueError,
+        {"key_lengths": cumulative(2, 9)},
+        ("key_lengths: expected lengths of at most", "got 9"),
+    ),
+    Bad("keys-packed-long", ValueError, {"key_lengths": cumulative(2, 9)}, ("number of keys", "at index 1"), packed),
     Bad("keys-packed", ValueError, {"key_lengths": seed(5)}, ("key_lengths: expected shape (2,)",), packed),
     Bad("cu-missing", TypeError, {"cu_seqlens_q": None}, ("cu_seqlens_q: expected a torch.Tensor", "NoneType"), packed),
     Bad("cu-list", TypeError, {"cu_seqlens_k": [0, 5]}, ("cu_seqlens_k: expected a torch.Tensor", "got list"), packed),

@@ -19,7 +19,7 @@ from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention import forward_mode, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.testing import AttentionCase, Inputs, assert_close, make_inputs
+from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
 
@@ -111,7 +111,7 @@ def test_block_mask() -> None:
         call = lambda q, k: flashtile.attention(q, k, k, return_lse=True, **mask)  # noqa: E731
         return torch.func.jvp(call, (q, k), (q.flip(1), k.cos()))
 
-    torch.testing.assert_close(derivative(block_mask=BlockMask.from_dense(dense, (64, 64))), derivative(mask=dense))
+    assert_same(derivative(block_mask=BlockMask.from_dense(dense, (64, 64))), derivative(mask=dense))
 
 
 CHECKED = {
@@ -163,11 +163,11 @@ def example() -> Tensor:
 def test_jacobians_and_hessians(options: dict[str, Any], backend: str) -> None:
     q = example()
     attend = lambda q: flashtile.attention(q, q, q, backend=backend, **options)  # noqa: E731
-    torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.func.jacrev(attend)(q))
+    assert_same(torch.func.jacfwd(attend)(q), torch.func.jacrev(attend)(q))
     of_loss = lambda q: loss(q, backend=backend, softcap=options.get("softcap"))  # noqa: E731
     expected = torch.func.jacrev(torch.func.jacrev(of_loss))(q)
-    torch.testing.assert_close(torch.func.hessian(of_loss)(q), expected)
-    torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(of_loss))(q), expected)
+    assert_same(torch.func.hessian(of_loss)(q), expected)
+    assert_same(torch.func.jacrev(torch.func.jacfwd(of_loss))(q), expected)
 
 
 def test_jacobian_with_everything_beside_q() -> None:
@@ -176,7 +176,7 @@ def test_jacobian_with_everything_beside_q() -> None:
     options = {"sinks": sinks, "mask": torch.ones(4, 4).tril() > 0, "dropout_p": 0.3, "dropout_seed": seed}
     attend = lambda q: flashtile.attention(q, q, q, **options)  # noqa: E731
     q = example()
-    torch.testing.assert_close(torch.func.jacfwd(attend)(q), torch.autograd.functional.jacobian(attend, q))
+    assert_same(torch.func.jacfwd(attend)(q), torch.autograd.functional.jacobian(attend, q))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -192,7 +192,7 @@ def test_several_tangents_at_once(name: str) -> None:
         return flashtile.attention(**{**tensors, name: moved}, causal=True, softcap=2.0)
 
     forwards = torch.autograd.functional.jacobian(call, tensors[name], vectorize=True, strategy="forward-mode")
-    torch.testing.assert_close(forwards, torch.autograd.functional.jacobian(call, tensors[name]))
+    assert_same(forwards, torch.autograd.functional.jacobian(call, tensors[name]))
 
 
 @pytest.mark.usefixtures("few_rows")
@@ -209,7 +209,7 @@ def test_dual_tensors() -> None:
     expected = torch.func.jvp(loss, (q,), (direction,))
     with forward_ad.dual_level():
         found = forward_ad.unpack_dual(loss(forward_ad.make_dual(q, direction)))
-    torch.testing.assert_close((found.primal, found.tangent), expected)
+    assert_same((found.primal, found.tangent), expected)
 
 
 def test_dual_tensors_through_a_backward() -> None:
@@ -219,7 +219,7 @@ def test_dual_tensors_through_a_backward() -> None:
         (grad,) = torch.autograd.grad(loss(forward_ad.make_dual(q, direction)), q)
         tangent = forward_ad.unpack_dual(grad).tangent
     hessian = torch.func.jacrev(torch.func.jacrev(loss))(q.detach())
-    torch.testing.assert_close(tangent, torch.einsum("abcdefgh,efgh->abcd", hessian, direction))
+    assert_same(tangent, torch.einsum("abcdefgh,efgh->abcd", hessian, direction))
 
 
 def test_only_what_moves_has_a_tangent() -> None:
@@ -230,7 +230,7 @@ def test_only_what_moves_has_a_tangent() -> None:
         one = given[name]
         _, tangent = torch.func.jvp(call, (one,), (one.cos(),))
         expected = torch.einsum("abcdefgh,efgh->abcd", torch.func.jacrev(call)(one), one.cos())
-        torch.testing.assert_close(tangent, expected)
+        assert_same(tangent, expected)
 
 
 def test_forward_mode_in_forward_mode_is_refused_instead_of_a_zero_tangent() -> None:

@@ -18,7 +18,7 @@ from flashtile._backends import devices
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.hopper import configs, launch
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
-from flashtile.testing import assert_close
+from flashtile.testing import assert_close, assert_same
 
 FP8 = torch.float8_e4m3fn
 
@@ -379,10 +379,15 @@ def test_what_else_a_call_has_is_served() -> None:
         "mask": torch.rand(33, 45) < 0.8,
     }
     out, lse = problem.run(**options)
-    q, k, v = problem.numbers(torch.float32)
-    wanted, wanted_lse = flashtile.attention(q, k, v, **options, return_lse=True)
-    torch.testing.assert_close(out, wanted.bfloat16(), rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(lse, wanted_lse)
+    oracle, eager = (
+        flashtile.attention(
+            *problem.numbers(dtype), **{**options, "bias": options["bias"].to(dtype)}, return_lse=True,
+            backend="reference",
+        )
+        for dtype in (torch.float64, torch.float32)
+    )  # fmt: skip
+    assert_close("out", out, oracle[0], eager[0].bfloat16())
+    assert_close("lse", lse, oracle[1], eager[1])
 
 
 def test_factors_broadcast_and_may_be_left_out() -> None:
@@ -391,8 +396,8 @@ def test_factors_broadcast_and_may_be_left_out() -> None:
     one = torch.ones(())
     for factors in (one, torch.ones(2), torch.ones(2, 1), torch.ones(1, 2).expand(2, 2)):
         out, lse = problem.run(descale_q=factors, descale_k=factors, descale_v=2 * factors)
-        torch.testing.assert_close(out, 2 * plain[0])
-        torch.testing.assert_close(lse, plain[1])
+        assert_same(out, 2 * plain[0])
+        assert_same(lse, plain[1])
 
 
 def _tiny_factors(backend: str) -> None:
@@ -402,9 +407,9 @@ def _tiny_factors(backend: str) -> None:
     for arguments in ({"causal": True}, {"key_lengths": torch.tensor([20, 45])}):
         out, lse = problem.run(backend, descale_q=tiny, descale_k=tiny, **arguments)
         q, k, v = problem.numbers(torch.float64)
-        wanted, wanted_lse = flashtile.attention(0 * q, k, v, return_lse=True, backend="reference", **arguments)
-        torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=1e-2)
-        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-5, atol=1e-5)
+        oracle, oracle_lse = flashtile.attention(0 * q, k, v, return_lse=True, backend="reference", **arguments)
+        assert_close("out", out, oracle, oracle.bfloat16())
+        assert_close("lse", lse, oracle_lse, oracle_lse.float())
 
 
 def test_factors_whose_product_is_0() -> None:
@@ -438,7 +443,7 @@ def test_the_operator_keeps_its_promises() -> None:
     problem = Problem(Case(seq_q=5, seq_k=7))
     out, lse = torch.compile(problem.run, backend="aot_eager", fullgraph=True)()
     wanted = problem.run()
-    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert_same((out, lse), wanted)
     q, k, v = (x.to("meta") for x in problem.qkv)
     assert flashtile.attention(q, k, v).dtype is torch.bfloat16
 
@@ -538,7 +543,7 @@ def test_quantize_shares_factors_and_takes_packed_sequences() -> None:
     x = torch.randn(50, 4, 24)
     rounded, descale = flashtile.quantize_fp8(x, 2)
     assert rounded.shape == x.shape and descale.shape == (1, 2)
-    torch.testing.assert_close(descale[0] * 448, x.abs().amax((0, 2)).view(2, 2).amax(1))
+    assert_same(descale[0] * 448, x.abs().amax((0, 2)).view(2, 2).amax(1))
     assert flashtile.quantize_fp8(x[:0])[0].shape == (0, 4, 24)
     with pytest.raises(ValueError, match="heads_kv: expected a divisor of the 4 heads"):
         flashtile.quantize_fp8(x, 3)

@@ -15,7 +15,7 @@ import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile.ops.common import checks
-from flashtile.testing import AttentionCase, assert_close, make_inputs
+from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 
 DENSE = {name: case for name, case in (PAIRS | EDGES).items() if not case.packed}
 
@@ -63,7 +63,7 @@ def test_chosen_rows_and_heads(name: str, choice: str, heads: Any) -> None:
     everything = flashtile.attention_probs(inputs.q, inputs.k, **inputs.tensors, **case.arguments)
     some = flashtile.attention_probs(inputs.q, inputs.k, rows=rows, heads=heads, **inputs.tensors, **case.arguments)
     of_heads = everything if heads is None else everything[:, heads]
-    torch.testing.assert_close(some, of_heads[:, :, torch.tensor(numbers, dtype=torch.int64)])
+    assert_same(some, of_heads[:, :, torch.tensor(numbers, dtype=torch.int64)])
 
 
 @pytest.mark.parametrize("outer", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
@@ -76,7 +76,7 @@ def test_block_mask(outer: tuple[int, int]) -> None:
         q, k, rows=[129, 3, 70], heads=[2, 1], block_mask=BlockMask.from_dense(dense, (64, 64))
     )
     full = dense.expand(2, 4, -1, -1)
-    assert torch.equal(by_tiles, flashtile.attention_probs(q, k, rows=[129, 3, 70], heads=[2, 1], mask=full))
+    assert_same(by_tiles, flashtile.attention_probs(q, k, rows=[129, 3, 70], heads=[2, 1], mask=full))
     assert not by_tiles[:, :, 1].any()
     assert (by_tiles[:, :, 0] != 0).equal(full[:, [2, 1], 129])
 
@@ -126,7 +126,7 @@ def test_compiled_equals_eager() -> None:
         return flashtile.attention_probs(q, k, rows=rows, heads=slice(1, 3), causal=True).square()
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, rows), function(q, k, rows))
+    assert_same(compiled(q, k, rows), function(q, k, rows))
 
 
 def test_autocast_rounds_q_and_k_and_nothing_else() -> None:
@@ -195,7 +195,7 @@ def test_exports_with_any_batch_and_lengths(options: dict[str, Any]) -> None:
     inputs = torch.randn(2, 5, 4, 16), torch.randn(2, 7, 2, 16)
     program = torch.export.export(Weights(), inputs, dynamic_shapes=(sizes, sizes))
     others = torch.randn(3, 9, 4, 16), torch.randn(3, 40, 2, 16)
-    assert torch.equal(program.module()(*others), Weights()(*others))
+    assert_same(program.module()(*others), Weights()(*others))
 
 
 @pytest.mark.gpu
@@ -210,12 +210,17 @@ def test_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         weights = flashtile.attention_probs(q, k, rows=rows, heads=slice(1, 3), **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    v = torch.eye(case.seq_k, device="cuda", dtype=torch.float64)[:, None].expand(2, -1, 2, -1)
-    exact = {name: t.double() if t is not None and t.is_floating_point() else t for name, t in inputs.tensors.items()}
-    oracle = flashtile.attention(
-        q.double(), k.double(), v, dropout_p=0.2, causal=True, **exact, backend="reference"
-    ).transpose(1, 2)[:, 1:3, rows]
-    torch.testing.assert_close(weights.double(), oracle, rtol=1e-4, atol=1e-5)
+    v = torch.eye(case.seq_k, device="cuda")[:, None].expand(2, -1, 2, -1)
+    tensors = {"q": q, "k": k, "v": v, **inputs.tensors}
+    wide = [
+        {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        for dtype in (torch.float64, torch.float32)
+    ]
+    oracle, eager = (
+        flashtile.attention(**tensors, dropout_p=0.2, causal=True, backend="reference").transpose(1, 2)[:, 1:3, rows]
+        for tensors in wide
+    )
+    assert_close("weights", weights, oracle, eager)
     monkeypatch.setattr(checks, "CHECK_VALUES", True)
     with pytest.raises(ValueError, match="rows: expected numbers"):
         flashtile.attention_probs(q, k, rows=rows + 100)

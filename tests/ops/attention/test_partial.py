@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile import AttentionPart, attention_backward, attention_part
-from flashtile.testing import AttentionCase, Inputs, assert_close, make_inputs, run
+from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import _cancelled
 from flashtile.testing.tolerance import Size
 
@@ -135,7 +135,7 @@ def test_the_reference_computes_the_same_parts(name):
     inputs = make_inputs(case)
     found = _forward_in_parts(case, inputs, "reference")
     for actual, expected in zip(found, _forward_in_parts(case, inputs, "cpu"), strict=True):
-        torch.testing.assert_close(actual, expected)
+        assert_same(actual, expected)
 
 
 @pytest.mark.interpreter
@@ -191,7 +191,7 @@ def test_packed_sequences_of_some_heads():
         q, k, v = (t[:, head : head + 2] for t in (inputs.q, inputs.k, inputs.v))
         part = AttentionPart(0, 0, 0, 0, head, 4)
         out, lse = attention_part(q, k, v, part, cu_seqlens=cu_seqlens, causal=True, dropout_p=0.4, dropout_seed=seed)
-        torch.testing.assert_close(out, whole[:, head : head + 2])
+        assert_same(out, whole[:, head : head + 2])
         assert lse.shape == (2, 53)
 
 

@@ -19,7 +19,7 @@ import flashtile
 from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
-from flashtile.testing import AttentionCase, make_inputs, run
+from flashtile.testing import AttentionCase, assert_same, make_inputs, run
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -54,12 +54,9 @@ def gradients(function: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str,
     return dict(zip(tensors, grads, strict=True))
 
 
-def equal(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected)
-
-
 def identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------
@@ -141,7 +138,7 @@ def test_create_graph_does_not_change_the_gradients(backend: str) -> None:
     loss = loss_of(attend(backend, **tensors))
     plain = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True)
     recorded = torch.autograd.grad(loss, list(tensors.values()), create_graph=True)
-    identical(dict(zip(tensors, recorded)), dict(zip(tensors, plain)))
+    assert_same(dict(zip(tensors, recorded)), dict(zip(tensors, plain)))
 
 
 @both_backends
@@ -153,7 +150,7 @@ def test_gradients_of_some_inputs_only(wanted: tuple[str, ...], backend: str) ->
         tensor.requires_grad_(name in wanted)
     loss_of(attend(backend, **tensors)).backward()
     assert {name for name, tensor in tensors.items() if tensor.grad is not None} == set(wanted)
-    equal({name: tensors[name].grad for name in wanted}, {name: everything[name] for name in wanted})
+    assert_same({name: tensors[name].grad for name in wanted}, {name: everything[name] for name in wanted})
 
 
 @both_backends
@@ -167,7 +164,7 @@ def test_gradient_through_one_output(output: int, backend: str) -> None:
     upstream = torch.randn_like(both[output])
     pair = (upstream, zero) if output == 0 else (zero, upstream)
     expected = torch.autograd.grad(both, list(tensors.values()), pair, retain_graph=True)
-    equal(torch.autograd.grad(both[output], list(tensors.values()), upstream), expected)
+    assert_same(torch.autograd.grad(both[output], list(tensors.values()), upstream), expected)
     assert all(grad.any() for grad in expected)
 
 
@@ -178,7 +175,7 @@ def test_one_bias_in_two_calls(backend: str) -> None:
     second = {**second, "q": leaf(2, 6, 4, 8, seed=11), "bias": bias}
     apart = [gradients(lambda **given: attend(backend, **given), given)["bias"] for given in (first, second)]
     both = loss_of(attend(backend, **first)) + loss_of(attend(backend, **second))
-    equal(torch.autograd.grad(both, bias)[0], apart[0] + apart[1])
+    assert_same(torch.autograd.grad(both, bias)[0], apart[0] + apart[1])
 
 
 @both_backends
@@ -254,7 +251,7 @@ def test_autocast_takes_biases_of_its_dtype_and_of_float32(backend: str) -> None
         actual = attend(backend, **tensors)
         narrow = attend(backend, **{**tensors, "bias": tensors["bias"].bfloat16()})
     assert narrow[0].dtype is torch.bfloat16
-    equal(actual, expected)
+    assert_same(actual, expected)
     grads = torch.autograd.grad(loss_of(actual), list(tensors.values()))
     assert {grad.dtype for grad in grads} == {torch.float32}
 
@@ -289,9 +286,11 @@ def test_subclasses_beside_q_see_the_operators(name: str, backend: str) -> None:
     tensors["q"].requires_grad_()
     expected = attend(backend, **tensors)
     actual = attend(backend, **{**tensors, name: Watched(tensors[name])})
-    equal(actual, expected)
+    assert_same(actual, expected)
     assert torch.ops.flashtile.attention_forward.default in seen
-    equal(torch.autograd.grad(loss_of(actual), tensors["q"]), torch.autograd.grad(loss_of(expected), tensors["q"]))
+    assert_same(
+        torch.autograd.grad(loss_of(actual), tensors["q"]), torch.autograd.grad(loss_of(expected), tensors["q"])
+    )
     assert torch.ops.flashtile.attention_backward.default in seen
 
 
@@ -335,7 +334,7 @@ def test_one_compilation_serves_all_sizes(backend: str) -> None:
     compiled, compilations = compiled_with_count(function)
     for seq in (6, 9, 14, 40):
         tensors = call_inputs(seq)
-        identical(gradients(compiled, tensors), gradients(function, tensors))
+        assert_same(gradients(compiled, tensors), gradients(function, tensors))
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
@@ -351,7 +350,7 @@ def test_compiled_packed(backend: str) -> None:
     for lengths in ((5, 6), (3, 0, 6)):
         cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
         tensors = call_inputs() | {n: leaf(sum(lengths), h, 8, seed=h) for n, h in zip("qkv", (4, 2, 2))}
-        identical(gradients(compiled, tensors), gradients(function, tensors))
+        assert_same(gradients(compiled, tensors), gradients(function, tensors))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -364,7 +363,7 @@ def test_compiled_with_gradients_of_some_inputs(wanted: tuple[str, ...]) -> None
     constant = {name: tensor.detach() for name, tensor in tensors.items() if name not in wanted}
     compiled, _ = compiled_with_count(function)
     some = {name: tensors[name] for name in wanted}
-    identical(gradients(compiled, some), gradients(function, some))
+    assert_same(gradients(compiled, some), gradients(function, some))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -375,7 +374,7 @@ def test_compiled_with_one_tensor_in_several_places() -> None:
 
     compiled, _ = compiled_with_count(function)
     tensors = {"x": leaf(2, 2, 2, 2), "s": leaf(2)}
-    equal(gradients(compiled, tensors), gradients(function, tensors))
+    assert_same(gradients(compiled, tensors), gradients(function, tensors))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -383,7 +382,7 @@ def test_compiled_without_gradients() -> None:
     compiled, _ = compiled_with_count(attend)
     tensors = {name: tensor.detach() for name, tensor in call_inputs().items()}
     tensors["mask"] = torch.rand(6, 6) < 0.7
-    assert all(map(torch.equal, compiled(**tensors), attend(**tensors)))
+    assert_same(compiled(**tensors), attend(**tensors))
 
 
 # --- torch.func, checkpointing --------------------------------------------------------------------------------------
@@ -408,7 +407,7 @@ def test_func_second_order_equals_autograd() -> None:
     def loss(bias: Tensor) -> Tensor:
         return loss_of(attend(**{**constant, "bias": bias}))
 
-    equal(torch.func.grad(lambda bias: torch.func.grad(loss)(bias).square().sum())(constant["bias"]), expected)
+    assert_same(torch.func.grad(lambda bias: torch.func.grad(loss)(bias).square().sum())(constant["bias"]), expected)
 
 
 @pytest.mark.parametrize("name", ["bias", "mask", "alibi_slopes", "sinks"])
@@ -427,7 +426,7 @@ def test_vmap_with_softcap_equals_a_loop(backend: str) -> None:
     q, k, v = (call_inputs()[name].detach() for name in "qkv")
     stacked = torch.stack((q, 2 * q, -q))
     function = lambda q: flashtile.attention(q, k, v, softcap=0.5, backend=backend)  # noqa: E731
-    equal(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
+    assert_same(torch.func.vmap(function)(stacked), torch.stack([function(one) for one in stacked]))
 
 
 @both_backends
@@ -450,7 +449,7 @@ def test_activation_checkpointing(reentrant: bool, backend: str) -> None:
         loss_of(way(**tensors)).backward()  # re-entrant checkpoints take no torch.autograd.grad
         found.append({name: tensor.grad for name, tensor in tensors.items()})
         tensors = call_inputs()
-    identical(*found)
+    assert_same(*found)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

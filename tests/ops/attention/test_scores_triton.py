@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashtile
 from attention_cases import BASE, parameters
-from flashtile.testing import AttentionCase, check, make_inputs, run, with_arguments
+from flashtile.testing import AttentionCase, assert_same, check, make_inputs, run, with_arguments
 
 #: Every way in which a bias shares its entries; those that `attention_cases` has are not repeated.
 SHARED = {
@@ -46,7 +46,7 @@ def _tables_of_any_layout(device: str) -> None:
         inputs.tensors.update(bias=layout(bias), mask=layout(mask).expand(2, 2, 37, 53))
         actual = run(case, inputs, "triton")
         for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value)
+            assert_same(actual[name], value)
 
 
 @pytest.mark.interpreter
@@ -220,4 +220,4 @@ def test_compiled_training_step_with_dynamic_lengths() -> None:
             out = function(*leaves)
             results.append((out, *torch.autograd.grad(out.sum(), leaves)))
         for eager, traced in zip(*results, strict=True):
-            torch.testing.assert_close(traced, eager)
+            assert_same(traced, eager)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
-from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, with_arguments
 
 BACKENDS = ("reference", "cpu")
 INFINITY = float("inf")
@@ -65,7 +67,7 @@ PICTURES = [
     ((3, 4), {"key_lengths": (2,), "causal": True, "align": "top_left"}, ["x...", "xx..", "xx.."]),
     ((3, 4), {"key_lengths": (1,), "window": (1, 0)}, ["x...", "....", "...."]),
     ((2, 3), {"key_lengths": (0,)}, ["...", "..."]),
-    ((2, 3), {"key_lengths": (7,)}, ["xxx", "xxx"]),
+    ((2, 3), {"key_lengths": (3,)}, ["xxx", "xxx"]),
 ]
 
 
@@ -77,7 +79,7 @@ def test_visible_keys(sizes: tuple[int, int], options: dict[str, Any], expected:
     assert picture(weights) == expected
     # All scores are 0: what is visible is weighted equally.
     seen = (weights > 0).sum(-1, keepdim=True)
-    torch.testing.assert_close(weights, (weights > 0) / seen.clamp(min=1))
+    assert_same(weights, (weights > 0) / seen.clamp(min=1))
 
 
 # --- scores, scale, lse ---------------------------------------------------------------------------------------------
@@ -99,19 +101,19 @@ def test_scale(scale: float | None, backend: str) -> None:
     out, lse = flashtile.attention(q, k, v, scale=scale, return_lse=True, backend=backend)
     factor = 0.25 if scale is None else scale
     scores = factor * torch.einsum("bihd,bjhd->bhij", q, k)
-    torch.testing.assert_close(lse, scores.logsumexp(-1))
-    torch.testing.assert_close(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
+    assert_same(lse, scores.logsumexp(-1))
+    assert_same(out, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
 
 
 def test_scale_of_0_is_the_mean_and_has_no_gradient_in_q_and_k(backend: str) -> None:
     q, k, v = (normal(1, 4, 1, 8, seed=seed).requires_grad_() for seed in range(3))
     out, lse = flashtile.attention(q, k, v, scale=0, return_lse=True, backend=backend)
-    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out))
-    torch.testing.assert_close(lse, torch.full_like(lse, math.log(4)))
+    assert_same(out, v.mean(1, keepdim=True).expand_as(out))
+    assert_same(lse, torch.full_like(lse, math.log(4)))
     (out.sum() + lse.sum()).backward()
     assert not q.grad.any()
     assert not k.grad.any()
-    torch.testing.assert_close(v.grad, torch.ones_like(v))
+    assert_same(v.grad, torch.ones_like(v))
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-60, -1e-60], ids=str)
@@ -148,7 +150,7 @@ def test_gradient_of_lse_is_the_weights(backend: str) -> None:
     _, lse = flashtile.attention(q, k, v, causal=True, return_lse=True, backend=backend)
     dq, _, dv = torch.autograd.grad(lse.sum(), (q, k, v))
     mean_key = flashtile.attention(q, k, k, causal=True, backend=backend)
-    torch.testing.assert_close(dq, mean_key * 8**-0.5)
+    assert_same(dq, mean_key * 8**-0.5)
     assert not dv.any()
 
 
@@ -156,8 +158,8 @@ def test_gradient_of_lse_is_the_weights(backend: str) -> None:
 def test_large_scores_do_not_overflow(magnitude: float, backend: str) -> None:
     q, k = torch.full((1, 3, 1, 4), magnitude), torch.ones(1, 5, 1, 4)
     out, lse = flashtile.attention(q, k, torch.ones(1, 5, 1, 2), scale=1.0, return_lse=True, backend=backend)
-    torch.testing.assert_close(out, torch.ones_like(out))
-    torch.testing.assert_close(lse, torch.full_like(lse, 4 * magnitude + math.log(5)))
+    assert_same(out, torch.ones_like(out))
+    assert_same(lse, torch.full_like(lse, 4 * magnitude + math.log(5)))
 
 
 # --- heads and head sizes -------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ def test_row_without_visible_key(options: dict[str, Any], backend: str) -> None:
     quiet = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse), retain_graph=True)
     dout[:, :2] = dlse[..., :2] = float("nan")
     loud = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    torch.testing.assert_close(loud, quiet)
+    assert_same(loud, quiet)
     assert not quiet[0][:, :2].any()
 
 
@@ -232,7 +234,7 @@ PACKED = [
     ((4, 2, 0), (1, 7, 3), {"causal": True}),
     ((4, 2, 3), (6, 0, 3), {"causal": True, "align": "top_left"}),
     ((70, 1, 40), (20, 90, 40), {"window": (5, 9)}),
-    ((4, 6), (5, 6), {"key_lengths": (2, 9), "causal": True}),
+    ((4, 6), (5, 6), {"key_lengths": (2, 6), "causal": True}),
     ((4, 6), (5, 6), {"key_lengths": (0, 3)}),
 ]
 
@@ -249,7 +251,7 @@ def test_packed_is_a_loop_of_dense_calls(
     lengths_q: tuple[int, ...], lengths_k: tuple[int, ...], options: dict[str, Any], index: torch.dtype, backend: str
 ) -> None:
     options = {**options, "return_lse": True, "backend": backend}
-    key_lengths = torch.tensor(options.pop("key_lengths", (10**6,) * len(lengths_q)), dtype=index)
+    key_lengths = torch.tensor(options.pop("key_lengths", lengths_k), dtype=index)
     q, k, v = inputs = packed_inputs(lengths_q, lengths_k)
     cu_q, cu_k = cumulative(lengths_q), cumulative(lengths_k)
     out, lse = flashtile.attention_varlen(q, k, v, cu_q.to(index), cu_k.to(index), key_lengths=key_lengths, **options)
@@ -262,13 +264,13 @@ def test_packed_is_a_loop_of_dense_calls(
         )
         outs.append(one[0])
         lses.append(one_lse[0])
-    torch.testing.assert_close(out[:-1], torch.cat(outs))
-    torch.testing.assert_close(lse[:, :-1], torch.cat(lses, dim=1))
+    assert_same(out[:-1], torch.cat(outs))
+    assert_same(lse[:, :-1], torch.cat(lses, dim=1))
     assert not out[-1].any()
     assert (lse[:, -1] == -INFINITY).all()
 
     gradients = torch.autograd.grad(out.sin().sum(), inputs)
-    torch.testing.assert_close(gradients, torch.autograd.grad(torch.cat(outs).sin().sum(), inputs))
+    assert_same(gradients, torch.autograd.grad(torch.cat(outs).sin().sum(), inputs))
     assert not any(gradient[-1].any() for gradient in gradients)
 
 
@@ -278,7 +280,7 @@ def test_equal_lengths_packed_are_a_batch_with_the_same_dropout(backend: str) ->
     packed = flashtile.attention_varlen(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cumulative((20,) * 3), cumulative((33,) * 3), **options
     )
-    torch.testing.assert_close(packed.unflatten(0, (3, 20)), flashtile.attention(q, k, v, **options))
+    assert_same(packed.unflatten(0, (3, 20)), flashtile.attention(q, k, v, **options))
 
 
 @pytest.mark.parametrize("bounds", [(None, None), (5, 5), (100, None), (5, 1000)], ids=str)
@@ -286,7 +288,7 @@ def test_max_seqlen_is_only_a_bound(bounds: tuple[int | None, int | None], backe
     q, k, v = packed_inputs((3, 5), (3, 5))
     given = {"max_seqlen_q": bounds[0], "max_seqlen_k": bounds[1], "causal": True, "backend": backend}
     plain = flashtile.attention_varlen(q, k, v, cumulative((3, 5)), causal=True, backend=backend)
-    torch.testing.assert_close(flashtile.attention_varlen(q, k, v, cumulative((3, 5)), **given), plain)
+    assert_same(flashtile.attention_varlen(q, k, v, cumulative((3, 5)), **given), plain)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), INFINITY], ids=str)
@@ -302,7 +304,7 @@ def test_padding_may_be_anything(garbage: float, backend: str) -> None:
         out = flashtile.attention(*leaves, key_lengths=lengths, causal=True, backend=backend)
         return (out, *torch.autograd.grad(out.sin().sum(), leaves))
 
-    torch.testing.assert_close(gradients(garbage), gradients(0.0))
+    assert_same(gradients(garbage), gradients(0.0))
 
 
 def test_rows_of_no_sequence_may_be_anything(backend: str) -> None:
@@ -315,7 +317,7 @@ def test_rows_of_no_sequence_may_be_anything(backend: str) -> None:
         out = flashtile.attention_varlen(*leaves, cumulative((3, 5)), cumulative((4, 4)), backend=backend)
         return (out, *torch.autograd.grad(out.sin().sum(), leaves))
 
-    torch.testing.assert_close(gradients([t.requires_grad_() for t in spoiled]), gradients(inputs))
+    assert_same(gradients([t.requires_grad_() for t in spoiled]), gradients(inputs))
 
 
 # --- NaN and infinity in what is seen -------------------------------------------------------------------------------
@@ -352,8 +354,8 @@ def test_dropout_scales_what_it_keeps(backend: str) -> None:
     weights = flashtile.attention(q, k, v, **options)
     dropped, lse = flashtile.attention(q, k, v, dropout_p=0.25, dropout_seed=seed, return_lse=True, **options)
     kept = flashtile.dropout_mask(seed, 0.25, batch=2, heads=2, seq_q=20, seq_k=24).transpose(1, 2)
-    torch.testing.assert_close(dropped, weights * kept / 0.75)
-    torch.testing.assert_close(lse, flashtile.attention(q, k, v, return_lse=True, **options)[1])
+    assert_same(dropped, weights * kept / 0.75)
+    assert_same(lse, flashtile.attention(q, k, v, return_lse=True, **options)[1])
 
 
 # --- PyTorch's own --------------------------------------------------------------------------------------------------
@@ -368,14 +370,20 @@ def test_agrees_with_scaled_dot_product_attention(
     # PyTorch's is_causal aligns top left.
     case = AttentionCase(seq_q=seq_q, seq_k=seq_k, heads=4, dtype=dtype)
     inputs = make_inputs(case)
-    ours, theirs = ([t.clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)] for _ in range(2))
-    out = flashtile.attention(*ours, causal=causal, align="top_left", backend=backend)
-    expected = scaled_dot_product_attention(*(t.transpose(1, 2) for t in theirs), is_causal=causal, enable_gqa=True)
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float64: 1e-12}[dtype]
-    torch.testing.assert_close(out, expected.transpose(1, 2), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(
-        torch.autograd.grad(out, ours, inputs.dout),
-        torch.autograd.grad(expected, theirs, inputs.dout.transpose(1, 2)),
-        rtol=tolerance,
-        atol=3 * tolerance,
-    )
+
+    def ours(*qkv: Tensor) -> Tensor:
+        return flashtile.attention(*qkv, causal=causal, align="top_left", backend=backend)
+
+    def theirs(*qkv: Tensor) -> Tensor:
+        transposed = (t.transpose(1, 2) for t in qkv)
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(*transposed, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+    def results(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout.to(dtype))]
+
+    found = results(ours, dtype), results(theirs, torch.float64), results(theirs, dtype)
+    for name, actual, oracle, eager in zip(("out", "dq", "dk", "dv"), *found, strict=True):
+        assert_close(name, actual, oracle, eager)

@@ -16,11 +16,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.cross_entropy.triton import launch
 from flashtile.ops.cross_entropy.triton.configs import tile_config
-from machine_code import instructions, spilled_bytes
+from machine_code import compile_source, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -81,7 +80,7 @@ _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 
 
 def _compiled(arch: str, plan: launch.Plan) -> Any:
-    return compile_kernel(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES[arch])
+    return compile_source(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES[arch])
 
 
 def _matrix() -> list[Any]:
@@ -123,13 +122,13 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     variant = _planned(launch._reduction, _HOPPER, label_dtype, mean, True)
-    assert not spilled_bytes(compile_kernel(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+    assert not spilled_bytes(compile_source(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
 
 
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
     variant = _planned(launch._multiplication, _HOPPER, dtype)
-    code = instructions(compile_kernel(launch.kernel_source(variant), _HOPPER).asm)
+    code = instructions(compile_source(launch.kernel_source(variant), _HOPPER).asm)
     assert "LDG.E.128" in code and "STG.E.128" in code
 
 

@@ -19,11 +19,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 from flashtile.ops.dense.triton import launch
 from flashtile.ops.dense.triton.configs import activate_config, backward_config
-from machine_code import instructions, spilled_bytes
+from machine_code import compile_source, instructions, spilled_bytes
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _KERNELS = ("activate", "activate_backward", "column_sum")
@@ -91,7 +90,7 @@ def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16)
     variant = plan(kernel, device, call).launch
-    compiled = compile_kernel(launch.kernel_source(variant), device)
+    compiled = compile_source(launch.kernel_source(variant), device)
     together = max(1, variant.config.programs_per_multiprocessor)
     assert compiled.metadata.shared * together <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
@@ -116,7 +115,7 @@ def _check_vectors(kernel: str, code: str) -> None:
 @pytest.mark.parametrize("name", ["gelu_tanh", "odd"])
 def test_reduce_compiles(name: str) -> None:
     variant = plan("activate_backward", _HOPPER, _CALLS[name]).reduce
-    assert not spilled_bytes(compile_kernel(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+    assert not spilled_bytes(compile_source(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flashtile
+from flashtile.testing import assert_same
 from kv_cache_cases import BASE, EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
 
 
@@ -224,7 +225,7 @@ def test_gpu_compiled_equals_eager() -> None:
         inputs = make_inputs(_LONG, "cuda").cast(_LONG.dtype)
         results.append((*function(inputs), inputs.k_cache, inputs.v_cache))
     for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, equal_nan=True)
+        assert_same(traced, eager)
 
 
 @pytest.mark.multi_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import permutations
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,12 +20,11 @@ if devices.interpreting():
 from triton.compiler import CompiledKernel
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import Situation, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from machine_code import _run_tool, instructions, spilled_bytes
+from machine_code import _run_tool, compile_source, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -94,7 +94,7 @@ Variant = plan.AppendVariant | split_plans.AttendVariant | split_plans.CombineVa
 
 def compiled(variant: Variant, device: devices.DeviceFacts) -> CompiledKernel:
     module = plan if isinstance(variant, plan.AppendVariant) else split_plans
-    return compile_kernel(module.kernel_source(variant), device)
+    return compile_source(module.kernel_source(variant), device)
 
 
 _CALLS = {
@@ -145,6 +145,14 @@ def test_fits(arch: str, name: str) -> None:
         binary = compiled(launch.launch, device)
         assert binary.metadata.shared <= device.shared_memory
         assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("heads", list(permutations((15, 31, 63), 2)), ids=lambda heads: f"{heads[0]}x{heads[1]}")
+def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | None) -> None:
+    """With enough rows for the products of Hopper, whose code is searched for wrong addresses when it is compiled."""
+    call = Call(seq_q=64, seq_new=None, head_dim=heads[0], head_dim_v=heads[1], page_size=page_size)
+    assert "GMMA" in instructions(compiled(plan_of(call).split.attend.launch, _HOPPER).asm)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import flashtile
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+from flashtile.testing import assert_same
 from kv_cache_cases import PAIRS, CacheCase, make_inputs
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -68,7 +69,7 @@ def test_compiled_equals_eager(appending: bool) -> None:
         outputs = function(inputs.q, inputs.k_cache, inputs.v_cache, inputs.k, inputs.v, **inputs.tensors)
         results.append((*outputs, inputs.k_cache, inputs.v_cache))
     for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager, equal_nan=True)
+        assert_same(traced, eager)
 
 
 def test_compiled_once_for_all_lengths() -> None:

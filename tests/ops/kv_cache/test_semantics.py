@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.testing import assert_same
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 
@@ -24,10 +25,6 @@ def qkv(batch: int = 2, seq: int = 12, heads: int = 4, heads_kv: int = 2, head_d
         normal(batch, seq, heads_kv, head_dim, seed=2),
         normal(batch, seq, heads_kv, head_dim, seed=3),
     )
-
-
-def close(actual: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,11 +53,11 @@ def test_decoding_in_steps_is_attention_over_all(option: str, steps: tuple[int, 
             q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_lengths=first, return_lse=True, backend=backend,
             **_OPTIONS[option],
         )  # fmt: skip
-        close(out, expected[:, part])
-        close(lse, expected_lse[:, :, part])
+        assert_same(out, expected[:, part])
+        assert_same(lse, expected_lse[:, :, part])
         first += rows
-    close(k_cache[:, :12], k)
-    close(v_cache[:, :12], v)
+    assert_same(k_cache[:, :12], k)
+    assert_same(v_cache[:, :12], v)
     assert k_cache[:, 12:].isnan().all() and v_cache[:, 12:].isnan().all()
 
 
@@ -78,8 +75,8 @@ def test_rotation_is_by_the_row_of_the_cache(interleaved: bool, backend: str) ->
             q[:, part], k_cache, v_cache, k[:, part], v[:, part], cache_lengths=torch.tensor([first, first]),
             rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved, backend=backend,
         )  # fmt: skip
-        close(out, expected[:, part])
-    close(k_cache, turned[1])
+        assert_same(out, expected[:, part])
+    assert_same(k_cache, turned[1])
 
 
 @both_backends
@@ -93,7 +90,7 @@ def test_without_a_band_all_queries_are_rotated_by_the_length_before(backend: st
         [flashtile.apply_rotary(q[:, i : i + 1], cos, sin, seqlen_offsets=9, backend="reference") for i in (9, 10, 11)],
         dim=1,
     )
-    close(out, flashtile.attention(at_nine, k_cache, v, backend="reference"))
+    assert_same(out, flashtile.attention(at_nine, k_cache, v, backend="reference"))
 
 
 @both_backends
@@ -109,8 +106,8 @@ def test_each_sequence_has_its_own_length_padding_and_entry(backend: str) -> Non
         alone = flashtile.attention(
             q[b, None], k[rows][None], v[rows][None], causal=True, return_lse=True, backend="reference"
         )
-        close(out[b], alone[0][0])
-        close(lse[b], alone[1][0])
+        assert_same(out[b], alone[0][0])
+        assert_same(lse[b], alone[1][0])
     assert (out[2] == 0).all() and (lse[2] == float("-inf")).all(), "sequence 2 has no rows"
 
 
@@ -134,10 +131,10 @@ def test_pages_are_the_rows_of_a_cache(page_size: int, backend: str) -> None:
     out = flashtile.attention_with_kv_cache(
         q, *caches, new_k, new_v, cache_lengths=lengths, block_table=table, backend=backend
     )
-    close(out, expected)
+    assert_same(out, expected)
     for cache, new in zip(caches, (new_k, new_v), strict=True):
         for b, length in enumerate(lengths.tolist()):
-            close(cache[table[b, length // page_size], length % page_size], new[b, 0])
+            assert_same(cache[table[b, length // page_size], length % page_size], new[b, 0])
         assert cache[order[-1]].isnan().all()
 
 
@@ -182,7 +179,7 @@ def test_a_cache_of_single_columns_is_written_in_place_whatever_their_stride(bac
 def test_default_is_the_whole_cache() -> None:
     q, k, v = qkv()
     out = flashtile.attention_with_kv_cache(q[:, -1:], k, v)
-    close(out, flashtile.attention(q, k, v, causal=True, backend="reference")[:, -1:])
+    assert_same(out, flashtile.attention(q, k, v, causal=True, backend="reference")[:, -1:])
 
 
 def test_autocast_casts_nothing() -> None:

@@ -20,11 +20,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
 from flashtile.ops.layer_norm.triton import launch
 from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
-from machine_code import instructions, spilled_bytes
+from machine_code import compile_source, instructions, spilled_bytes
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -148,7 +147,7 @@ def _compiled(arch: str, kernel: str, call: Call) -> tuple[launch.Variant, Any]:
         dtypes = {name: getattr(call, name) for name in ("dtype", "sum_dtype", "weight_dtype")}
         call = call._replace(**{name: _FP16 if dtype is _BF16 else dtype for name, dtype in dtypes.items()})
     variant = _PLANS[kernel](device, call).launch
-    return variant, compile_kernel(launch.kernel_source(variant), device)
+    return variant, compile_source(launch.kernel_source(variant), device)
 
 
 @pytest.mark.parametrize("arch, kernel, name", _matrix())
@@ -209,7 +208,7 @@ def test_partial_sums_of_long_rows_are_added_within_threads() -> None:
 def test_reduce_compiles(name: str) -> None:
     device = devices.KNOWN_DEVICES["sm_90"]
     variant = backward_plan(device, _CALLS[name]).reduce
-    compiled = compile_kernel(launch.kernel_source(variant), device)
+    compiled = compile_source(launch.kernel_source(variant), device)
     assert not spilled_bytes(compiled.asm, device)
 
 

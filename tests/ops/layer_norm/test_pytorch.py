@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from flashtile.ops.layer_norm.spec import NormSpec, Operands, Wanted
+from flashtile.testing import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -69,11 +70,6 @@ def results(function: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
 
 
-def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for got, wanted in zip(actual, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
-
-
 @all_cases
 @both_norms
 @both_backends
@@ -106,7 +102,7 @@ def test_only_some_want_a_gradient(backend: str) -> None:
     both = torch.autograd.grad(flashtile.layer_norm(x, weight, backend=backend), (x, weight), dz)
     (dx,) = torch.autograd.grad(flashtile.layer_norm(x, weight.detach(), backend=backend), x, dz)
     (dweight,) = torch.autograd.grad(flashtile.layer_norm(x.detach(), weight, backend=backend), weight, dz)
-    assert_equal([dx, dweight], list(both))
+    assert_same([dx, dweight], list(both))
 
 
 # --- the dispatcher -------------------------------------------------------------------------------------------------
@@ -170,7 +166,7 @@ def test_checkpointing_draws_the_same_dropout() -> None:
     plain = torch.autograd.grad(call(x).sum(), x)
     torch.manual_seed(1)
     checkpointed = torch.autograd.grad(checkpoint(call, x, use_reentrant=False).sum(), x)
-    assert_equal(list(checkpointed), list(plain))
+    assert_same(list(checkpointed), list(plain))
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
@@ -188,7 +184,7 @@ def fresh_compiler() -> Iterator[None]:
 @both_norms
 def test_compiled_equals_eager(case: str, rms: bool) -> None:
     function, inputs = problem(case, rms, "cpu", torch.float32)
-    assert_equal(
+    assert_same(
         results(torch.compile(function, fullgraph=True, backend="aot_eager"), inputs), results(function, inputs)
     )
 
@@ -206,7 +202,7 @@ def test_one_compilation_serves_all_sizes() -> None:
     compiled = torch.compile(function, fullgraph=True, backend=counting)
     for rows in (3, 5, 8):
         inputs = [leaf(2, rows, 7), leaf(2, rows, 7, seed=1)]
-        assert_equal(results(compiled, inputs), results(function, inputs))
+        assert_same(results(compiled, inputs), results(function, inputs))
     assert len(compilations) == 2, "the first with fixed sizes, the second with free ones"
 
 
@@ -215,7 +211,7 @@ def test_compiled_with_one_tensor_in_several_places() -> None:
     function = lambda x, w: flashtile.dropout_add_layer_norm(x, x, w, w, x1=x, weight1=w, prenorm=True)  # noqa: E731
     inputs = [leaf(4, 6), leaf(6, seed=1)]
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(results(compiled, inputs), results(function, inputs))
+    assert_same(results(compiled, inputs), results(function, inputs))
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -223,7 +219,7 @@ def test_compiled_by_the_default_compiler() -> None:
     # Nothing but the operator: what the compiler makes of others takes long to build.
     function = lambda x, w: flashtile.rms_norm(x, w)  # noqa: E731
     inputs = [leaf(4, 6), leaf(6, seed=1)]
-    torch.testing.assert_close(results(torch.compile(function, fullgraph=True), inputs), results(function, inputs))
+    assert_same(results(torch.compile(function, fullgraph=True), inputs), results(function, inputs))
 
 
 # --- torch.func -----------------------------------------------------------------------------------------------------
@@ -232,14 +228,14 @@ def test_compiled_by_the_default_compiler() -> None:
 def test_transforms() -> None:
     x, weight = leaf(3, 4, 6).detach(), leaf(6, seed=1).detach()
     call = lambda x, weight: flashtile.layer_norm(x, weight)  # noqa: E731
-    torch.testing.assert_close(torch.func.vmap(call, (0, None))(x, weight), call(x, weight))
+    assert_same(torch.func.vmap(call, (0, None))(x, weight), call(x, weight))
     loss = lambda x, weight: call(x, weight).sin().sum()  # noqa: E731
     by_func = torch.func.grad(loss, (0, 1))(x, weight)
     leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    torch.testing.assert_close(by_func, torch.autograd.grad(loss(*leaves), leaves))
+    assert_same(by_func, torch.autograd.grad(loss(*leaves), leaves))
     tangents = torch.randn_like(x), torch.randn_like(weight)
     _, along = torch.func.jvp(loss, (x, weight), tangents)
-    torch.testing.assert_close(along, sum((g * t).sum() for g, t in zip(by_func, tangents)))
+    assert_same(along, sum((g * t).sum() for g, t in zip(by_func, tangents)))
 
 
 def test_transforms_refuse_a_named_backend() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import flashtile
+from flashtile.testing import assert_same
 
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 both_norms = pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
@@ -37,11 +38,11 @@ def dropout_add(rms: bool, *arguments: Any, **options: Any) -> Any:
 def test_plain_norms_are_those_of_pytorch(rms: bool, backend: str) -> None:
     x, weight, bias = normal(2, 3, 50), normal(50, seed=1), normal(50, seed=2)
     function = flashtile.rms_norm if rms else flashtile.layer_norm
-    torch.testing.assert_close(function(x, backend=backend), norm(x, None, None, rms))
-    torch.testing.assert_close(function(x, weight, backend=backend), norm(x, weight, None, rms))
-    torch.testing.assert_close(function(x, weight, bias, 0.1, backend=backend), norm(x, weight, bias, rms, 0.1))
+    assert_same(function(x, backend=backend), norm(x, None, None, rms))
+    assert_same(function(x, weight, backend=backend), norm(x, weight, None, rms))
+    assert_same(function(x, weight, bias, 0.1, backend=backend), norm(x, weight, bias, rms, 0.1))
     zero_centered = function(x, weight - 1, bias, zero_centered_weight=True, backend=backend)
-    torch.testing.assert_close(zero_centered, norm(x, weight, bias, rms))
+    assert_same(zero_centered, norm(x, weight, bias, rms))
 
 
 @both_backends
@@ -54,8 +55,8 @@ def test_the_sum_is_what_the_formula_says(rms: bool, backend: str) -> None:
         rowscale_const=0.5, dropout_seed=_SEED, backend=backend,
     )  # fmt: skip
     expected = x0 * rowscale[..., None] * 0.5 * layerscale * mask / 0.75 + residual
-    torch.testing.assert_close(x, expected)
-    torch.testing.assert_close(z, norm(expected, weight, bias, rms, 1e-3))
+    assert_same(x, expected)
+    assert_same(z, norm(expected, weight, bias, rms, 1e-3))
     assert 0.5 < mask.double().mean() < 0.95 and mask.shape == x0.shape
 
 
@@ -68,9 +69,9 @@ def test_parallel_residual(rms: bool, backend: str) -> None:
         rms, x0, residual, weight, bias, 0.4, x1=x1, weight1=weight1, bias1=bias1, prenorm=True,
         return_dropout_mask=True, dropout_seed=_SEED, backend=backend,
     )  # fmt: skip
-    torch.testing.assert_close(x, x0 * mask / 0.6 + x1 * mask1 / 0.6 + residual)
-    torch.testing.assert_close(z, norm(x, weight, bias, rms))
-    torch.testing.assert_close(z1, norm(x, weight1, bias1, rms))
+    assert_same(x, x0 * mask / 0.6 + x1 * mask1 / 0.6 + residual)
+    assert_same(z, norm(x, weight, bias, rms))
+    assert_same(z1, norm(x, weight1, bias1, rms))
     assert not torch.equal(mask, mask1)
 
 
@@ -86,9 +87,9 @@ def test_subsets(backend: str) -> None:
     expected = residual.clone().view(8, 8)
     for row, source in ((1, 2), (2, 0), (7, 1)):
         expected[row] += 2 * x0[source]
-    torch.testing.assert_close(x, expected.view(2, 4, 8))
+    assert_same(x, expected.view(2, 4, 8))
     normed = norm(expected, weight, None, rms=False)
-    torch.testing.assert_close(z, torch.stack((normed[2], normed[5], 0 * normed[0], normed[0], 0 * normed[0])))
+    assert_same(z, torch.stack((normed[2], normed[5], 0 * normed[0], normed[0], 0 * normed[0])))
 
 
 @both_backends
@@ -132,7 +133,7 @@ def test_z_is_the_norm_of_the_x_that_is_returned(rms: bool, backend: str) -> Non
     x0, residual = (normal(20, 300, seed=seed, dtype=torch.float32) for seed in range(2))
     z, x = dropout_add(rms, x0, residual.bfloat16(), None, None, prenorm=True, backend=backend)
     again = (flashtile.rms_norm if rms else flashtile.layer_norm)(x.float(), backend=backend)
-    torch.testing.assert_close(z, again, rtol=0, atol=1e-5)
+    assert_same(z, again)
 
 
 @both_backends
@@ -163,7 +164,7 @@ def test_gradients_through_one_output(used: str, backend: str) -> None:
         return torch.autograd.grad(out.sin().sum(), (x0, residual, weight), allow_unused=True)
 
     for actual, expected in zip(grads(backend), grads("reference"), strict=True):
-        torch.testing.assert_close(actual, expected)
+        assert_same(actual, expected)
 
 
 @both_backends

@@ -16,11 +16,10 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.ops.rotary.triton import launch
 from flashtile.ops.rotary.triton.configs import rotary_config
-from machine_code import instructions, spilled_bytes
+from machine_code import compile_source, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -80,7 +79,7 @@ def test_fits(arch: str, name: str) -> None:
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
-    compiled = compile_kernel(launch.kernel_source(plan(device, call).launch), device)
+    compiled = compile_source(launch.kernel_source(plan(device, call).launch), device)
     assert compiled.metadata.shared <= device.shared_memory
     # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
     assert spilled_bytes(compiled.asm, device) <= (16 if (arch, name) == ("sm_90", "everything") else 0)
@@ -88,14 +87,14 @@ def test_fits(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "interleaved", "few_heads", "inplace", "partial", "head_96", "fp32"])
 def test_memory_is_read_and_written_16_bytes_at_a_time(name: str) -> None:
-    code = instructions(compile_kernel(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER).asm)
+    code = instructions(compile_source(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER).asm)
     assert code.count("STG.E.128") == code.count("STG.E")
     assert code.count("LDG.E.128") >= code.count("STG.E.128"), "the angles may be read otherwise"
 
 
 @pytest.mark.parametrize("name", ["plain", "few_heads", "inplace", "partial", "fp32"])
 def test_angles_go_straight_to_their_pairs(name: str) -> None:
-    compiled = compile_kernel(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER)
+    compiled = compile_source(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER)
     assert not compiled.metadata.shared and "BAR.SYNC" not in instructions(compiled.asm)
 
 

@@ -17,13 +17,16 @@ from torch.autograd import gradcheck, gradgradcheck
 import flashtile
 from flashtile import RotaryScaling
 from flashtile.ops.rotary.spec import RotarySpec
+from flashtile.testing import assert_same
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 both_backends = pytest.mark.parametrize("backend", ["reference", "cpu"])
 both_pairings = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
-_COS, _SIN = flashtile.rotary_tables(32, 6, dtype=torch.float64)
+#: Those of `rotary_tables` come from float32 angles, which would be all that is seen here.
+_ANGLES = torch.arange(32, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, 6, 2, dtype=torch.float64) / 6)
+_COS, _SIN = _ANGLES.cos(), _ANGLES.sin()
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -51,7 +54,7 @@ def test_is_a_multiplication_of_complex_numbers(interleaved: bool, backend: str)
     for batch, offset in ((0, 5), (1, 0)):
         for row in range(4):
             expected = turned(x[batch, row, 1], row + offset, interleaved)
-            torch.testing.assert_close(out[batch, row, 1], expected, rtol=0, atol=1e-6)  # tables come from float32
+            assert_same(out[batch, row, 1], expected)
 
 
 @both_backends
@@ -60,7 +63,7 @@ def test_scores_depend_on_the_distance_alone(interleaved: bool, backend: str) ->
     q, k = normal(1, 1, 1, 6).expand(1, 20, 1, 6), normal(1, 1, 1, 6, seed=1).expand(1, 20, 1, 6)
     q, k = (flashtile.apply_rotary(t, _COS, _SIN, interleaved, backend=backend)[0, :, 0] for t in (q, k))
     scores = q @ k.T
-    torch.testing.assert_close(scores[5:, 5:], scores[:-5, :-5], rtol=0, atol=1e-5)
+    assert_same(scores[5:, 5:], scores[:-5, :-5])
 
 
 @both_backends
@@ -69,7 +72,7 @@ def test_conjugate_undoes_it(interleaved: bool, backend: str) -> None:
     x = normal(2, 4, 3, 8)
     there = flashtile.apply_rotary(x, _COS, _SIN, interleaved, backend=backend)
     back = flashtile.apply_rotary(there, _COS, _SIN, interleaved, conjugate=True, backend=backend)
-    torch.testing.assert_close(back, x, rtol=0, atol=1e-6)
+    assert_same(back, x)
 
 
 @both_backends
@@ -78,7 +81,7 @@ def test_packed_sequences_begin_anew(backend: str) -> None:
     out = flashtile.apply_rotary(x, _COS, _SIN, cu_seqlens=cu_seqlens, max_seqlen=5, backend=backend)
     for begin, end in ((0, 3), (3, 8)):
         alone = flashtile.apply_rotary(x[None, begin:end], _COS, _SIN, backend=backend)[0]
-        torch.testing.assert_close(out[begin:end], alone)
+        assert_same(out[begin:end], alone)
     assert torch.equal(out[8:], x[8:]), "rows of no sequence stay"
 
 
@@ -89,13 +92,13 @@ def test_packed_projections(inplace: bool, backend: str) -> None:
     q, k, v = (t.clone() for t in qkv.unbind(2))
     q, k = flashtile.apply_rotary(q, _COS, _SIN), flashtile.apply_rotary(k, 2 * _COS, 2 * _SIN)
     kv = flashtile.apply_rotary_kv(qkv[:, :, 1:].clone(), 2 * _COS, 2 * _SIN, **options)
-    torch.testing.assert_close(kv, torch.stack((k, v), dim=2))
+    assert_same(kv, torch.stack((k, v), dim=2))
     grouped = torch.cat((qkv[:, :, 0], qkv[:, :, 1, :2], qkv[:, :, 2, :2]), dim=2)
     grouped = flashtile.apply_rotary_qkv(grouped, _COS, _SIN, 2 * _COS, 2 * _SIN, num_heads_q=4, **options)
-    torch.testing.assert_close(grouped, torch.cat((q, k[:, :, :2], v[:, :, :2]), dim=2))
+    assert_same(grouped, torch.cat((q, k[:, :, :2], v[:, :, :2]), dim=2))
     given = qkv.clone()
     out = flashtile.apply_rotary_qkv(given, _COS, _SIN, 2 * _COS, 2 * _SIN, **options)
-    torch.testing.assert_close(out, torch.stack((q, k, v), dim=2))
+    assert_same(out, torch.stack((q, k, v), dim=2))
     assert torch.equal(given, out if inplace else qkv)
 
 
@@ -105,7 +108,7 @@ def test_in_place_on_views(backend: str) -> None:
     x = whole.permute(0, 2, 3, 1)  # a last dimension that is not contiguous
     expected = flashtile.apply_rotary(x.contiguous(), _COS, _SIN, backend=backend)
     assert flashtile.apply_rotary(x, _COS, _SIN, inplace=True, backend=backend) is x
-    torch.testing.assert_close(whole.permute(0, 2, 3, 1), expected)
+    assert_same(whole.permute(0, 2, 3, 1), expected)
 
 
 @both_backends
@@ -124,8 +127,8 @@ def test_in_place_is_noticed_by_autograd(backend: str) -> None:
 def test_tables() -> None:
     cos, sin = flashtile.rotary_tables(1000, 64)
     angles = torch.arange(1000.0)[:, None] * (10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)).float()
-    torch.testing.assert_close(cos, angles.cos())
-    torch.testing.assert_close(sin, angles.sin())
+    assert_same(cos, angles.cos())
+    assert_same(sin, angles.sin())
     assert flashtile.rotary_tables(3, 64, dtype=torch.bfloat16)[0].dtype is torch.bfloat16
 
 
@@ -133,14 +136,14 @@ def test_linear_scaling_interpolates_positions() -> None:
     plain = flashtile.rotary_tables(50, 32)
     scaled = flashtile.rotary_tables(200, 32, scaling=RotaryScaling("linear", 4.0))
     for expected, actual in zip(plain, scaled, strict=True):
-        torch.testing.assert_close(actual[::4], expected, rtol=0, atol=1e-5)
+        assert_same(actual[::4], expected)
 
 
 def test_ntk_scaling_slows_the_lowest_frequency_alone() -> None:
     plain = flashtile.rotary_frequencies(32)
     scaled = flashtile.rotary_frequencies(32, scaling=RotaryScaling("ntk", 4.0))
     ratio = plain / scaled
-    torch.testing.assert_close(ratio[[0, -1]], torch.tensor([1.0, 4.0]))
+    assert_same(ratio[[0, -1]], torch.tensor([1.0, 4.0]))
     assert (ratio.diff() > 0).all()
 
 
@@ -149,20 +152,20 @@ def test_yarn_scaling_slows_by_turns() -> None:
     plain, scaled = (flashtile.rotary_frequencies(128, scaling=s) for s in (None, scaling))
     turns = 2048 * plain / (2 * math.pi)
     # The ramp runs between whole pairs, so one pair on either side may be in it.
-    torch.testing.assert_close(scaled[turns > 32 * 1.2], plain[turns > 32 * 1.2])
-    torch.testing.assert_close(scaled[turns < 1 / 1.2], plain[turns < 1 / 1.2] / 8)
+    assert_same(scaled[turns > 32 * 1.2], plain[turns > 32 * 1.2])
+    assert_same(scaled[turns < 1 / 1.2], plain[turns < 1 / 1.2] / 8)
     between = (plain / scaled)[(turns < 32 / 1.2) & (turns > 1.2)]
     assert (between > 1).all() and (between < 8).all() and (between.diff() > 0).all()
     cos, _ = flashtile.rotary_tables(3, 128, scaling=scaling)
-    torch.testing.assert_close(cos[0], torch.full((64,), 0.1 * math.log(8) + 1))
+    assert_same(cos[0], torch.full((64,), 0.1 * math.log(8) + 1))
     cos, _ = flashtile.rotary_tables(3, 128, scaling=RotaryScaling("yarn", 8.0, 2048, attention_factor=1.0))
-    torch.testing.assert_close(cos[0], torch.ones(64))
+    assert_same(cos[0], torch.ones(64))
 
 
 def test_xpos_cancels_but_for_the_distance() -> None:
-    scale = flashtile.xpos_scale(20, 8, 16.0).double()
+    scale = flashtile.xpos_scale(20, 8, 16.0)
     products = scale[:, None] / scale[None]  # [query, key, pair]
-    torch.testing.assert_close(products[5:, 5:], products[:-5, :-5], rtol=1e-5, atol=0)
+    assert_same(products[5:, 5:], products[:-5, :-5])
     assert (products[10, 0] < 1).all(), "far keys count less"
 
 
@@ -329,8 +332,8 @@ def test_compiled_equals_eager(inplace: bool) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (3, 5):
         x, dout = normal(2, rows, 3, 2, 8).requires_grad_(), normal(2, rows, 3, 2, 8, seed=1)
-        torch.testing.assert_close(compiled(x), function(x))
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
+        assert_same(compiled(x), function(x))
+        assert_same(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
     torch._dynamo.reset()
 
 
@@ -345,9 +348,9 @@ def test_fake_tensors() -> None:
 def test_transforms() -> None:
     x = normal(4, 2, 3, 2, 8)
     call = lambda x: flashtile.apply_rotary(x, _COS, _SIN)  # noqa: E731
-    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
+    assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
     _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
-    torch.testing.assert_close(tangent, call(x[1]), rtol=1e-6, atol=1e-6)
+    assert_same(tangent, call(x[1]))
 
 
 @pytest.mark.parametrize("make", [flashtile.rotary_tables, functools.partial(flashtile.xpos_scale, scale_base=512.0)])

@@ -16,11 +16,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from flashtile._backends.launch import compile_kernel
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton import launch
 from flashtile.ops.softmax.triton.configs import row_config
-from machine_code import instructions, spilled_bytes
+from machine_code import compile_source, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _KERNELS = ("forward", "backward")
@@ -71,7 +70,7 @@ def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16)
-    compiled = compile_kernel(launch.kernel_source(plan(kernel, device, call).launch), device)
+    compiled = compile_source(launch.kernel_source(plan(kernel, device, call).launch), device)
     assert compiled.metadata.shared <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90":
@@ -108,7 +107,7 @@ def test_cuts_are_sound(width: int, arch: str) -> None:
 def test_the_merge_compiles_without_spills(step: str, width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
     variant = launch.MergeVariant(step, _FP16 if arch == "sm_75" else _BF16, width, 16, 16)
-    compiled = compile_kernel(launch.merge_source(variant, device.warp_size), device)
+    compiled = compile_source(launch.merge_source(variant, device.warp_size), device)
     assert compiled.metadata.shared <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90" and width != 40:
@@ -119,7 +118,7 @@ def test_the_merge_compiles_without_spills(step: str, width: int, arch: str) -> 
 def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
-    compiled = compile_kernel(launch.merge_source(launch.MergeVariant("next", dtype, 64, 16, 16)), device)
+    compiled = compile_source(launch.merge_source(launch.MergeVariant("next", dtype, 64, 16, 16)), device)
     # The barrier is of another dialect from version to version.
     kinds = re.findall(r"\b(?:tt\.load|tt\.store|barrier)\b", compiled.asm["ttgir"])
     first_store = kinds.index("tt.store")

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 
 import flashtile
+from flashtile.testing import assert_same
 
 # PyTorch's own forward mode still uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -27,9 +28,9 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 def test_masked_is_that_of_pytorch(backend: str) -> None:
     x, mask = normal(2, 3, 4, 9), normal(2, 1, 4, 9, seed=1) > 0.5
     out = flashtile.scaled_masked_softmax(x, mask, 0.3, backend=backend)
-    torch.testing.assert_close(out, torch.softmax((0.3 * x).masked_fill(mask, float("-inf")), -1))
+    assert_same(out, torch.softmax((0.3 * x).masked_fill(mask, float("-inf")), -1))
     assert torch.equal(flashtile.scaled_masked_softmax(x, mask.to(torch.uint8), 0.3, backend=backend), out)
-    torch.testing.assert_close(flashtile.scaled_masked_softmax(x, None, backend=backend), torch.softmax(x, -1))
+    assert_same(flashtile.scaled_masked_softmax(x, None, backend=backend), torch.softmax(x, -1))
 
 
 @both_backends
@@ -39,7 +40,7 @@ def test_causal_ends_at_the_last_key(seq_q: int, seq_k: int, backend: str) -> No
     out = flashtile.scaled_causal_softmax(x, 2.0, backend=backend)
     for row in range(seq_q):
         visible = max(row + 1 + seq_k - seq_q, 0)
-        torch.testing.assert_close(out[:, row, :visible], torch.softmax(2 * x[:, row, :visible], -1))
+        assert_same(out[:, row, :visible], torch.softmax(2 * x[:, row, :visible], -1))
         assert not out[:, row, visible:].any()
 
 
@@ -60,7 +61,7 @@ def test_what_is_masked_out_has_no_effect(backend: str) -> None:
     x, mask = normal(1, 2, 3, 8), normal(1, 1, 3, 8, seed=1) > 0
     broken = x.masked_fill(mask, float("nan"))
     call = lambda x: flashtile.scaled_masked_softmax(x, mask, backend=backend)  # noqa: E731
-    torch.testing.assert_close(call(broken), call(x))
+    assert_same(call(broken), call(x))
     x[0, 1, 2][~mask[0, 0, 2]] = float("nan")
     assert call(x).isnan().any(-1).sum() == 1, "a visible NaN stays in its row"
 
@@ -70,7 +71,7 @@ def test_strided_inputs(backend: str) -> None:
     x, mask = normal(9, 4, 3, 2).permute(3, 2, 1, 0), (normal(4, 9, seed=1) > 0.5)[None, None]
     out = flashtile.scaled_masked_softmax(x, mask, backend=backend)
     expected = flashtile.scaled_masked_softmax(x.contiguous(), mask.expand(2, 3, 4, 9).contiguous(), backend=backend)
-    assert torch.equal(out, expected)
+    assert_same(out, expected)
 
 
 # --- merging --------------------------------------------------------------------------------------------------------
@@ -82,11 +83,11 @@ def test_merged_attention_is_that_over_all_keys(packed: bool) -> None:
     parts = [slice(0, 2), slice(2, 3), slice(3, 9)]
     out, lse = flashtile.attention(q, k, v, return_lse=True)
     outs, lses = zip(*(flashtile.attention(q, k[:, part], v[:, part], return_lse=True) for part in parts))
-    torch.testing.assert_close(flashtile.logsumexp_merge(torch.stack(outs), torch.stack(lses)), (out, lse))
+    assert_same(flashtile.logsumexp_merge(torch.stack(outs), torch.stack(lses)), (out, lse))
     if packed:
         out, lse, outs, lses = out[0], lse[0], [t[0] for t in outs], [t[0] for t in lses]
     merged, merged_lse = flashtile.logsumexp_merge(outs, lses)
-    torch.testing.assert_close((merged, merged_lse), (out, lse))
+    assert_same((merged, merged_lse), (out, lse))
 
 
 def test_merging_nothing_visible() -> None:
@@ -125,8 +126,8 @@ def test_online_softmax_in_steps() -> None:
         state = flashtile.online_softmax(scores[..., part], values[..., part, :], state)
     out, lse = state.finish()
     expected = torch.softmax(scores, -1).nan_to_num(0) @ values
-    torch.testing.assert_close(out, expected)
-    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+    assert_same(out, expected)
+    assert_same(lse, torch.logsumexp(scores, -1))
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
@@ -221,8 +222,8 @@ def test_compiled_equals_eager(which: int) -> None:
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=True)
     for batch in (2, 3):
         x, dout = normal(batch, 1, 2, 3).requires_grad_(), normal(batch, 1, 2, 3, seed=1)
-        torch.testing.assert_close(compiled(x), function(x))
-        torch.testing.assert_close(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
+        assert_same(compiled(x), function(x))
+        assert_same(torch.autograd.grad(compiled(x), x, dout), torch.autograd.grad(function(x), x, dout))
     torch._dynamo.reset()
 
 
@@ -236,7 +237,7 @@ def test_fake_tensors() -> None:
 def test_transforms() -> None:
     x = normal(3, 2, 1, 2, 3)
     call = functions("auto")[0]
-    torch.testing.assert_close(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
+    assert_same(torch.func.vmap(call)(x), torch.stack([call(one) for one in x]))
     _, tangent = torch.func.jvp(call, (x[0],), (x[1],))
     _, pullback = torch.func.vjp(call, x[0])
-    torch.testing.assert_close((tangent * x[2]).sum(), (pullback(x[2])[0] * x[1]).sum())
+    assert_same((tangent * x[2]).sum(), (pullback(x[2])[0] * x[1]).sum())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.spec import BACKENDS, FP8, AttentionSpec, SideInputs
+from flashtile.ops.common.other_names import refuse_other_names
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
 PACKED_LAYOUT = ("total", "heads", "head_dim")
@@ -95,62 +96,64 @@ def attention(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
-    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`; not with 8-bit inputs. What is visible
-    with `causal=True`, for two queries and four keys (`x` = visible)::
+    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`; not with 8-bit inputs. With
+    `causal=True` two queries see these of four keys (`x` = visible)::
 
         bottom_right   x x x .        top_left   x . . .
                        x x x x                   x x . .
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, float64 (CPU and reference only), or
-            float8_e4m3fn (no gradients).
+            float8_e4m3fn (no gradients). PyTorch's SDPA has heads before seq: transpose its tensors.
         k: `[batch, seq_k, heads_kv, head_dim]`; `heads_q % heads_kv == 0`, query head `h` reads key/value head
             `h // (heads_q // heads_kv)`.
-        v: `[batch, seq_k, heads_kv, head_dim_v]`; head_dim and head_dim_v each from 1 to 512. Strides are free, an
-            expanded (stride 0) input is not copied; a last dimension that is not contiguous is made so.
-        causal: no key right of the diagonal is visible.
-        align: where the diagonal lies when `seq_q != seq_k`: "bottom_right" ends it at the last key, "top_left"
-            starts it at the first.
+        v: `[batch, seq_k, heads_kv, head_dim_v]`; head_dim and head_dim_v are each 1 to 512. Any strides are allowed. A
+            tensor is copied only if its last dimension is not contiguous; expanded (stride 0) tensors are not.
+        causal: hide the keys right of the diagonal.
+        align: where the diagonal lies if `seq_q != seq_k`: "bottom_right" ends it at the last key, "top_left" starts it
+            at the first.
         window: `(left, right)` number of keys visible on each side of the diagonal, None = unlimited.
         scale: factor on the scores; default `1/sqrt(head_dim)`.
         dropout_p: probability, in [0, 1), that an attention weight is dropped; the others are scaled by 1/(1 - p).
-        dropout_seed: `[2]` int64 tensor from `draw_dropout_seed`, on q's device; drawn from torch's generator when
-            left out, so that `torch.manual_seed` reproduces a run.
-        key_lengths: `[batch]` int32 or int64: keys at or past the length are not visible. Alignment still uses the
-            full seq_k.
-        softcap: bound of the scores, which become `softcap · tanh(score / softcap)` after the scale and before bias
-            and ALiBi; None or 0 for no cap.
-        bias: added to the scores; broadcasts to `[batch, heads_q, seq_q, seq_k]`, in q's dtype or float32 (float64
-            beside float64 q). -inf hides a key. Its gradient has its own shape, so pass it unexpanded.
-        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 beside float64 q): the scores
-            lose `slope · |i + seq_k - seq_q - j|`, whatever `align` is.
-        mask: bool, True = visible; broadcasts likewise.
+        dropout_seed: `[2]` int64 tensor from `draw_dropout_seed`, on q's device. Without it, the seed is drawn from
+            torch's generator, so that `torch.manual_seed` makes a run reproducible.
+        key_lengths: `[batch]` int32 or int64, at most seq_k: keys at or past the length are not visible. The diagonal
+            still uses the full seq_k. A CPU always checks the values, a GPU with `FLASHTILE_CHECK_VALUES=1` only.
+        softcap: bound of the scores, which become `softcap · tanh(score / softcap)` after the scale and before bias and
+            ALiBi; None or 0 for no cap.
+        bias: added to the scores; broadcasts to `[batch, heads_q, seq_q, seq_k]`, in q's dtype or float32 (float64 with
+            float64 q). -inf hides a key. Its gradient has its own shape, so do not expand it.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 with float64 q). Each score is
+            reduced by `slope · |i + seq_k - seq_q - j|`, whatever `align` is.
+        mask: bool, True = visible; broadcasts as bias does.
         block_mask: a `BlockMask` built for these sizes, on q's device; its empty tiles are not computed. A key is
-            visible where this, mask, window and causal all show it.
-        sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax, whose
-            weight goes nowhere; -inf is no sink.
-        descale_q: only of float8_e4m3fn inputs: positive float32 factors that broadcast to `[batch, heads_kv]`, so that
-            q stands for `q · descale_q` (query heads share that of their key/value head); None is 1. Likewise
-            `descale_k` and `descale_v`. `flashtile.quantize_fp8` makes such inputs.
-        descale_k: see above.
-        descale_v: see above.
+            visible if block_mask, mask, window, key_lengths and causal all show it.
+        sinks: `[heads_q]`, dtypes as for the slopes: an extra logit in each row's softmax, without a value; -inf has no
+            effect.
+        descale_q: for float8_e4m3fn inputs only: positive float32 factors that broadcast to `[batch, heads_kv]`; the
+            values are `q · descale_q`, and query heads share the factor of their key/value head. None is 1.
+            `flashtile.quantize_fp8` makes such inputs.
+        descale_k: the same for k.
+        descale_v: the same for v.
         return_lse: also return the log-sum-exp of each row's scores.
-        deterministic: gradients are the same in every run, bit for bit. (The forward always is.)
-        backend: "auto" picks by device and call; "split", "hopper", "triton", "cpu" or "reference" run that one or
-            raise. "split" serves only forwards, and "hopper" not every backward: gradients then come from another.
+        deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
+        backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend
+            or raise. "split" has no backward, and "hopper" not for every call; another backend then computes the
+            gradients.
 
     Returns:
-        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype, of float8_e4m3fn inputs in bfloat16; with `return_lse`,
-        also lse `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs), natural logarithm, of scores and sink.
-        A row with no visible key has `out = 0`, `lse = -inf` (the sink, where there is one) and zero gradients.
+        out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype, or in bfloat16 for float8_e4m3fn inputs. With
+        `return_lse`, also lse `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs): the natural logarithm,
+        over scores and sink. A row without a visible key has `out = 0`, `lse = -inf` (or the sink) and zero gradients.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
-        ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call; a gradient is
-            wanted of 8-bit inputs.
+        ValueError: a shape, a device or a value is wrong, the named backend cannot serve the call, or 8-bit inputs
+            require gradients.
 
     Reference:
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3. ALiBi: Press et
@@ -158,6 +161,8 @@ def attention(
         Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2. Split keys: Dao et al.,
         "Flash-Decoding for long-context inference" (2023).
     """
+    if other_names:
+        refuse_other_names(attention, other_names)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -229,34 +234,39 @@ def attention_varlen(
     return_lse: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention over sequences of different lengths, packed one after another without padding.
 
-    Sequence `b` has queries `q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]` and keys
-    `k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]]`; sequences do not see each other. Lengths of 0 are fine. Rows past
-    `cu_seqlens_q[-1]` belong to no sequence: their out is 0 and their gradients are 0. Nothing here waits for the
-    GPU. Arguments not listed are those of `attention`; diagonal, window and dropout count from each sequence's start.
+    Sequence `b` has the queries `q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]` and the keys
+    `k[cu_seqlens_k[b]:cu_seqlens_k[b + 1]]`. Sequences do not see each other, and their length may be 0. Rows past
+    `cu_seqlens_q[-1]` belong to no sequence: their output and gradients are 0. The call never waits for the GPU.
+    Arguments that are not listed here are those of `attention`; diagonal, window and dropout count from each sequence's
+    start.
 
     Args:
         q: `[total_q, heads_q, head_dim]`.
         k: `[total_k, heads_kv, head_dim]`.
         v: `[total_k, heads_kv, head_dim_v]`.
-        cu_seqlens_q: `[batch + 1]` int32 or int64 on q's device, cumulative lengths starting at 0.
-        cu_seqlens_k: likewise for keys; default `cu_seqlens_q`.
-        max_seqlen_q: upper bound of the query lengths. Optional: it only helps to choose tiles.
-        max_seqlen_k: likewise for keys.
+        cu_seqlens_q: `[batch + 1]` int32 or int64 on q's device, cumulative lengths that start at 0.
+        cu_seqlens_k: the same for keys; default `cu_seqlens_q`.
+        max_seqlen_q: upper bound of the query lengths. Optional; it helps to choose tiles.
+        max_seqlen_k: the same for keys.
         key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
-        bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`: rows and columns count from each sequence's
-            start, and both maxima must be given. So does mask.
+        bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`. Rows and columns count from each sequence's
+            start, and both maxima are required. The same holds for mask.
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
 
     Returns:
         out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32.
 
     Raises:
-        TypeError, ValueError: as `attention`. Values in `cu_seqlens` are checked on a CPU always, on a GPU only with
-            the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
+        TypeError, ValueError: as `attention`. Values in `cu_seqlens` and `key_lengths` are always checked on a CPU.
+            On a GPU they are checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading
+            them there synchronises.
     """
+    if other_names:
+        refuse_other_names(attention_varlen, other_names)
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT, eight_bits=True)
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q

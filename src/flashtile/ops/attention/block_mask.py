@@ -50,19 +50,21 @@ USER_TILE = 16
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
-    """Block-sparse visibility: what attention may look at, by tiles.
+    """Block-sparse visibility: which pairs of query and key attention may use, stored by tiles.
 
-    Made by `from_dense`, `from_layout`, `from_predicate`, `from_flex`, or a function of `flashtile.patterns`. It never
-    changes. Building reads values on the host; using a mask does not.
+    Create one with `from_dense`, `from_layout`, `from_predicate`, `from_flex`, or a function of `flashtile.patterns`. A
+    mask is immutable. Building it reads values on the host; using it does not.
 
     Attributes:
-        shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 stands for any number.
+        shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 fits any number.
         tile: `(tile_q, tile_k)` of the lists, multiples of 64.
-        lists: int32, row_offsets, column_offsets, columns, kinds, rows, row_kinds, row_ranks, row_order, row_bits and
-            column_bits one behind the other, so that a call passes one tensor. Those are views of it.
-        tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; no two are equal.
+        lists: one int32 tensor with row_offsets, column_offsets, columns, kinds, rows, row_kinds, row_ranks, row_order,
+            row_bits and column_bits one after another, so that a call passes a single tensor. The attributes of these
+            names are views of it.
+        tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; all are
+            different.
 
-    Two masks are equal if their shape, tile and visible pairs are. Comparing synchronises.
+    Two masks are equal if their shape, tile and visible pairs are equal. Comparing them synchronises.
 
     Reference:
         Dao et al., "FlashAttention" (2022), section 3.3: block-sparse FlashAttention.
@@ -75,16 +77,16 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, mask: Tensor, tile: tuple[int, int] = (128, 128)) -> BlockMask:
-        """The tiles of a mask that is there as a matrix.
+        """A block mask from a mask that is stored as a matrix.
 
         Args:
-            mask: bool `[seq_q, seq_k]` or `[batch, heads, seq_q, seq_k]`, True = visible; a batch or heads of 1 stands
-                for any number.
-            tile: `(tile_q, tile_k)`, multiples of 16. Stored are multiples of it that 64 divides.
+            mask: bool `[seq_q, seq_k]` or `[batch, heads, seq_q, seq_k]`, True = visible; a batch or heads of 1 fits
+                any number.
+            tile: `(tile_q, tile_k)`, multiples of 16. The stored tile is the smallest multiple of it that 64 divides.
 
         Raises:
-            TypeError: mask is not a bool tensor, or tile no pair of ints.
-            ValueError: mask has another rank, or tile is no multiple of 16.
+            TypeError: mask is not a bool tensor, or tile is no pair of ints.
+            ValueError: mask has another rank, or tile is not a multiple of 16.
         """
         check_tensors(mask=mask)
         mask = _as_four("mask", mask, "seq_q, seq_k")
@@ -101,21 +103,22 @@ class BlockMask:
         seq_k: int,
         element_mask: Tensor | None = None,
     ) -> BlockMask:
-        """The tiles that a coarse layout names.
+        """A block mask from a coarse layout, which says for each tile whether it is visible.
 
         Args:
-            layout: bool or integer `[ceil(seq_q / tile_q), ceil(seq_k / tile_k)]`, or with batch and heads before it;
-                a tile is visible where it is not 0.
-            tile: `(tile_q, tile_k)` of the layout, multiples of 16; (16, 256) is the layout of the first
-                block-sparse FlashAttention.
-            seq_q: number of queries; the last tiles may stick out.
+            layout: bool or integer `[ceil(seq_q / tile_q), ceil(seq_k / tile_k)]`, or with batch and heads in front; a
+                tile is visible if its element is not 0.
+            tile: `(tile_q, tile_k)` of the layout, multiples of 16; the first block-sparse FlashAttention had (16,
+                256).
+            seq_q: number of queries; the last tiles may extend past it.
             seq_k: number of keys.
-            element_mask: which pairs of the named tiles are visible; None = all. bool, either of every pair, as in
-                `from_dense`, or of the named tiles in the order of `layout.nonzero()`, `[tiles, tile_q, tile_k]`.
+            element_mask: which pairs of the visible tiles are visible; None = all. A bool tensor, either with every
+                pair, as in `from_dense`, or with the visible tiles in the order of `layout.nonzero()`,
+                `[tiles, tile_q, tile_k]`.
 
         Raises:
             TypeError: a dtype or an argument's type is wrong.
-            ValueError: tile is no multiple of 16, or a shape does not fit the others.
+            ValueError: tile is not a multiple of 16, or a shape does not fit the others.
         """
         small, stored = tile, stored_tile(tile)
         named = _checked_layout(layout, tile, *checked_shape(1, 1, seq_q, seq_k)[2:])
@@ -144,24 +147,26 @@ class BlockMask:
         tile: tuple[int, int] = (128, 128),
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The tiles of a mask that is given by a function of the indices.
+        """A block mask from a function of the indices.
 
-        Every pair is asked for, some tiles at a time: time grows with `seq_q · seq_k`, memory with the result alone.
+        The function is evaluated for every pair, some tiles at a time: time grows with `seq_q · seq_k`, and memory only
+        with the result.
 
         Args:
-            predicate: `predicate(batch, head, q_index, k_index)` of four int64 tensors that broadcast against one
-                another, gives bool that broadcasts to the same, True = visible. A function of element-wise operations
-                and of look-ups like `ids[batch, q_index]` will do; it is what FlexAttention calls a mask_mod.
-            batch: number of batch entries, None where the mask is the same for all.
-            heads: number of heads, likewise.
+            predicate: `predicate(batch, head, q_index, k_index)` takes four int64 tensors that broadcast against one
+                another, and returns a bool tensor that broadcasts to the same shape, True = visible. It may use
+                element-wise operations and look-ups such as `ids[batch, q_index]`. FlexAttention calls such a function
+                a mask_mod.
+            batch: number of batch entries, None if the mask is the same for all.
+            heads: number of heads, None if the mask is the same for all.
             seq_q: number of queries.
             seq_k: number of keys.
             tile: `(tile_q, tile_k)`, multiples of 16.
-            device: where it is evaluated and the result lies.
+            device: where the function is evaluated; also the device of the mask.
 
         Raises:
-            TypeError: an argument has the wrong type, or predicate gives something else than a bool tensor.
-            ValueError: a size is negative, tile no multiple of 16, or the result does not broadcast.
+            TypeError: an argument has the wrong type, or predicate returns something else than a bool tensor.
+            ValueError: a size is negative, tile is not a multiple of 16, or the result does not broadcast.
         """
         if not callable(predicate):
             raise TypeError(
@@ -175,14 +180,14 @@ class BlockMask:
 
     @classmethod
     def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:
-        """The same mask as FlexAttention's, whose mask_mod is asked for the pairs of its partial blocks.
+        """The same mask as one of FlexAttention, whose mask_mod is evaluated for the pairs of its partial blocks.
 
         Args:
             block_mask: a `torch.nn.attention.flex_attention.BlockMask` whose BLOCK_SIZE are multiples of 16.
 
         Raises:
-            TypeError: it is something else.
-            ValueError: a block size is no multiple of 16.
+            TypeError: the argument is something else.
+            ValueError: a block size is not a multiple of 16.
         """
         from torch.nn.attention import flex_attention
 
@@ -202,10 +207,10 @@ class BlockMask:
         return from_bounds(grid, partial.device, *of_flex(block_mask, partial, full, grid))
 
     def to_flex(self) -> FlexBlockMask:
-        """The same mask for FlexAttention; its mask_mod reads `tile_masks`.
+        """The same mask for FlexAttention. Its mask_mod reads `tile_masks`.
 
-        FlexAttention's own lists, and the table of kinds beside them, take `tiles_q · tiles_k` integers for each batch
-        entry and head.
+        The lists of FlexAttention, and the table of kinds that mask_mod reads, take `tiles_q · tiles_k` integers for
+        each batch entry and head.
         """
         from torch.nn.attention import flex_attention
 
@@ -246,7 +251,7 @@ class BlockMask:
 
     @property
     def column_offsets(self) -> Tensor:
-        """`[batch · heads · tiles_k + 1]`: where those of each column start, in the lists by column."""
+        """`[batch · heads · tiles_k + 1]`: where the entries of each column start, in the lists by column."""
         return self._part(self._places.column_offsets, self.grid.columns + 1)
 
     @property
@@ -256,22 +261,22 @@ class BlockMask:
 
     @property
     def kinds(self) -> Tensor:
-        """`[entries]`: -1 where every pair of the tile is visible, else its place in `tile_masks`."""
+        """`[entries]`: -1 if every pair of the tile is visible, otherwise its index in `tile_masks`."""
         return self._part(self._places.kinds, self.entries)
 
     @property
     def rows(self) -> Tensor:
-        """`[entries]`: the same entries by column: the query tile, ascending within a column."""
+        """`[entries]`: the same entries sorted by key tile: the query tile, ascending within a column."""
         return self._part(self._places.rows, self.entries)
 
     @property
     def row_kinds(self) -> Tensor:
-        """`[entries]`: the kinds in that order."""
+        """`[entries]`: the kinds in the order of `rows`."""
         return self._part(self._places.row_kinds, self.entries)
 
     @property
     def row_ranks(self) -> Tensor:
-        """`[entries]`: in that order, how many entries come before in the row."""
+        """`[entries]`: in the order of `rows`, how many entries come before in the row."""
         return self._part(self._places.row_ranks, self.entries)
 
     @property
@@ -288,7 +293,7 @@ class BlockMask:
 
     @property
     def column_bits(self) -> Tensor:
-        """`[patterns, tile_k, tile_q / 32]`: the same by key."""
+        """`[patterns, tile_k, tile_q / 32]`: the same bits by key."""
         patterns, tile_q, tile_k = self.tile_masks.shape
         start, words = self._places.column_bits, patterns * tile_q * tile_k // 32
         return self._part(start, words).view(patterns, tile_k, tile_q // 32)
@@ -301,7 +306,7 @@ class BlockMask:
         return self.lists[start : start + length]
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask on another device; itself where it is there already."""
+        """The same mask on another device; the mask itself if it is already there."""
         if torch.device(device) == self.device:
             return self
         return BlockMask(self.shape, self.tile, self.lists.to(device), self.tile_masks.to(device))
@@ -313,7 +318,7 @@ class BlockMask:
         return self.to("cpu")
 
     def density(self) -> float:
-        """Share of the pairs that lie in the stored tiles: what is computed, of what dense attention computes.
+        """Share of all pairs that lies in the stored tiles: the work relative to dense attention.
 
         Synchronises.
         """
@@ -326,7 +331,7 @@ class BlockMask:
         return 1.0 - self.density()
 
     def to_dense(self) -> Tensor:
-        """bool `[batch, heads, seq_q, seq_k]`, True = visible. Takes the memory of that matrix several times."""
+        """bool `[batch, heads, seq_q, seq_k]`, True = visible. Needs several times the memory of that matrix."""
         (batch, heads, seq_q, seq_k), (tile_q, tile_k), grid = self.shape, self.tile, self.grid
         tiles = self.masks_with_ends()[self.kind_table()].view(
             batch * heads, grid.tiles_q, grid.tiles_k, tile_q, tile_k
@@ -335,7 +340,7 @@ class BlockMask:
         return dense[..., :seq_q, :seq_k].bool()
 
     def fits(self, batch: int, heads: int, seq_q: int, seq_k: int) -> str | None:
-        """Why the mask does not serve a call of these sizes, in words; None where it does."""
+        """Why the mask does not fit a call of these sizes, in words; None if it does."""
         for name, own, other in zip(("batch", "heads"), self.shape, (batch, heads)):
             if own not in (1, other):
                 return f"it was built for {name} {own}, the call has {other}; build it for {other}, or for 1 = any"

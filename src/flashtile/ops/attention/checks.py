@@ -243,14 +243,32 @@ def check_values(side: SideInputs, total_q: int, total_k: int) -> None:
     ):
         if cu_seqlens is not None and readable(cu_seqlens):
             _check_cu_seqlens_values(name, cu_seqlens, total, max_seqlen)
-    if side.key_lengths is not None and readable(side.key_lengths) and (side.key_lengths < 0).any():
-        raise ValueError(f"key_lengths: expected lengths of at least 0, got {side.key_lengths.min().item()}")
+    if side.key_lengths is not None and readable(side.key_lengths):
+        _check_key_lengths(
+            side.key_lengths, side.max_seqlen_k if side.cu_seqlens_k is None else side.cu_seqlens_k.diff()
+        )
     for name, descale in zip(("descale_q", "descale_k", "descale_v"), side.descales):
         if descale is not None and readable(descale) and not ((descale > 0) & descale.isfinite()).all():
             raise ValueError(
                 f"{name}: expected positive finite factors, got {descale.min().item()} to {descale.max().item()}; "
                 "signs belong into the tensor"
             )
+
+
+def _check_key_lengths(key_lengths: Tensor, seq_k: int | Tensor) -> None:
+    """Checks values: `seq_k` is the number of keys, of a packed call that of each sequence."""
+    if (key_lengths < 0).any():
+        raise ValueError(
+            f"key_lengths: expected lengths of at least 0, got {key_lengths.min().item()}; a length of 0 hides all keys"
+        )
+    too_long = key_lengths > seq_k
+    if too_long.any():
+        where = int(too_long.nonzero()[0])
+        most = int(seq_k[where]) if isinstance(seq_k, Tensor) else seq_k
+        raise ValueError(
+            f"key_lengths: expected lengths of at most the number of keys, {most}, got {int(key_lengths[where])} at "
+            f"index {where}; pass all of the keys, or key_lengths.clamp(max=...)"
+        )
 
 
 def _check_cu_seqlens_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from flashtile.ops.attention.triton.configs import (
     situation_of,
 )
 from flashtile.ops.common.backends import BackendChoice
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, choose_cut
 from flashtile.ops.common.split_keys.configs import shared_memory as split_memory
 
@@ -44,12 +46,12 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq" or "dkdv", on Hopper "forward" or "backward", of 8-bit values "widen" before them; on the
-            CPU what computes the call.
-        tiles: block sizes, warps and stages; None where nothing is cut into tiles here.
-        shared_memory: estimate of the on-chip memory of one program in bytes; 0 where there is none.
-        backend: whose kernel it is: that of the backward may be another's than that of the forward.
-        parts: into how many the keys of a sequence are split.
+        name: "forward", "dq" or "dkdv"; on Hopper "forward" or "backward", and "widen" before them for 8-bit values; on
+            the CPU a description of what computes the call.
+        tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
+        shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.
+        backend: the backend of the kernel. Forward and backward may have different ones.
+        parts: into how many parts the keys of a sequence are split.
     """
 
     name: str
@@ -84,10 +86,10 @@ class Explanation:
     """The answer of `flashtile.explain`.
 
     Attributes:
-        backend: "split", "hopper", "triton", "cpu" or "reference"; None where no backend can serve the call. Of the
-            forward; that of the backward stands with its kernels.
-        reason: why that one, or why none.
-        kernels: what it runs, forward and backward.
+        backend: the backend of the forward: "split", "hopper", "triton", "cpu" or "reference"; None if no backend can
+            serve the call. `kernels` has the backend of the backward.
+        reason: why this backend, or why none.
+        kernels: the kernels that the call runs, forward and backward.
         rejected: other backend -> why not.
         device: the architecture or device that was asked about.
     """
@@ -99,9 +101,14 @@ class Explanation:
     device: str = ""
 
     def __str__(self) -> str:
-        lines = [f"backend: {self.backend or 'none'} on {self.device} ({self.reason})"]
+        # Where no backend serves the call, the reasons are those of the backends below.
+        reason = f" ({self.reason})" if self.backend else ", no backend serves this call"
+        lines = [f"backend: {self.backend or 'none'} on {self.device}{reason}"]
         lines += [f"  {kernel}" for kernel in self.kernels]
-        lines += [f"not {name}: {why}" for name, why in self.rejected.items()]
+        by_reason: dict[str, list[str]] = {}
+        for name, why in self.rejected.items():
+            by_reason.setdefault(why, []).append(name)
+        lines += [f"not {', '.join(names)}: {why}" for why, names in by_reason.items()]
         return "\n".join(lines)
 
 
@@ -134,26 +141,29 @@ def explain(
     deterministic: bool = False,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    **other_names: NoReturn,
 ) -> Explanation:
-    """Tells which backend, kernels and tiles a call would take, why, and why not the others. Runs nothing.
+    """Says which backend, kernels and tiles a call would use, why, and why not the others. Runs nothing.
 
     Args:
-        q: as for `attention`, or for `attention_varlen` when `cu_seqlens_q` is given. Tensors on the meta device
-            will do: shapes, strides, dtypes and addresses are read, but no element.
-        k: likewise.
-        v: likewise.
+        q: as for `attention`, or for `attention_varlen` if `cu_seqlens_q` is given. Tensors on the meta device work,
+            because only shapes, strides, dtypes and addresses are read.
+        k: the same.
+        v: the same.
         cu_seqlens_q: as for `attention_varlen`.
-        cu_seqlens_k: likewise.
-        device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or
-            "gfx942". Default: q's.
+        cu_seqlens_k: the same.
+        device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or "gfx942".
+            Default: q's device.
 
-    The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not
-    change the choice; with `deterministic`, gradients come from kernels that sum in a fixed order. Under
-    `torch.autocast` the answer is for the dtype that the call would run in, and q, k and v are cast to it.
+    The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not change the choice. With
+    `deterministic`, the gradients come from kernels that sum in a fixed order. Under `torch.autocast` the answer is for
+    the autocast dtype, and q, k and v are cast to it.
 
     Raises:
-        TypeError, ValueError: as the call itself would, and for a device that is not known.
+        TypeError, ValueError: as the call itself, and for an unknown device.
     """
+    if other_names:
+        refuse_other_names(explain, other_names)
     packed = cu_seqlens_q is not None
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
     dropout_p = checks.resolve_dropout(

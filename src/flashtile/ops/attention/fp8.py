@@ -16,7 +16,7 @@ _SMALLEST = 2.0**-100
 
 
 def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor]:
-    """Rounds q, k or v to 8 bits, each head scaled so that its largest number becomes the largest of float8_e4m3fn.
+    """Rounds q, k or v to 8 bits. Each head is scaled so that its largest number becomes the largest of float8_e4m3fn.
 
     ::
 
@@ -24,13 +24,13 @@ def quantize_fp8(x: Tensor, heads_kv: int | None = None) -> tuple[Tensor, Tensor
         out = attention(q8, k8, v8, descale_q=descale_q, descale_k=descale_k, descale_v=descale_v)
 
     Args:
-        x: `[batch, seq, heads, head_dim]`, or packed `[total, heads, head_dim]`, any float dtype. Nothing is recorded
-            by autograd.
-        heads_kv: heads of k and v, where x is q with more of them: the query heads of a key/value head share a factor.
+        x: `[batch, seq, heads, head_dim]`, or packed `[total, heads, head_dim]`, any float dtype. Autograd records
+            nothing.
+        heads_kv: heads of k and v, if x is q and has more heads: the query heads of a key/value head share a factor.
 
     Returns:
-        x in float8_e4m3fn, contiguous, and the factors `[batch, heads_kv]` (packed `[1, heads_kv]`: all sequences share
-        them), float32: `x ≈ x8 · descale`.
+        x in float8_e4m3fn, contiguous, and the factors, float32: `x ≈ x8 · descale`. They have shape
+        `[batch, heads_kv]`, or `[1, heads_kv]` for packed x, whose sequences share them.
 
     Raises:
         TypeError, ValueError: x is no float tensor of 3 or 4 dimensions, or heads_kv does not divide its heads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from flashtile.ops.attention.operator import lse_dtype, lse_shape
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
+from flashtile.ops.common.other_names import refuse_other_names
 
 #: What chooses rows or heads: all, a slice, or their numbers.
 Chosen = slice | Sequence[int] | Tensor | None
@@ -49,35 +51,38 @@ def attention_probs(
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
+    **other_names: NoReturn,
 ) -> Tensor:
-    """The softmax weights that `flashtile.attention` gives the keys, for chosen rows and heads, as a tensor.
+    """The softmax weights of `flashtile.attention` for chosen rows and heads, as a tensor.
 
-    `attention` never makes them all; here only what is asked for is made, in PyTorch's own operations on any device:
-    time and memory grow with the chosen rows times the keys. Differentiable to any order in q, k, bias, alibi_slopes
-    and sinks. Arguments not listed are those of `attention`, and mean the same.
+    `attention` never computes all weights. This function computes those that you choose, in PyTorch operations on any
+    device: time and memory grow with the chosen rows times the keys. Differentiable to any order in q, k, bias,
+    alibi_slopes and sinks. Arguments that are not listed here are those of `attention` and mean the same.
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`.
         k: `[batch, seq_k, heads_kv, head_dim]`.
-        rows: numbers of queries, from 0 to seq_q - 1: a slice, a list, or a tensor `[rows]` of int32 or int64 on q's
-            device, in any order; None = all.
-        heads: numbers of query heads, likewise.
-        dropout_p: with `dropout_seed`, the weights are those that multiplied v: some of them 0, the others scaled by
+        rows: numbers of queries, from 0 to seq_q - 1, in any order: a slice, a list, or a tensor `[rows]` of int32 or
+            int64 on q's device; None = all.
+        heads: numbers of query heads, in the same forms.
+        dropout_p: with `dropout_seed`, returns the weights that multiplied v: some are 0, and the others are scaled by
             1 / (1 - p).
-        dropout_seed: that of the call to be looked into; needed where dropout_p is not 0.
+        dropout_seed: the seed of the call that you inspect; required if dropout_p is not 0.
 
     Returns:
-        `[batch, heads, rows, seq_k]` float32 (float64 for float64 inputs). A row adds up to 1; less where a sink takes
-        a share; to 0 where no key is visible.
+        `[batch, heads, rows, seq_k]` float32 (float64 for float64 inputs). A row sums to 1, to less if a sink takes a
+        share, and to 0 if no key is visible.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, q and k are packed, or rows or heads are out of range. Values
-            of a tensor are checked on a CPU always, on a GPU with the environment variable `FLASHTILE_CHECK_VALUES=1`.
+            in tensors are always checked on a CPU, on a GPU with the environment variable `FLASHTILE_CHECK_VALUES=1`.
 
     Reference:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
+    if other_names:
+        refuse_other_names(attention_probs, other_names)
     checks.check_tensors(q=q, k=k)
     if q.dim() == 3:
         raise ValueError(
@@ -133,35 +138,40 @@ def attention_column_sums(
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
-    """How much attention each key receives: the sum over all queries of the softmax weights that they give it.
+    """How much attention each key receives: the sum over all queries of the softmax weights of the key.
 
-    The weights are made again, tile by tile, from the `lse` that `attention(..., return_lse=True)` returned; memory is
-    linear in the sequence length. They are those before dropout. The sums are the same in every run, bit for bit, and
-    have no gradient. Arguments not listed are those of `attention`, with `cu_seqlens_q` of `attention_varlen`, and are
-    to be given as in the call that lse comes from. Sinks are not among them: lse counts them.
+    The function recomputes the weights tile by tile from the `lse` that `attention(..., return_lse=True)` returned, in
+    memory linear in the sequence length. It sums the weights before dropout. The sums are the same in every run, bit
+    for bit, and have no gradient. Arguments that are not listed here are those of `attention`, or with `cu_seqlens_q`
+    of `attention_varlen`; pass the same values as in the call that returned lse. There is no argument for sinks,
+    because lse includes them.
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`, packed `[total_q, heads_q, head_dim]`.
         k: `[batch, seq_k, heads_kv, head_dim]`, packed `[total_k, heads_kv, head_dim]`.
-        lse: `[batch, heads_q, seq_q]`, packed `[heads_q, total_q]`, float32 (float64 beside float64 q). Where k is a
-            part of the keys, that of all: then these are sums of the weights among all.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise. "hopper" has no kernel.
+        lse: `[batch, heads_q, seq_q]`, packed `[heads_q, total_q]`, float32 (float64 with float64 q). If k is a part of
+            the keys, pass the lse over all keys: the result then sums the weights among all keys.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise. "hopper" has no
+            kernel.
 
     Returns:
         `[batch, heads_q, seq_k]`, packed `[heads_q, total_k]`, in the dtype of lse. Without sinks they add up to the
-        number of rows that see a key; keys that no row sees, and packed ones past `cu_seqlens_k[-1]`, have 0.
+        number of rows that see a key. A key that no row sees has 0, and so has a packed key past `cu_seqlens_k[-1]`.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
-        ValueError: a shape, a device or a value is wrong, the named backend cannot serve the call, or a tensor wants a
-            gradient; call it under `torch.no_grad()`.
+        ValueError: a shape, a device or a value is wrong, the named backend cannot serve the call, or a tensor requires
+            a gradient; call it under `torch.no_grad()`.
         NotImplementedError: under `torch.func` transforms.
 
     Reference:
-        The weights are remade as in the backward of Dao et al., "FlashAttention" (2022), algorithm 4; such sums decide
-        which keys to keep in Zhang et al., "H2O: Heavy-Hitter Oracle" (2023), section 4.
+        The weights are recomputed as in the backward of Dao et al., "FlashAttention" (2022), algorithm 4. Zhang et al.,
+        "H2O: Heavy-Hitter Oracle" (2023), section 4, choose the keys to keep by such sums.
     """
+    if other_names:
+        refuse_other_names(attention_column_sums, other_names)
     checks.check_tensors(q=q, k=k, lse=lse)
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)

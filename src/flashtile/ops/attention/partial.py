@@ -8,6 +8,7 @@ log-sum-exp (`flashtile.logsumexp_merge`), and gets each rectangle's gradients f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -25,11 +26,12 @@ from flashtile.ops.attention.api import (
 )
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
+from flashtile.ops.common.other_names import refuse_other_names
 
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Which rectangle of a larger call's scores a call computes: its own q, k and v are slices of the larger call's.
+    """The rectangle of a larger call's scores that a call computes. Its q, k and v are slices of the larger call's.
 
     Attributes:
         row: number of the first query within its sequence.
@@ -37,7 +39,7 @@ class AttentionPart:
         seq_q: queries of the whole sequence.
         seq_k: keys of the whole sequence.
         head: number of the first query head.
-        heads: query heads of the larger call; None = as many as here.
+        heads: query heads of the larger call; None = as many as in this call.
         sequence: number of the first batch entry or packed sequence.
     """
 
@@ -71,35 +73,41 @@ def attention_part(
     mask: Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of some queries to some keys of a larger call, each weight as the larger call has it but for the sum.
+    """Attention of some queries to some keys of a larger call.
 
-    Diagonal, window, dropout bits, distances of ALiBi and key lengths are those of the larger call: `logsumexp_merge`
-    of parts whose keys make up all keys gives its result. Sinks have no part here, as they belong to no key: merge
-    `out = 0` with `lse = sinks`. Differentiable in q, k, v, bias and alibi_slopes, also through `lse`.
+    Diagonal, window, dropout bits, ALiBi distances and key lengths are those of the larger call. Each weight is
+    therefore that of the larger call, except that the softmax sums over the keys of this part. `logsumexp_merge` of
+    parts that cover all keys gives the result of the larger call. Sinks are not an argument, because they belong to no
+    key: merge a part with `out = 0` and `lse = sinks`. Differentiable in q, k, v, bias and alibi_slopes, also through
+    `lse`.
 
     Args:
         q: `[batch, rows, heads_q, head_dim]`; with cu_seqlens `[total, heads_q, head_dim]`.
         k: `[batch, columns, heads_kv, head_dim]`, or packed.
         v: `[batch, columns, heads_kv, head_dim_v]`, or packed.
-        part: where these lie in the larger call.
-        cu_seqlens: `[sequences + 1]`, of queries and keys alike: whole packed sequences, so that row and column of the
-            part must be 0, and seq_q and seq_k say nothing.
+        part: where the tensors lie in the larger call.
+        cu_seqlens: `[sequences + 1]`, for queries and keys alike: the part consists of whole packed sequences. Row and
+            column of the part must then be 0, and its seq_q and seq_k are not used.
         max_seqlen: upper bound of their lengths, as for `attention_varlen`; None without cu_seqlens.
-        dropout_seed: must be given where dropout_p is not 0, the same to all parts.
-        key_lengths: `[batch]`, counted in the larger call's keys.
-        bias: the rectangle of the larger call's, broadcasts to `[batch, heads_q, rows, columns]`; mask likewise.
-        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, of the heads here.
+        dropout_seed: required if dropout_p is not 0, and the same for all parts.
+        key_lengths: `[batch]`, counted in the keys of the larger call.
+        bias: the rectangle of the larger call's bias, broadcasts to `[batch, heads_q, rows, columns]`. The same holds
+            for mask.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, for the heads of this call.
 
     The other arguments are those of `attention`.
 
     Returns:
-        out `[batch, rows, heads_q, head_dim_v]`, softmax over the keys here, and lse `[batch, heads_q, rows]`; packed
-        `[total, heads_q, head_dim_v]` and `[heads_q, total]`.
+        out `[batch, rows, heads_q, head_dim_v]`, the softmax over the keys of this part, and lse
+        `[batch, heads_q, rows]`; packed `[total, heads_q, head_dim_v]` and `[heads_q, total]`.
 
     Raises:
-        TypeError, ValueError: as `attention`, and where the part does not lie in the larger call.
+        TypeError, ValueError: as `attention`, or the part does not lie in the larger call.
     """
+    if other_names:
+        refuse_other_names(attention_part, other_names)
     checks.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
     side, spec = _described(
@@ -137,44 +145,48 @@ def attention_backward(
     sinks: Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Gradients:
-    """The gradients of attention from its results: what a call, or a part of one, adds to those of its inputs.
+    """The gradients of attention, computed from its results: what a call, or a part, adds to those of its inputs.
 
     With `delta = rowsum(dout · out) - dlse` and the weights `p = exp(score - lse)`::
 
         dv = pᵀ dout        dscore = p · (dout vᵀ - delta)        dq = scale · dscore k        dk = scale · dscoreᵀ q
 
-    `out` and `lse` may be of more keys than are here: gradients of parts then add up to those of the whole. Nothing
-    here is recorded by autograd.
+    `out` and `lse` may cover more keys than k. The gradients of parts then add up to those of the whole. Autograd
+    records nothing here.
 
     Args:
         dout: `[batch, rows, heads_q, head_dim_v]`, gradient of out.
-        q: as for `attention`, or with `part` for `attention_part`, in the dtype in which that ran: nothing here follows
-            autocast.
-        k: likewise.
-        v: likewise.
-        out: `[batch, rows, heads_q, head_dim_v]`, over all keys that lse counts.
+        q: as for `attention`, or with `part` for `attention_part`, in the dtype in which that call ran: this function
+            does not follow autocast.
+        k: the same.
+        v: the same.
+        out: `[batch, rows, heads_q, head_dim_v]`, over all keys that lse covers.
         lse: `[batch, heads_q, rows]`, float32 (float64 for float64).
-        part: where these lie in a larger call; None = they are all of it.
+        part: where the tensors lie in a larger call; None = they are the whole call.
         dlse: gradient of lse, in its shape; None = 0.
-        cu_seqlens_k: `[sequences + 1]`, those of the keys where they are not cu_seqlens; not with `part`.
+        cu_seqlens_k: `[sequences + 1]`, for the keys, if they differ from cu_seqlens; not with `part`.
         max_seqlen_k: upper bound of their lengths; None without cu_seqlens_k.
-        bias: its gradient comes back where it requires one; likewise alibi_slopes and sinks.
-        sinks: `[heads_q]`: the sinks that lse counts. Their gradient is of the rows: ask one part of each row for it.
+        bias: if it requires a gradient, the result contains that gradient. The same holds for alibi_slopes and sinks.
+        sinks: `[heads_q]`: the sinks that lse includes. Their gradient belongs to the rows, so request it in one part
+            of each row only.
 
     The other arguments are those of `attention_part`.
 
     Returns:
-        A tuple with fields q, k, v, bias, alibi_slopes and sinks, each in its input's shape and dtype; the last three
-        are None where not wanted.
+        A tuple with the fields q, k, v, bias, alibi_slopes and sinks, each in its input's shape and dtype. The last
+        three are None if not requested.
 
     Raises:
-        TypeError, ValueError: as `attention_part`, where dout, out, lse or dlse do not fit, and for the backend
-            "reference", which does not compute from results.
+        TypeError, ValueError: as `attention_part`; dout, out, lse or dlse do not fit; or the backend is "reference",
+            which cannot compute gradients from results.
 
     Reference:
         Dao, "FlashAttention-2" (2023), algorithm 2; Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
+    if other_names:
+        refuse_other_names(attention_backward, other_names)
     checks.check_tensors(q=q, k=k, v=v)
     side, spec = _described(
         q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
@@ -241,8 +253,8 @@ def _described(
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
         spec = _placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
-        if key_lengths is not None and part.column:
-            key_lengths = (key_lengths - part.column).clamp(min=0)
+        if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
+            key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
     checks.check_max_seqlen("max_seqlen_k", max_seqlen_k)
     longest_q = rows if max_seqlen is None else max_seqlen

@@ -105,11 +105,10 @@ def positions(rows: range, columns: range, origin: Origin | None) -> tuple[range
 
 
 def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: int, seq_q: int, seq_k: int) -> Tensor:
-    """Materialises the dropout mask of a call, for inspection and tests.
+    """The dropout mask of a call as a tensor, for inspection and tests.
 
-    The mask of `attention(..., dropout_p=p, dropout_seed=seed)` is the same on every backend. For packed
-    (variable-length) calls, `batch` is the number of sequences, and rows and columns count from the start of
-    each sequence.
+    `attention(..., dropout_p=p, dropout_seed=seed)` uses this mask on every backend. For packed (variable-length)
+    calls, `batch` is the number of sequences, and rows and columns count from the start of each sequence.
 
     Args:
         dropout_seed: `[2]` int64 (seed, offset), as given to the call (see `draw_dropout_seed`).
@@ -123,7 +122,7 @@ def dropout_mask(dropout_seed: Tensor, dropout_p: float, *, batch: int, heads: i
         bool `[batch, heads, seq_q, seq_k]` on the seed's device, True = kept.
 
     Raises:
-        TypeError: the seed is no int64 tensor, or a size no int.
+        TypeError: the seed is no int64 tensor, or a size is no int.
         ValueError: the seed has another shape, the probability is out of range, or a size is negative.
     """
     check_dropout_seed(dropout_seed)

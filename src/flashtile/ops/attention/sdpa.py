@@ -7,7 +7,7 @@ head_dim of the values. PyTorch's `[N, H, L, E]` becomes `[N, L, H, E]` by strid
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from flashtile.ops.attention.api import attention
 from flashtile.ops.attention.spec import MAX_HEAD_DIM
 from flashtile.ops.common.checks import FLOAT_DTYPES, as_float, check_device, check_tensors, raise_not_bool
+from flashtile.ops.common.other_names import refuse_other_names
 
 
 def scaled_dot_product_attention(
@@ -29,32 +30,37 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     backend: str = "auto",
     deterministic: bool = False,
+    **other_names: NoReturn,
 ) -> Tensor:
-    """`softmax(scale · query keyᵀ + attn_mask) value`, as `torch.nn.functional.scaled_dot_product_attention` means it.
+    """Attention with the arguments, layout and meaning of `torch.nn.functional.scaled_dot_product_attention`.
 
-    Differentiable in query, key, value and a floating-point attn_mask. The last two arguments are flashtile's own.
+    Computes `softmax(scale · query keyᵀ + attn_mask) value`. Differentiable in query, key, value and a floating-point
+    attn_mask. The last two arguments are flashtile's own.
 
     Args:
-        query: `[..., H, L, E]`; float16, bfloat16, float32, or float64 on a CPU. Two dimensions are one head.
-        key: `[..., G, S, E]`. Leading dimensions broadcast among query, key and value, and so do heads.
+        query: `[..., H, L, E]`; float16, bfloat16, float32, or float64 on a CPU. A tensor with two dimensions is one
+            head.
+        key: `[..., G, S, E]`. Leading dimensions and heads of query, key and value broadcast.
         value: `[..., G, S, V]`; E and V at most 512.
-        attn_mask: broadcasts to `[..., H, L, S]` and has at least the last two dimensions. bool, True = visible; or
-            added to the scores, in query's dtype or float32, with a gradient in its own shape. Also a `CausalBias` of
-            `torch.nn.attention.bias`.
-        dropout_p: probability that a weight is dropped; it is applied whenever it is not 0, in evaluation as well.
-        is_causal: query `i` sees keys 0 to `i`, also where L and S differ. Not together with attn_mask.
+        attn_mask: broadcasts to `[..., H, L, S]` and has at least the last two dimensions. Either bool, True = visible;
+            or added to the scores, in query's dtype or float32, with a gradient in its own shape. A `CausalBias` of
+            `torch.nn.attention.bias` is also accepted.
+        dropout_p: probability that a weight is dropped. It applies whenever it is not 0, in evaluation as well.
+        is_causal: query `i` sees the keys 0 to `i`, also if L and S differ. Not together with attn_mask.
         scale: factor on the scores; default `1/sqrt(E)`.
-        enable_gqa: query head `h` reads key head `h // (H // G)`, and likewise for values; H is a multiple of G.
+        enable_gqa: query head `h` reads key head `h // (H // G)`, and the same for values; H is a multiple of G.
         backend: as in `flashtile.attention`.
         deterministic: as in `flashtile.attention`.
 
     Returns:
-        `[..., H, L, V]` in query's dtype (under autocast in its dtype). A row with no visible key is 0.
+        `[..., H, L, V]` in query's dtype (under autocast in the autocast dtype). A row without a visible key is 0.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong, or a tensor is nested.
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
     """
+    if other_names:
+        refuse_other_names(scaled_dot_product_attention, other_names)
     _check(query, key, value)
     if not (isinstance(is_causal, bool) and isinstance(enable_gqa, bool)):
         raise_not_bool(is_causal=is_causal, enable_gqa=enable_gqa)

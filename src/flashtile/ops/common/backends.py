@@ -64,7 +64,7 @@ def choose(
         obstacle = obstacles[requested]
         rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
         if obstacle:
-            return BackendChoice(None, obstacle, {**rejected, requested: obstacle})
+            return BackendChoice(None, obstacle, {requested: obstacle, **rejected})
         return BackendChoice(requested, "asked for by name", rejected)
     # The interpreter is for testing kernels: it never serves a call that did not ask for it.
     if interpreting:

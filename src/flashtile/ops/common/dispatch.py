@@ -30,13 +30,30 @@ def unobserved(*tensors: Tensor | None) -> bool:
             return False
     first = tensors[0]
     assert first is not None
+    if torch._C._get_tracing_state() is not None:
+        _refuse_onnx("an operator of flashtile")
+        return False
     return (
         (first.is_cuda or first.is_cpu)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
     )
+
+
+def _refuse_onnx(name: str) -> None:
+    """Raises while PyTorch exports to ONNX, which has no operator of flashtile: its own error does not say what to do.
+
+    Raises:
+        NotImplementedError: naming the way there is.
+    """
+    onnx: Any = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            f"torch.onnx.export: expected a model of PyTorch's own operators, got {name}; export in two steps, "
+            "program = torch.export.export(model.eval(), args) and "
+            "torch.onnx.export(flashtile.integrations.export.decompose(program), dynamo=True)"
+        )
 
 
 def batched(*gradients: Tensor | None) -> bool:
@@ -61,6 +78,7 @@ def register_fake(name: str, fake: Callable[..., Any], library: torch.library.Li
     """
 
     def traced(*arguments: Any, **named: Any) -> Any:
+        _refuse_onnx(name)
         lowering: Any = sys.modules.get("torch._inductor.lowering")
         if lowering is not None and _WRITES_GRAPHS_OUT:
             lowering.FALLBACK_ALLOW_LIST.add(name)

@@ -34,11 +34,11 @@ def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
     """Draws a dropout seed from torch's generator of `device`, without synchronising.
 
     Args:
-        device: whose generator, and where the seed lies; None = torch's default device.
+        device: the device of the generator and of the seed; None = torch's default device.
 
     Returns:
-        `[2]` int64 tensor (seed, offset), each in [0, 2³²). `torch.manual_seed` makes it reproducible, and a
-        CUDA graph that captures the draw gets fresh bits at each replay.
+        `[2]` int64 tensor (seed, offset), each in [0, 2³²). `torch.manual_seed` makes it reproducible. A CUDA graph
+        that captures the draw gets new bits at each replay.
     """
     return torch.randint(2**32, (2,), dtype=torch.int64, device=device)
 

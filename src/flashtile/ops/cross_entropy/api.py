@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.cross_entropy import checks
 from flashtile.ops.cross_entropy.linear import LinearOperands
 from flashtile.ops.cross_entropy.linear_operator import run_linear_cross_entropy
@@ -30,34 +31,36 @@ def cross_entropy(
     process_group: ProcessGroup | None = None,
     return_z_loss: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Cross-entropy of logits against labels, reading the logits once, forward and backward.
+    """Cross-entropy of logits against labels. Reads the logits once in the forward and once in the backward.
 
     With `s = logit_scale · logits` and `lse = ln Σ exp(s)` of a row, and its label y::
 
         loss = lse - (1 - label_smoothing) · s[y] - label_smoothing / vocabulary · Σ s + lse_square_scale · lse²
 
-    Differentiable in the logits. Arithmetic is float32 (float64 for float64); nothing of the size of the logits is made
-    but their gradient.
+    Differentiable in the logits. The arithmetic is float32 (float64 for float64). The only tensor of the size of the
+    logits that is allocated is their gradient.
 
     Args:
-        logits: `[..., vocabulary]`; float16, bfloat16, float32, or float64 (CPU and reference only). Read in place
-            where the last dimension is contiguous and the rows lie at one distance, else copied.
-        labels: `[...]`, int64 or int32, from 0 to vocabulary - 1, or `ignore_index`. Another number makes the loss of
-            its row and the gradient of that row NaN. With the environment variable `FLASHTILE_CHECK_VALUES=1`, read at
-            import, it is an error, at the price of a synchronisation on a GPU; not in a compiled graph.
+        logits: `[..., vocabulary]`; float16, bfloat16, float32, or float64 (CPU and reference only). They are copied
+            unless the last dimension is contiguous and all rows have the same distance from one another.
+        labels: `[...]`, int64 or int32, from 0 to vocabulary - 1, or `ignore_index`. Any other number makes the loss
+            and the gradient of its row NaN. With the environment variable `FLASHTILE_CHECK_VALUES=1`, read at import,
+            it raises instead, which synchronises on a GPU; not in a compiled graph.
         label_smoothing: share of the target, from 0 to 1, that is spread evenly over the vocabulary.
         logit_scale: factor on the logits.
         lse_square_scale: factor on lse², which keeps the log-sum-exp near 0 ("z-loss").
-        ignore_index: the label of rows that do not count: their loss is 0 and so is their gradient.
-        reduction: "mean" over the rows that count (NaN where there are none), "sum", or "none" for `[...]`.
-        inplace_backward: the backward writes the gradient to the memory of the logits, which are lost. There can then
-            be one backward only, and no second derivative. A compiled graph plans memory by itself.
-        process_group: of processes that hold `[..., vocabulary / size]` each, in the order of their ranks; labels are
-            those of the whole vocabulary, the same everywhere. Each process gets the loss of whole rows, and the
-            gradient of its columns.
-        return_z_loss: also return the part of lse² in the loss, reduced likewise, to be watched; not differentiable.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        ignore_index: label of rows that do not count: their loss and gradient are 0.
+        reduction: "mean" over the rows that count (NaN if there are none), "sum", or "none" for `[...]`.
+        inplace_backward: the backward writes the gradient into the memory of the logits, and so destroys them. There
+            can then be only one backward, and no second derivative. A compiled graph plans memory by itself.
+        process_group: processes that each hold `[..., vocabulary / size]`, in the order of their ranks. The labels
+            refer to the whole vocabulary and are the same everywhere. Each process gets the loss of whole rows, and the
+            gradient of its own columns.
+        return_z_loss: also return the part of lse² in the loss, reduced in the same way. It is for monitoring and not
+            differentiable.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
         The loss, float32 (float64 for float64), or (loss, z_loss).
@@ -65,14 +68,16 @@ def cross_entropy(
     Raises:
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
-        RuntimeError: a second backward, or one with `create_graph`, of a call with `inplace_backward`; one with
-            `create_graph` of a call with `process_group`.
+        RuntimeError: with `inplace_backward`, a second backward or one with `create_graph`; with `process_group`, a
+            backward with `create_graph`.
 
     References:
-        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016): label smoothing.
-        Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (2022): the loss of lse².
-        Shoeybi et al., "Megatron-LM" (2019): the vocabulary spread over processes.
+        Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (2016): label smoothing. Chowdhery
+        et al., "PaLM: Scaling Language Modeling with Pathways" (2022): the loss of lse². Shoeybi et al., "Megatron-LM"
+        (2019): the vocabulary divided over processes.
     """
+    if other_names:
+        refuse_other_names(cross_entropy, other_names)
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_logits(logits)
     checks.check_labels(labels, logits.shape[:-1], logits.device, "logits")
@@ -109,14 +114,15 @@ def linear_cross_entropy(
     process_group: ProcessGroup | None = None,
     return_z_loss: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`cross_entropy(x · weightᵀ + bias, labels)` without the logits: those of some tokens at a time.
+    """`cross_entropy(x · weightᵀ + bias, labels)` without the full logits: computes those of some tokens at a time.
 
-    Takes the place of the last linear layer and its loss, where the logits would be the largest tensor of a training
-    step. Differentiable in x, weight and bias. With a reduced loss the forward makes the gradients too, and the
-    backward multiplies them by the gradient from above, which for 1 costs nothing on a GPU: three matrix products in
-    all. With `reduction="none"` the backward makes the logits again. A second backward through the same graph does so
-    too, and a second derivative goes through the reference, which holds all logits.
+    Replaces the last linear layer and its loss, where the logits would be the largest tensor of a training step.
+    Differentiable in x, weight and bias. With a reduced loss the forward also computes the gradients, and the backward
+    multiplies them by the incoming gradient; if that is 1, a GPU skips this step. These are three matrix products in
+    all. With `reduction="none"` the backward recomputes the logits. A second backward through the same graph does so
+    too. A second derivative uses the reference, which holds all logits.
 
     Args:
         x: `[..., features]`; float16, bfloat16, float32, or float64 (CPU and reference only).
@@ -128,9 +134,9 @@ def linear_cross_entropy(
         lse_square_scale: as in `cross_entropy`.
         ignore_index: as in `cross_entropy`.
         reduction: as in `cross_entropy`.
-        process_group: of processes that hold `[vocabulary / size, features]` of the weight each, in the order of their
-            ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and that of x,
-            added up over processes, so all of them must ask for it or none.
+        process_group: processes that each hold `[vocabulary / size, features]` of the weight, in the order of their
+            ranks, and the same x and labels. Each gets the gradients of its part of weight and bias, and the gradient
+            of x summed over the processes. Therefore either all processes request gradients or none.
         return_z_loss: as in `cross_entropy`.
         backend: as in `cross_entropy`; the matrix products are PyTorch's.
 
@@ -141,6 +147,8 @@ def linear_cross_entropy(
         TypeError, ValueError: as `cross_entropy`.
         RuntimeError: a backward with `create_graph` of a call with `process_group`.
     """
+    if other_names:
+        refuse_other_names(linear_cross_entropy, other_names)
     checks.check_choice("backend", backend, BACKENDS)
     checks.check_tensors(x=x, weight=weight)
     x, weight, bias = _autocast(x, weight, bias)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.common import backends
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.dense import checks
 from flashtile.ops.dense.operator import MlpOperands, run_dense, run_mlp, run_weight_gradient
 
@@ -22,22 +23,23 @@ def fused_dense(
     return_residual: bool = False,
     main_grad: Tensor | None = None,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A linear layer, `x weightᵀ + bias`, whose backward reads each gradient as rarely as it can.
+    """A linear layer, `x weightᵀ + bias`, with few passes over memory in its backward.
 
-    The matrix products are PyTorch's. The gradient of the bias is one pass over that of the result, summed in float32.
-    Under `torch.autocast` the operands are cast as those of `torch.nn.functional.linear` are.
+    The matrix products are PyTorch's. The gradient of the bias takes one pass over the gradient of the result, and is
+    summed in float32. Under `torch.autocast` the operands are cast as in `torch.nn.functional.linear`.
 
     Args:
         x: `[..., in]`; float16, bfloat16, float32, or float64 (CPU and reference only).
         weight: `[out, in]` in x's dtype.
         bias: `[out]` in x's dtype, or None for 0.
-        return_residual: also return x. The gradient that comes back through it is added within the product that makes
-            x's gradient, and costs no pass of its own.
-        main_grad: `[out, in]` in x's dtype, or in float32: a backward adds the weight's gradient to it, and
-            `weight.grad` stays as it is. A float32 buffer for 16-bit products needs torch 2.10 on a GPU.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one for all that is not a matrix
-            product, or raise.
+        return_residual: also return x. The gradient that comes back through it is added inside the product that
+            computes the gradient of x, without a pass of its own.
+        main_grad: `[out, in]` in x's dtype, or in float32: the backward adds the weight's gradient to it, and
+            `weight.grad` stays as it is.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend for everything except matrix
+            products, or raise.
 
     Returns:
         `[..., out]` in x's dtype; with return_residual `(out, x)`.
@@ -46,6 +48,8 @@ def fused_dense(
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
     """
+    if other_names:
+        refuse_other_names(fused_dense, other_names)
     checks.check_choice("backend", backend, backends.BACKENDS)
     checks.raise_not_bool(return_residual=return_residual)
     checks.check_input("x", x)
@@ -79,15 +83,17 @@ def fused_mlp(
     main_grad1: Tensor | None = None,
     main_grad2: Tensor | None = None,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Linear layer, activation, linear layer: `act(x weight1ᵀ + bias1) weight2ᵀ + bias2`.
 
-    The matrix products are PyTorch's. Between them there is one pass over memory forward, and one backward, which makes
-    the gradient of the activation, the gradient of bias1 and, where it was not kept, the activation itself.
+    The matrix products are PyTorch's. Between them the forward makes one pass over memory, and so does the backward.
+    The pass of the backward computes the gradient of the activation, the gradient of bias1 and, if it was not kept, the
+    activation itself.
 
-    With `gated=True` the first layer makes values and gates: its first F rows the values, its last F rows the gates, as
-    in `torch.nn.functional.glu`, and `hidden = values · act(gates)`. With "silu" that is SwiGLU, with "gelu" or
-    "gelu_tanh" GEGLU, with "relu" ReGLU.
+    With `gated=True` the first layer computes values and gates, as in `torch.nn.functional.glu`: its first F rows are
+    the values, its last F rows the gates, and `hidden = values · act(gates)`. With "silu" this is SwiGLU, with "gelu"
+    or "gelu_tanh" GEGLU, with "relu" ReGLU.
 
     Args:
         x: `[..., in]`; float16, bfloat16, float32, or float64 (CPU and reference only).
@@ -97,12 +103,13 @@ def fused_mlp(
         bias2: `[out]`, or None for 0.
         activation: "gelu_tanh" (the tanh approximation), "gelu", "relu", "squared_relu" or "silu".
         gated: see above.
-        checkpoint_level: what is kept for the backward beside the operands: 0 = the results of first product and
-            activation, 1 = that of the first product alone, 2 = neither, and the first product runs again.
-        return_residual: as `fused_dense`.
+        checkpoint_level: what is kept for the backward in addition to the operands: 0 = the results of the first
+            product and of the activation, 1 = the result of the first product, 2 = neither, so that the first product
+            runs again.
+        return_residual: as for `fused_dense`.
         main_grad1: buffer for the gradient of weight1, as `main_grad` of `fused_dense`.
-        main_grad2: of weight2.
-        backend: as `fused_dense`.
+        main_grad2: buffer for the gradient of weight2.
+        backend: as for `fused_dense`.
 
     Returns:
         `[..., out]` in x's dtype; with return_residual `(out, x)`.
@@ -113,6 +120,8 @@ def fused_mlp(
     Reference:
         Shazeer, "GLU Variants Improve Transformer" (2020).
     """
+    if other_names:
+        refuse_other_names(fused_mlp, other_names)
     checks.check_choice("backend", backend, backends.BACKENDS)
     checks.raise_not_bool(return_residual=return_residual)
     spec = checks.resolve_activation(activation, gated)
@@ -141,21 +150,20 @@ def fused_mlp(
 def linear_bias_wgrad(
     x: Tensor, dout: Tensor, *, main_grad: Tensor | None = None, bias: bool = True, backend: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of weight and bias of a linear layer `x weightᵀ + bias`: `doutᵀ x`, and dout's sum over rows.
+    """The gradients of weight and bias of a linear layer `x weightᵀ + bias`: `doutᵀ x`, and the sum of dout over rows.
 
-    For a backward of one's own. It has no derivative, and raises where autograd would need one.
+    For a backward of your own. The function has no derivative, and raises if autograd would need one.
 
     Args:
-        x: `[..., in]`, the layer's input; dtypes as `fused_dense`.
-        dout: `[..., out]` in x's dtype, the gradient of its result.
+        x: `[..., in]`, the layer's input; dtypes as for `fused_dense`.
+        dout: `[..., out]` in x's dtype, the gradient of the layer's result.
         main_grad: `[out, in]` in x's dtype, or in float32: the weight's gradient is added to it. A float32 buffer
-            takes the products of 16-bit operands without rounding them first; on a GPU that needs torch 2.10, on a CPU
-            it costs copies of both operands.
-        bias: also the gradient of the bias.
-        backend: as `fused_dense`.
+            receives the products of 16-bit operands before they are rounded; on a CPU this copies both operands.
+        bias: also compute the gradient of the bias.
+        backend: as for `fused_dense`.
 
     Returns:
-        dweight `[out, in]`, which is main_grad itself where there is one, and dbias `[out]` in x's dtype, or None.
+        dweight `[out, in]`, which is main_grad itself if given, and dbias `[out]` in x's dtype, or None.
 
     Raises:
         TypeError, ValueError: as `fused_dense`.

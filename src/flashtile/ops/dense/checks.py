@@ -30,8 +30,6 @@ __all__ = [
 ]
 
 _CHECKPOINT_LEVELS = (0, 1, 2)
-#: Since then `torch.addmm` on a GPU adds products of 16-bit matrices to a float32 one; before, it took no such summand.
-_WIDE_RESULTS_SINCE = (2, 10)
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -100,11 +98,6 @@ def check_main_grad(name: str, main_grad: Tensor | None, shape: tuple[int, ...],
         raise ValueError(
             f"{name}: expected a buffer that wants no gradient, got one with requires_grad=True; detach it"
         )
-    if main_grad.dtype is not x.dtype and main_grad.is_cuda and _torch_version() < _WIDE_RESULTS_SINCE:
-        raise ValueError(
-            f"{name}: expected dtype {x.dtype} with torch {torch.__version__}, got {main_grad.dtype}; torch 2.10 is "
-            "the first to add up 16-bit products in float32 on a GPU"
-        )
 
 
 def check_dout(dout: Tensor, x: Tensor) -> None:
@@ -114,10 +107,6 @@ def check_dout(dout: Tensor, x: Tensor) -> None:
         raise ValueError(f"dout: expected the rows of x, shape {(*x.shape[:-1], 'features')}, got {tuple(dout.shape)}")
     if dout.dtype is not x.dtype:
         raise TypeError(f"dout: expected the dtype of x, {x.dtype}, got {dout.dtype}; cast one of them")
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def check_accumulates(name: str, main_grad: Tensor | None, weight: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.operator import run_with_cache
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
@@ -85,64 +86,69 @@ def attention_with_kv_cache(
     num_splits: int | None = None,
     return_lse: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One step of decoding: appends new keys and values to a cache in place, and attends to all that is in it.
+    """One step of decoding: appends new keys and values to a cache in place, and attends to everything in it.
 
-    For inference: nothing is recorded for a backward. Under `torch.autocast` nothing is cast either: what is given
-    must have the dtype of the cache, which is written in place. Lengths and tables may stay on the GPU, where nothing
+    For inference only: nothing is recorded for a backward. Under `torch.autocast` nothing is cast: all tensors must
+    have the dtype of the cache, which is written in place. Lengths and tables may stay on the GPU, because nothing
     waits for them, so a call can be captured in a CUDA graph and replayed with other lengths. A sequence has the rows
     from `cache_left_padding` to `cache_lengths + seq_new` of its part of the cache, and its last query lies at its last
     row.
 
     Args:
         q: `[batch, seq_q, heads_q, head_dim]`; float16, bfloat16, float32, or float64 (CPU and reference only).
-        k_cache: `[batch, capacity, heads_kv, head_dim]` of q's dtype, its last dimension contiguous; or pages of any
-            multiple of 16 rows, `[pages, page_size, heads_kv, head_dim]`, with block_table. `heads_q % heads_kv == 0`.
-        v_cache: the same with head_dim_v; head_dim and head_dim_v each from 1 to 512.
-        k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on; seq_new need
-            not be seq_q. None appends nothing.
-        v: `[batch, seq_new, heads_kv, head_dim_v]`, likewise.
-        cache_lengths: how many rows are in the cache already: an int for all sequences, or `[batch]` int32 or int64
-            on q's device. None (without k and v): the whole cache.
-        cache_batch_indices: `[batch]` int32 or int64: sequence `b` has entry `cache_batch_indices[b]` of the cache, in
-            the place of entry `b`. Where an entry is named twice and rows are appended, either's may remain.
-        cache_left_padding: `[batch]` int32 or int64: rows before this one are not visible, and what they hold has no
-            effect. Lengths and positions count them.
+        k_cache: `[batch, capacity, heads_kv, head_dim]` in q's dtype, contiguous in the last dimension. With
+            block_table, pages `[pages, page_size, heads_kv, head_dim]`, where page_size is a multiple of 16.
+            `heads_q % heads_kv == 0`.
+        v_cache: the same with head_dim_v; head_dim and head_dim_v are each 1 to 512.
+        k: `[batch, seq_new, heads_kv, head_dim]`, written to the rows of k_cache from cache_lengths on. seq_new may
+            differ from seq_q. None appends nothing.
+        v: `[batch, seq_new, heads_kv, head_dim_v]`, written to v_cache.
+        cache_lengths: rows already in the cache: an int for all sequences, or `[batch]` int32 or int64 on q's device.
+            The call does not change it. None (without k and v): the whole cache.
+        cache_batch_indices: `[batch]` int32 or int64: sequence `b` uses entry `cache_batch_indices[b]` of the cache
+            instead of entry `b`. If an entry is named twice and rows are appended, the rows of either may remain.
+        cache_left_padding: `[batch]` int32 or int64: rows before this one are not visible, whatever they contain.
+            Lengths and positions count them.
         block_table: `[batch, max_pages]` int32 or int64: the pages of each sequence, in order. Entries past its length
             are not read.
-        rotary_cos: `[positions, rotary_dim / 2]`, from `flashtile.rotary_tables`: k is rotated before it is stored, row
-            `i` by position `cache_lengths + i`, and so is q; without causal and window all of q by position
-            cache_lengths. Elements from rotary_dim on stay as they are.
+        rotary_cos: `[positions, rotary_dim / 2]`, from `flashtile.rotary_tables`. Row `i` of k is rotated by position
+            `cache_lengths + i` before it is stored, and so is row `i` of q. Without causal and window, all of q is
+            rotated by position cache_lengths. Elements from rotary_dim on stay as they are.
         rotary_sin: the same.
         rotary_interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + rotary_dim / 2])`.
         scale: factor on the scores; default `1/sqrt(head_dim)`.
         causal: query `i` sees no row past `i + total - seq_q`, where total is the length after appending.
         window: `(left, right)` number of rows visible on each side of that diagonal, None = unlimited.
         softcap: bound of the scores, as in `flashtile.attention`; None or 0 for no cap.
-        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 beside float64 q): the scores
-            lose `slope · |i + total - seq_q - j|`.
-        sinks: `[heads_q]`, dtypes as of the slopes: a logit beside those of the keys in each row's softmax.
-        num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them side by side;
-            None chooses it from the sizes. It changes no result but in its rounding; the CPU has no use for it.
+        alibi_slopes: `[heads_q]` or `[batch, heads_q]`, float32 or q's dtype (float64 with float64 q). Each score is
+            reduced by `slope · |i + total - seq_q - j|`.
+        sinks: `[heads_q]`, dtypes as for the slopes: an extra logit in each row's softmax.
+        num_splits: into how many parts, up to 128, a GPU splits the rows of a sequence, to compute them in parallel.
+            None chooses it from the sizes. It changes only the rounding of the result. The CPU does not use it.
         return_lse: also return the log-sum-exp of each row's scores.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype; with `return_lse`, also lse `[batch, heads_q, seq_q]`
-        float32 (float64 for float64 inputs), natural logarithm. A query that sees no row has `out = 0`, `lse = -inf`
-        (the sink, where there is one).
+        float32 (float64 for float64 inputs), natural logarithm. A query that sees no row has `out = 0` and `lse = -inf`
+        (or the sink).
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
-        ValueError: a shape, a device or a value is wrong, an input wants a gradient, or the named backend cannot serve
-            the call. Values in tensors (lengths, indices, pages) are checked on a CPU always, on a GPU only with the
-            environment variable `FLASHTILE_CHECK_VALUES=1`; there rows past the capacity are neither written nor read.
+        ValueError: a shape, a device or a value is wrong, an input requires a gradient, or the named backend cannot
+            serve the call. Values in tensors (lengths, indices, pages) are always checked on a CPU, and on a GPU only
+            with the environment variable `FLASHTILE_CHECK_VALUES=1`. On a GPU, rows past the capacity are neither
+            written nor read.
 
     Reference:
         Dao, "FlashAttention-2" (2023), section 3; Dao et al., "Flash-Decoding for long-context inference" (2023).
         Pages: Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention" (2023),
         section 4. Rotation: Su et al., "RoFormer" (2021).
     """
+    if other_names:
+        refuse_other_names(attention_with_kv_cache, other_names)
     checks.check_choice("backend", backend, BACKENDS)
     checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
     checks.check_caches(q, k_cache, v_cache, block_table is not None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
 from flashtile.ops.layer_norm import checks
 from flashtile.ops.layer_norm.operator import run_norm
@@ -20,18 +23,19 @@ def layer_norm(
     *,
     zero_centered_weight: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
     """Layer norm over the last dimension: `(x - mean) / sqrt(variance + eps) · weight + bias`.
 
-    Statistics and arithmetic are float32 (float64 for float64), whatever the dtypes of the tensors.
+    Statistics and arithmetic are float32 (float64 for float64), whatever the dtypes of the tensors are.
 
     Args:
         x: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
         weight: `[hidden]` in any of these dtypes, or None for 1.
         bias: `[hidden]`, or None for 0.
         eps: added to the variance.
-        zero_centered_weight: the factor is `1 + weight`.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        zero_centered_weight: multiply by `1 + weight`.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
         `[..., hidden]` in x's dtype.
@@ -43,6 +47,8 @@ def layer_norm(
     Reference:
         Ba, Kiros, Hinton, "Layer Normalization" (2016).
     """
+    if other_names:
+        refuse_other_names(layer_norm, other_names)
     return _plain(x, weight, bias, eps, False, zero_centered_weight, backend)
 
 
@@ -54,6 +60,7 @@ def rms_norm(
     *,
     zero_centered_weight: bool = False,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
     """RMS norm over the last dimension: `x / sqrt(mean(x²) + eps) · weight + bias`.
 
@@ -62,6 +69,8 @@ def rms_norm(
     Reference:
         Zhang, Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
+    if other_names:
+        refuse_other_names(rms_norm, other_names)
     return _plain(x, weight, bias, eps, True, zero_centered_weight, backend)
 
 
@@ -88,6 +97,7 @@ def dropout_add_layer_norm(
     out_numrows: int = 0,
     dropout_seed: Tensor | None = None,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Dropout, addition and layer norm in one pass over memory.
 
@@ -97,7 +107,7 @@ def dropout_add_layer_norm(
         z = layer_norm(x) · weight + bias          z1 = layer_norm(x) · weight1 + bias1
 
     Differentiable in x0, x1, residual, layerscale, weights and biases, also through the returned x. The sum is rounded
-    to its dtype before it is normalised, so that z is the norm of the x that is returned.
+    to its dtype before it is normalised, so z is the norm of the x that is returned.
 
     Args:
         x0: `[..., hidden]`, hidden from 1 to 65536; float16, bfloat16, float32, or float64 (CPU and reference only).
@@ -109,30 +119,33 @@ def dropout_add_layer_norm(
         rowscale: `[...]`, a factor for each row of x0 (stochastic depth); no gradient flows to it.
         layerscale: `[hidden]`, a factor for each column of x0.
         prenorm: also return x, the residual of the next layer.
-        residual_in_fp32: x is float32 where there is no residual to say so.
+        residual_in_fp32: without a residual, x is float32.
         return_dropout_mask: also return which elements of x0 (and of x1) were kept.
-        x1: `[..., hidden]` in x0's dtype: a second branch (parallel residual); not with scales or x0_subset.
-        weight1: `[hidden]`: a second output of the same x.
+        x1: `[..., hidden]` in x0's dtype: a second branch (parallel residual). Not together with scales or x0_subset.
+        weight1: `[hidden]`: a second output from the same x.
         bias1: `[hidden]`, only with weight1.
-        zero_centered_weight: the factors are `1 + weight` and `1 + weight1`.
-        x0_subset: integers: x has this shape (and `hidden`), and its row takes row `i - 1` of x0, or 0 where `i = 0`.
-        out_subset: integers, one for each row of x, which goes to row `i - 1` of z, or nowhere where `i = 0`. In
-            both subsets a row is named at most once. Rows of z that none names are 0.
+        zero_centered_weight: multiply by `1 + weight` and `1 + weight1`.
+        x0_subset: integers, one for each row of x: the row takes row `i - 1` of x0, or 0 if `i = 0`. x has the shape of
+            this tensor (and `hidden`).
+        out_subset: integers, one for each row of x: the row goes to row `i - 1` of z, or nowhere if `i = 0`. In both
+            subsets a row is named at most once. Rows of z that are not named are 0.
         rowscale_const: a factor on all of x0.
         out_numrows: rows of z, with out_subset.
-        dropout_seed: `[2]` int64 tensor from `flashtile.draw_dropout_seed`, on x0's device; drawn from torch's
-            generator when left out, so that `torch.manual_seed` reproduces a run.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        dropout_seed: `[2]` int64 tensor from `flashtile.draw_dropout_seed`, on x0's device. Without it, the seed is
+            drawn from torch's generator, so that `torch.manual_seed` makes a run reproducible.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
-        z `[..., hidden]` in x0's dtype, or `[out_numrows, hidden]` with out_subset. Where more is asked for, a tuple
-        in this order: z, z1 (with weight1), x (prenorm), and of the dropout masks (bool, True = kept) that of x0, and
-        that of x1 where there is one.
+        z `[..., hidden]` in x0's dtype, or `[out_numrows, hidden]` with out_subset. If you ask for more, a tuple in
+        this order: z, z1 (with weight1), x (with prenorm), the dropout mask of x0 and that of x1 (bool, True = kept).
 
     Raises:
-        TypeError, ValueError: as `layer_norm`. The numbers in subsets are checked on a CPU always, on a GPU only with
-            the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there synchronises.
+        TypeError, ValueError: as `layer_norm`. The numbers in subsets are always checked on a CPU. On a GPU they are
+            checked only with the environment variable `FLASHTILE_CHECK_VALUES=1`, because reading them there
+            synchronises.
     """
+    if other_names:
+        refuse_other_names(dropout_add_layer_norm, other_names)
     operands = Operands(
         x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
     )
@@ -163,8 +176,11 @@ def dropout_add_rms_norm(
     out_numrows: int = 0,
     dropout_seed: Tensor | None = None,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor | tuple[Tensor, ...]:
     """Dropout, addition and RMS norm in one pass over memory: `dropout_add_layer_norm` with `rms_norm` in it."""
+    if other_names:
+        refuse_other_names(dropout_add_rms_norm, other_names)
     operands = Operands(
         x0, residual, x1, weight, bias, weight1, bias1, rowscale, layerscale, x0_subset, out_subset, dropout_seed
     )

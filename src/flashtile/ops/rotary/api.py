@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.rotary import checks
 from flashtile.ops.rotary.operator import run_rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
@@ -25,14 +28,15 @@ def apply_rotary(
     conjugate: bool = False,
     *,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
-    """Rotary position embedding: turns pairs of elements of each head by an angle that grows with the position.
+    """Rotary position embedding: rotates pairs of elements of each head by an angle that grows with the position.
 
     ::
 
         (a, b)  ->  (a · cos - b · sin,  a · sin + b · cos)
 
-    Differentiable in x. Arithmetic is float32 (float64 for float64), whatever the dtypes of x and the tables.
+    Differentiable in x. The arithmetic is float32 (float64 for float64), whatever the dtypes of x and the tables are.
 
     Args:
         x: `[batch, seq, heads, head_dim]`, or `[total, heads, head_dim]` with cu_seqlens; float16, bfloat16, float32,
@@ -42,25 +46,27 @@ def apply_rotary(
         sin: the same.
         interleaved: pairs are `(x[2i], x[2i + 1])`, else `(x[i], x[i + rotary_dim / 2])`.
         inplace: write to x, and return it.
-        seqlen_offsets: position of the first row of every sequence, or `[batch]` int32 or int64, one for each.
-        cu_seqlens: `[batch + 1]` int32 or int64: sequence `b` owns the rows from `cu_seqlens[b]` to
-            `cu_seqlens[b + 1]`. Rows past the last one belong to no sequence and stay as they are.
-        max_seqlen: the longest of those sequences, for the check of the tables' length.
-        conjugate: turn the other way, which undoes the rotation.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        seqlen_offsets: position of the first row: an int for all sequences, or `[batch]` int32 or int64, one for each.
+        cu_seqlens: `[batch + 1]` int32 or int64: sequence `b` has the rows from `cu_seqlens[b]` to `cu_seqlens[b + 1]`.
+            Rows past the last one belong to no sequence and stay as they are.
+        max_seqlen: length of the longest of these sequences, for the check of the tables' length.
+        conjugate: rotate in the opposite direction, which undoes the rotation.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
-        The rotated x, of its shape and dtype.
+        The rotated x, in its shape and dtype.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, the tables are too short, or the named backend cannot serve
-            the call. Positions that depend on values in tensors are checked on a CPU always, on a GPU only with
-            the environment variable `FLASHTILE_CHECK_VALUES=1`; a row past the table is then not rotated.
+            the call. Positions that depend on values in tensors are always checked on a CPU, and on a GPU only with the
+            environment variable `FLASHTILE_CHECK_VALUES=1`; without the check, a row past the table is not rotated.
 
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
+    if other_names:
+        refuse_other_names(apply_rotary, other_names)
     checks.check_input("x", x, _DENSE if cu_seqlens is None else _PACKED)
     heads = x.shape[-2]
     return _rotate(
@@ -83,30 +89,33 @@ def apply_rotary_qkv(
     max_seqlen: int | None = None,
     *,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
-    """Rotates the queries and keys of packed qkv in one launch; the values stay as they are.
+    """Rotates the queries and keys of packed qkv in one launch. The values stay as they are.
 
     Args:
         qkv: `[batch, seq, 3, heads, head_dim]`, or `[batch, seq, heads_q + 2 heads_kv, head_dim]` with num_heads_q;
             with cu_seqlens `[total, ...]`.
-        cos: for the queries, and for the keys too without cos_k; see `apply_rotary`.
+        cos: tables for the queries, and without cos_k also for the keys; see `apply_rotary`.
         sin: the same.
-        cos_k: for the keys (xPos).
-        sin_k: for the keys.
-        interleaved: see `apply_rotary`, as all that follows.
+        cos_k: tables for the keys, if they differ (xPos).
+        sin_k: the same.
+        interleaved: which elements form a pair; see `apply_rotary`.
         inplace: write to qkv, and return it.
-        seqlen_offsets: position of the first row.
+        seqlen_offsets: position of the first row; see `apply_rotary`.
         num_heads_q: heads of q, for the second layout.
-        cu_seqlens: where sequences begin.
-        max_seqlen: the longest of them.
-        backend: which one.
+        cu_seqlens: where packed sequences begin; see `apply_rotary`.
+        max_seqlen: length of the longest of them.
+        backend: as for `apply_rotary`.
 
     Returns:
-        qkv of its shape and dtype, rotated.
+        qkv in its shape and dtype, rotated.
 
     Raises:
         TypeError, ValueError: as `apply_rotary`.
     """
+    if other_names:
+        refuse_other_names(apply_rotary_qkv, other_names)
     checks.check_tensors(qkv=qkv)
     rows = 2 if cu_seqlens is None else 1
     if qkv.dim() == rows + 3 and qkv.shape[rows] == 3:
@@ -141,26 +150,29 @@ def apply_rotary_kv(
     max_seqlen: int | None = None,
     *,
     backend: str = "auto",
+    **other_names: NoReturn,
 ) -> Tensor:
-    """Rotates the keys of packed kv in one launch; the values stay as they are.
+    """Rotates the keys of packed kv in one launch. The values stay as they are.
 
     Args:
         kv: `[batch, seq, 2, heads, head_dim]`, or `[total, 2, heads, head_dim]` with cu_seqlens.
-        cos: for the keys; see `apply_rotary`, as all that follows.
+        cos: tables for the keys; see `apply_rotary`.
         sin: the same.
-        interleaved: which elements are a pair.
+        interleaved: which elements form a pair; see `apply_rotary`.
         inplace: write to kv, and return it.
-        seqlen_offsets: position of the first row.
-        cu_seqlens: where sequences begin.
-        max_seqlen: the longest of them.
-        backend: which one.
+        seqlen_offsets: position of the first row; see `apply_rotary`.
+        cu_seqlens: where packed sequences begin; see `apply_rotary`.
+        max_seqlen: length of the longest of them.
+        backend: as for `apply_rotary`.
 
     Returns:
-        kv of its shape and dtype, rotated.
+        kv in its shape and dtype, rotated.
 
     Raises:
         TypeError, ValueError: as `apply_rotary`.
     """
+    if other_names:
+        refuse_other_names(apply_rotary_kv, other_names)
     layout = (*(_DENSE if cu_seqlens is None else _PACKED)[:-2], "2", "heads", "head_dim")
     checks.check_input("kv", kv, layout)
     if kv.shape[-3] != 2:

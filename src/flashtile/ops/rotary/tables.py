@@ -14,27 +14,28 @@ from flashtile.ops.common.checks import as_float, check_count, check_float_dtype
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How angles are made for contexts longer than those trained on.
+    """How angles are computed for contexts that are longer than those of training.
 
-    With `f[i] = base ** (-2i / dim)` the angle of pair `i` at position `p` is `p · f[i]`, and
+    With `f[i] = base ** (-2i / dim)` the angle of pair `i` at position `p` is `p · f[i]`. The scaling changes `f`:
 
     - `"linear"`: `f / factor` (Chen et al., "Extending Context Window of Large Language Models via Positional
       Interpolation", 2023);
-    - `"ntk"`: base is `base · factor ** (dim / (dim - 2))`: high frequencies stay, the lowest is divided by `factor`;
-    - `"yarn"`: pairs that turn more than `beta_fast` times over `original_length` keep `f`, those that turn less than
-      `beta_slow` times get `f / factor`, a ramp between them; cos and sin are multiplied by `attention_factor` (Peng,
-      Quesnelle, Fan, Shippole, "YaRN", 2023).
+    - `"ntk"`: the base becomes `base · factor ** (dim / (dim - 2))`: high frequencies stay, the lowest is divided by
+      `factor`;
+    - `"yarn"`: pairs that turn more than `beta_fast` times over `original_length` keep `f`. Pairs that turn less than
+      `beta_slow` times get `f / factor`, with a ramp between the two. cos and sin are multiplied by `attention_factor`
+      (Peng, Quesnelle, Fan, Shippole, "YaRN", 2023).
 
     Attributes:
-        kind: which of them.
-        factor: how many times longer.
-        original_length: the context trained on (YaRN).
-        beta_fast: turns from which on a pair is left alone (YaRN).
-        beta_slow: turns up to which a pair is slowed down (YaRN).
-        attention_factor: on cos and sin (YaRN); None = `0.1 · ln(factor) + 1`.
+        kind: which of these methods.
+        factor: how many times longer the context is.
+        original_length: the context of training (YaRN).
+        beta_fast: number of turns above which a pair keeps its frequency (YaRN).
+        beta_slow: number of turns below which a pair's frequency is divided by `factor` (YaRN).
+        attention_factor: factor on cos and sin (YaRN); None = `0.1 · ln(factor) + 1`.
 
     Raises:
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
         ValueError: a value is wrong.
     """
 
@@ -68,7 +69,7 @@ class RotaryScaling:
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied by."""
+        """The factor on cos and sin."""
         if self.kind != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
@@ -81,15 +82,15 @@ def rotary_frequencies(
 
     Args:
         dim: elements of a head that are rotated; even.
-        base: of the frequencies `base ** (-2i / dim)`.
-        scaling: to a longer context; see `RotaryScaling`.
-        device: of the result.
+        base: base of the frequencies `base ** (-2i / dim)`.
+        scaling: for longer contexts; see `RotaryScaling`.
+        device: device of the result.
 
     Returns:
         float32 `[dim / 2]`.
 
     Raises:
-        TypeError: the base is no number, or the scaling no `RotaryScaling`.
+        TypeError: base is not a number, or scaling is no `RotaryScaling`.
         ValueError: a value is wrong.
     """
     _check_dim(dim)
@@ -139,22 +140,23 @@ def rotary_tables(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position: each `[positions, dim / 2]`.
+    """cos and sin for every position: each `[positions, dim / 2]`.
 
     Args:
-        positions: length of the table.
+        positions: length of the tables.
         dim: elements of a head that are rotated; even.
-        base: of the frequencies `base ** (-2i / dim)`.
-        scaling: to a longer context; see `RotaryScaling`.
-        device: of the tables.
-        dtype: of the tables. Angles are float32; narrower tables lose the high positions.
+        base: base of the frequencies `base ** (-2i / dim)`.
+        scaling: for longer contexts; see `RotaryScaling`.
+        device: device of the tables.
+        dtype: dtype of the tables. Angles are computed in float32. Keep the tables in float32 too, because 16-bit
+            tables round the cosines and sines.
 
     Returns:
         cos and sin, each `[positions, dim / 2]` in that dtype.
 
     Raises:
-        TypeError: as `rotary_frequencies`; the length is no int, or the dtype not one of floating-point numbers.
-        ValueError: as `rotary_frequencies`; the length is negative.
+        TypeError: as `rotary_frequencies`; or positions is no int, or dtype is no floating-point dtype.
+        ValueError: as `rotary_frequencies`; or positions is negative.
 
     Reference:
         Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
@@ -168,22 +170,22 @@ def rotary_tables(
 
 
 def xpos_scale(positions: int, dim: int, scale_base: float, *, device: torch.device | str | None = None) -> Tensor:
-    """The decay of xPos, float32 `[positions, dim / 2]`: tables of q are multiplied by it, those of k divided.
+    """The decay of xPos: multiply the tables of q by it, and divide the tables of k by it.
 
-    Pair `i` at position `p` has `((2i + 0.4 dim) / 1.4 dim) ** ((p - positions // 2) / scale_base)`. The middle of the
-    table has 1, so q and k must come from one table.
+    Pair `i` at position `p` has `((2i + 0.4 dim) / 1.4 dim) ** ((p - positions // 2) / scale_base)`. The value is 1 in
+    the middle of the table, so q and k must use tables of the same length.
 
     Args:
         positions: length of the table.
         dim: elements of a head that are rotated; even.
-        scale_base: positions over which the decay goes once; positive, 512 is usual.
-        device: of the result.
+        scale_base: positions over which the decay applies once; positive, usually 512.
+        device: device of the result.
 
     Returns:
         float32 `[positions, dim / 2]`.
 
     Raises:
-        TypeError: positions or scale_base are no numbers.
+        TypeError: positions or scale_base is not a number.
         ValueError: a value is wrong.
 
     Reference:

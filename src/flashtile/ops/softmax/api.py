@@ -3,46 +3,52 @@
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.common import checks
 from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.softmax.operator import run_softmax
 from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxSpec
 
 
-def scaled_masked_softmax(x: Tensor, mask: Tensor | None, scale: float = 1.0, *, backend: str = "auto") -> Tensor:
-    """Softmax of `scale · x` over the last dimension, without what a mask takes out, in one pass over memory.
+def scaled_masked_softmax(
+    x: Tensor, mask: Tensor | None, scale: float = 1.0, *, backend: str = "auto", **other_names: NoReturn
+) -> Tensor:
+    """Softmax of `scale · x` over the last dimension, without the masked elements, in one pass over memory.
 
-    Differentiable in x; the backward needs the result alone. Arithmetic is float32 (float64 for float64).
+    Differentiable in x; the backward needs only the result. The arithmetic is float32 (float64 for float64).
 
     Args:
         x: `[batch, heads, seq_q, seq_k]`; float16, bfloat16, float32, or float64 (CPU and reference only).
         mask: bool (or uint8), True = masked out; `[batch, 1, seq_q, seq_k]`, or any shape that broadcasts to x. It is
-            read in place, not expanded. None = nothing is.
+            not expanded in memory. None = nothing is masked.
         scale: factor on x.
-        backend: "auto" picks by device; "triton", "cpu" or "reference" run that one or raise.
+        backend: "auto" chooses by device; "triton", "cpu" or "reference" run that backend or raise.
 
     Returns:
-        `[batch, heads, seq_q, seq_k]` in x's dtype. A row with nothing left, or with nothing but -inf, is 0, and so is
-        its gradient.
+        `[batch, heads, seq_q, seq_k]` in x's dtype. A row whose elements are all masked or -inf is 0, and so is its
+        gradient.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
         ValueError: a shape, a device or a value is wrong, or the named backend cannot serve the call.
     """
+    if other_names:
+        refuse_other_names(scaled_masked_softmax, other_names)
     _check("x", x, 4, backend)
     if mask is not None:
         mask = _expanded(mask, x)
     return run_softmax(x, mask, SoftmaxSpec(_scale(scale), False), backend)
 
 
-def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto") -> Tensor:
-    """Softmax of `scale · x` over the keys that a causal mask leaves, in one pass over what is visible.
+def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto", **other_names: NoReturn) -> Tensor:
+    """Softmax of `scale · x` over the keys that a causal mask shows, in one pass over the visible elements.
 
-    What is visible, for two queries and four keys, and for four and two (`x` = visible)::
+    The visible keys for two queries and four keys, and for four queries and two keys (`x` = visible)::
 
         x x x .        . .
         x x x x        . .
@@ -50,16 +56,18 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
                        x x
 
     Args:
-        x: `[..., seq_q, seq_k]`; dtypes as `scaled_masked_softmax`.
+        x: `[..., seq_q, seq_k]`; dtypes as for `scaled_masked_softmax`.
         scale: factor on x.
-        backend: as `scaled_masked_softmax`.
+        backend: as for `scaled_masked_softmax`.
 
     Returns:
-        `[..., seq_q, seq_k]` in x's dtype; 0 where a key is not visible.
+        `[..., seq_q, seq_k]` in x's dtype; 0 if a key is not visible.
 
     Raises:
         TypeError, ValueError: as `scaled_masked_softmax`.
     """
+    if other_names:
+        refuse_other_names(scaled_causal_softmax, other_names)
     _check("x", x, None, backend)
     seq_q, seq_k = x.shape[-2:]
     matrices = x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), seq_q, seq_k)

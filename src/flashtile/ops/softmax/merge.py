@@ -26,10 +26,10 @@ from flashtile.ops.softmax.spec import compute_dtype
 
 
 class OnlineSoftmax(NamedTuple):
-    """What is known of the keys seen so far.
+    """The state of an online softmax: statistics of the keys so far.
 
     Attributes:
-        row_max: `[..., rows]`, the largest score, -inf while nothing was seen.
+        row_max: `[..., rows]`, the largest score, -inf before the first visible key.
         row_sum: `[..., rows]`, `Σ exp(score - row_max)`.
         acc: `[..., rows, columns]`, `Σ exp(score - row_max) · value`.
     """
@@ -39,25 +39,25 @@ class OnlineSoftmax(NamedTuple):
     acc: Tensor
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """out `[..., rows, columns]` and lse `[..., rows]`; 0 and -inf in a row that saw nothing."""
+        """out `[..., rows, columns]` and lse `[..., rows]`; 0 and -inf in a row that saw no key."""
         blind = self.row_sum == 0
         total = self.row_sum.masked_fill(blind, 1)
         return self.acc / total[..., None], (self.row_max + total.log()).masked_fill(blind, float("-inf"))
 
 
 def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None = None) -> OnlineSoftmax:
-    """One step of the online softmax: joins some keys to those seen so far.
+    """One step of the online softmax: adds some keys to the state of the keys before.
 
     Args:
-        scores: `[..., rows, keys]`, -inf where a key is not visible.
+        scores: `[..., rows, keys]`, -inf if a key is not visible.
         values: `[..., keys, columns]`.
-        state: of the keys before, or None.
+        state: state of the keys before, or None.
 
     Returns:
         The new state, in float32 (float64 for float64); `finish()` gives the result.
 
     Raises:
-        TypeError: an argument is not a tensor, or a dtype is wrong; state is not what this function returned.
+        TypeError: an argument is not a tensor, a dtype is wrong, or state is not what this function returned.
         ValueError: a shape is wrong, or the numbers of keys differ.
     """
     check_tensors(scores=scores, values=values)
@@ -96,18 +96,18 @@ def online_softmax(scores: Tensor, values: Tensor, state: OnlineSoftmax | None =
 
 
 def logsumexp_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Puts together attention over disjoint keys, each normalised by itself.
+    """Merges attention over disjoint parts of the keys. Each part is normalised by itself.
 
     Args:
         outs: each `[batch, seq, heads, head_dim]`, or packed `[total, heads, head_dim]`.
         lses: each `[batch, heads, seq]`, packed `[heads, total]`: the log-sum-exp of the scores, natural logarithm, as
-            `flashtile.attention` returns it. -inf where a row saw no key.
+            `flashtile.attention` returns it. -inf if a row saw no key.
 
     Returns:
-        out in the dtype of the first, and lse in float32 (float64 for float64): what one call over all keys gives.
+        out in the dtype of the first, and lse in float32 (float64 for float64): the result of one call over all keys.
 
     Raises:
-        TypeError: something is not a tensor, or outs are no floats.
+        TypeError: something is not a tensor, or outs are not floating point.
         ValueError: there is nothing to merge, or shapes do not match.
     """
     for name, parts in (("outs", outs), ("lses", lses)):  # both may be tensors that stack the parts
@@ -153,23 +153,24 @@ def merge_attention_(
     first: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Joins attention over some keys to that over others, in place: a step of a merge whose parts come one by one.
+    """Merges attention over some keys into a running result, in place: for parts that arrive one by one.
 
     ::
 
         m' = max(m, lse)        l' = exp(m - m') l + exp(lse - m')        acc' = exp(m - m') acc + exp(lse - m') out
 
-    In the end `finish_attention` divides: `acc / l` is the result over all keys and `m + ln l` its log-sum-exp. While
-    the maximum stays the same, what is there is multiplied by exactly 1, so that rounding errors do not pile up. Begin
-    with acc, row_max and row_sum of 0, -inf and 0, or with a part that is the first of its rows. Nothing is recorded by
-    autograd. On a GPU one pass over memory.
+    At the end `finish_attention` divides: `acc / l` is the result over all keys, and `m + ln l` its log-sum-exp. While
+    the maximum stays the same, the running result is multiplied by exactly 1, so rounding errors do not accumulate.
+    Start with acc, row_max and row_sum of 0, -inf and 0, or with `first=True`. Autograd records nothing. On a GPU this
+    is one pass over memory.
 
     Args:
-        acc: float32 (float64 for float64) `[batch, rows, heads, head_dim]`, the last dimension contiguous.
-        row_max: in its dtype, `[batch, heads, rows]`, rows side by side; row_sum likewise, with the same strides.
-        out: `[batch, rows, heads, head_dim]`, normalised, the last dimension contiguous.
+        acc: float32 (float64 for float64) `[batch, rows, heads, head_dim]`, contiguous in the last dimension.
+        row_max: `[batch, heads, rows]` in the dtype of acc, contiguous in the last dimension. The same holds for
+            row_sum, with the same strides.
+        out: `[batch, rows, heads, head_dim]`, normalised, contiguous in the last dimension.
         lse: `[batch, heads, rows]` in the dtype of acc, natural logarithm.
-        first: nothing was joined yet: acc, row_max and row_sum may hold anything, and become this part.
+        first: this is the first part: acc, row_max and row_sum may contain anything, and become this part.
         backend: "auto", "triton", "cpu" or "reference".
 
     Raises:
@@ -195,13 +196,13 @@ def finish_attention(
     """The result of a merge by `merge_attention_`: attention over the keys of all parts. On a GPU one pass over memory.
 
     Args:
-        acc, row_max, row_sum: as `merge_attention_` leaves them.
-        dtype: of the result.
+        acc, row_max, row_sum: the running result of `merge_attention_`.
+        dtype: dtype of the output.
         backend: "auto", "triton", "cpu" or "reference".
 
     Returns:
-        out `[batch, rows, heads, head_dim]` in that dtype, and lse `[batch, heads, rows]` in that of acc; 0 and -inf in
-        a row that saw nothing.
+        out `[batch, rows, heads, head_dim]` in that dtype, and lse `[batch, heads, rows]` in the dtype of acc; 0 and
+        -inf in a row that saw no key.
 
     Raises:
         TypeError: something is not a tensor.

@@ -1,7 +1,7 @@
 """Known patterns of block-sparse attention, as `BlockMask`s.
 
-Each knows which tiles its edges pass through, and makes the elements of those alone: a mask over 65,536 tokens takes a
-second or less on a CPU. In the pictures queries go down and keys to the right, `x` is visible.
+A pattern knows which tiles its edges pass through and evaluates only these. A mask over 65,536 tokens takes a second or
+less on a CPU. In the pictures queries go down, keys go to the right, and `x` is visible.
 """
 
 from flashtile.ops.attention.patterns.bands import causal, prefix_lm, sliding_window

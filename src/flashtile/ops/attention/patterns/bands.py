@@ -23,7 +23,7 @@ def causal(
     tile: tuple[int, int] = TILE,
     device: Device = None,
 ) -> BlockMask:
-    """No key right of the diagonal; what `flashtile.attention` does with `causal=True`, without lists.
+    """Hides the keys right of the diagonal, as `flashtile.attention` does with `causal=True`, which needs no lists.
 
     ::
 
@@ -34,10 +34,10 @@ def causal(
 
     Args:
         seq_q: number of queries.
-        seq_k: number of keys; None = as many.
+        seq_k: number of keys; None = seq_q.
         align: where the diagonal lies if they differ, as in `flashtile.attention`.
-        tile: of the lists, multiples of 16.
-        device: of the result.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size, the alignment or the tile is wrong.
@@ -68,18 +68,18 @@ def sliding_window(
         . . . x x x          x . . x x x          x . . x x .
         . . . . x x          x . . . x x          x . . . x x
 
-    With `right=0` the mask is causal, and global tokens see no later ones either.
+    With `right=0` the mask is causal, and global tokens see no later tokens either.
 
     Args:
         seq_q: number of queries.
-        seq_k: number of keys; None = as many.
-        left: keys visible left of the diagonal, None = all.
-        right: keys visible right of the diagonal, None = all.
-        global_tokens: so many tokens at the start are global, as keys and as queries. A query is the token at whose
-            place in the keys the diagonal passes it.
+        seq_k: number of keys; None = seq_q.
+        left: number of keys visible left of the diagonal, None = all.
+        right: number of keys visible right of the diagonal, None = all.
+        global_tokens: how many tokens at the start are global, as keys and as queries. If the lengths differ, a query
+            is the token at the key where the diagonal passes it.
         align: where the diagonal lies if the lengths differ, as in `flashtile.attention`.
-        tile: of the lists, multiples of 16.
-        device: of the result.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size, the alignment or the tile is wrong.
@@ -136,7 +136,7 @@ def prefix_lm(
     tile: tuple[int, int] = TILE,
     device: Device = None,
 ) -> BlockMask:
-    """Tokens of the prefix see the whole prefix, later ones all that came before.
+    """Tokens of the prefix see the whole prefix, and later tokens see everything before them.
 
     ::
 
@@ -148,9 +148,9 @@ def prefix_lm(
 
     Args:
         seq: number of tokens.
-        prefix_lengths: of the prefix, or int32 or int64 `[batch]`, one for each batch entry; 0 is plain causal.
-        tile: of the lists, multiples of 16.
-        device: of the result; None = that of prefix_lengths where it is a tensor.
+        prefix_lengths: length of the prefix, or int32 or int64 `[batch]`, one for each batch entry; 0 is plain causal.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result; None = that of prefix_lengths if it is a tensor.
 
     Raises:
         TypeError, ValueError: a size, a dtype, a shape or the tile is wrong.

@@ -24,14 +24,15 @@ def butterfly(seq: int, block: int = 64, *, device: Device = None) -> BlockMask:
         . . x . x . x x
         . . . x . x x x
 
-    Block `(i, j)` is visible if `i ^ j` is 0 or a power of two. That is the sum of all factors of a butterfly matrix:
-    the factor of level `m` joins blocks `2**m` apart, and their product would join all. Each row has at most
-    `1 + log2(blocks)` blocks. Where the number of blocks is no power of two, those that are not there are left out.
+    Block `(i, j)` is visible if `i ^ j` is 0 or a power of two. This is the sum of all factors of a butterfly matrix:
+    the factor of level `m` connects blocks `2**m` apart, and the product of the factors would connect all. Each row has
+    at most `1 + log2(blocks)` blocks. If the number of blocks is not a power of two, blocks that do not exist are left
+    out.
 
     Args:
         seq: number of tokens.
         block: tokens in a block, a multiple of 16.
-        device: of the result.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size or the block is wrong.
@@ -69,7 +70,7 @@ def big_bird(
     *,
     device: Device = None,
 ) -> BlockMask:
-    """A window of blocks, blocks that see all and are seen by all, and in each row some at random.
+    """A window of blocks, blocks that see all and are seen by all, and random blocks in each row.
 
     ::
 
@@ -86,11 +87,12 @@ def big_bird(
         seq: number of tokens.
         block: tokens in a block, a multiple of 16.
         window_blocks: blocks around the diagonal, an odd number.
-        global_blocks: so many blocks at the start are global, as keys and as queries.
-        random_blocks: blocks drawn for each row of blocks out of those it would not see; all, where there are fewer.
-        seed: of the draw, which is the same on every device.
-        heads: each of so many heads has its own draw; None = one for all.
-        device: of the result.
+        global_blocks: how many blocks at the start are global, as keys and as queries.
+        random_blocks: blocks that each row of blocks draws from those it would not see; all of these if there are
+            fewer.
+        seed: seed of the draw, which is the same on every device.
+        heads: number of heads with a draw of their own; None = one draw for all heads.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size, a number of blocks or the seed is wrong.

@@ -21,7 +21,7 @@ def documents(
     tile: tuple[int, int] = TILE,
     device: Device = None,
 ) -> BlockMask:
-    """Tokens see those of their own document.
+    """Tokens see the tokens of their own document.
 
     ::
 
@@ -33,15 +33,15 @@ def documents(
                               . . . . . x                 . . . . . x
 
     Args:
-        lengths: of documents that lie one behind the other, `[documents]`; their sum is the number of tokens.
+        lengths: lengths of documents that follow one another, `[documents]`; their sum is the number of tokens.
         ids: the document of each token, int32 or int64 `[seq]`, or `[batch, seq]`; in any order. A token with a
-            negative id belongs to none, sees nothing and is not seen. Either lengths or ids.
-        causal: no token sees a later one.
-        tile: of the lists, multiples of 16.
-        device: of the result; None = that of lengths or ids where they are tensors.
+            negative id belongs to no document: it sees nothing and is not seen. Pass either lengths or ids.
+        causal: tokens see no later tokens.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result; None = that of lengths or ids if they are tensors.
 
     Raises:
-        TypeError, ValueError: both or none of lengths and ids, a dtype, a shape, a negative length, the tile.
+        TypeError, ValueError: both or none of lengths and ids, or a dtype, a shape, a length or the tile is wrong.
 
     Reference:
         Krell, Kosec, Perez, Fitzgibbon, "Efficient Sequence Packing without Cross-contamination" (2021).

@@ -27,15 +27,15 @@ def strided(
                              x . . x x x x .
                              . x . . x x x x
 
-    Key `j` is visible to query `i` if `i - j <= stride` or `(i - j) % stride == 0`, and `j <= i`; without `causal` the
-    same of `|i - j|`. Both parts are in one mask, which the paper calls a merged head.
+    Key `j` is visible to query `i` if `i - j <= stride` or `(i - j) % stride == 0`, and `j <= i`. Without `causal` the
+    same holds for `|i - j|`. Both parts are in one mask, which the paper calls a merged head.
 
     Args:
         seq: number of tokens.
-        stride: about the square root of it.
-        causal: no token sees a later one.
-        tile: of the lists, multiples of 16.
-        device: of the result.
+        stride: usually about the square root of seq.
+        causal: tokens see no later tokens.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size or the tile is wrong.
@@ -78,7 +78,7 @@ def fixed(
     tile: tuple[int, int] = TILE,
     device: Device = None,
 ) -> BlockMask:
-    """The tokens of the query's own block of `stride`, and the last `expressivity` tokens of every block.
+    """The tokens of the query's own block of `stride` tokens, and the last `expressivity` tokens of every block.
 
     ::
 
@@ -91,16 +91,16 @@ def fixed(
                                              . . x . . x x .
                                              . . x . . x x x
 
-    Key `j` is visible to query `i` if `i // stride == j // stride` or `j % stride >= stride - expressivity`, and
-    `j <= i` with `causal`.
+    Key `j` is visible to query `i` if `i // stride == j // stride` or `j % stride >= stride - expressivity`, and with
+    `causal` also `j <= i`.
 
     Args:
         seq: number of tokens.
         stride: length of a block.
-        expressivity: so many tokens at the end of each block sum it up; the paper's c.
-        causal: no token sees a later one.
-        tile: of the lists, multiples of 16.
-        device: of the result.
+        expressivity: how many tokens at the end of each block summarise it; c in the paper.
+        causal: tokens see no later tokens.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
 
     Raises:
         TypeError, ValueError: a size or the tile is wrong.

@@ -1,4 +1,4 @@
-"""Elementary functions that Triton does not have on every target."""
+"""Functions that Triton does not have on every target, and what kernels ask about layouts."""
 
 from __future__ import annotations
 
@@ -19,3 +19,17 @@ def tanh(x, PRECISE: tl.constexpr):
         small = x * (1.0 + square * (-0.33333333 + square * (0.13333333 + square * series)))
         value = tl.where(tl.abs(x) < 0.5, small, value)
     return value
+
+
+@triton.constexpr_function
+def swizzles_differ(columns, columns_v):
+    """Whether 16-bit tiles with `columns` of k and `columns_v` of v have different swizzles in shared memory: of 32, 64
+    or 128 bytes. If so, a kernel must load the tile of v before it multiplies by that of k, so that both are on chip.
+
+    If it is loaded later, it may take the place of k's tile, which is no longer needed. The descriptors of both (of
+    wgmma, on sm_90) are then sums of one address and different constants. ptxas 12.8, in Triton 3.6 and 3.7, computes
+    such a sum from a wrong register, and from the second 16 keys on `p v` reads other memory. Two tiles that are on
+    chip at once have two addresses. It happened only where tiles go through registers: 8-bit operands, and rows that do
+    not begin at multiples of 4 bytes. Others are copied asynchronously, and only the wait for v comes earlier for them.
+    """
+    return columns != columns_v and min(columns, columns_v) < 64
