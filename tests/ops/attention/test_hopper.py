@@ -1015,10 +1015,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
     assert main["dout_desc"] == begin.get("quiet_ptr", begin["dout_ptr"])
-    assert ("dout_rest_desc" in main) == (128 < dout.shape[-1] <= 192)
+    assert ("dout_tail_desc" in main) == (128 < dout.shape[-1] <= 192)
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
-        assert (f"{given}_rest_desc" in main) == (128 < at.shape[-1] <= 192)
+        assert (f"{given}_tail_desc" in main) == (128 < at.shape[-1] <= 192)
     assert main["statistics_desc"] == begin["statistics_ptr"]
     assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"]
     ordered = arguments.get("deterministic", False)

@@ -35,7 +35,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_loads import hear_step, load_keys, load_step, load_tiles
+from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step, load_tiles, receive_step
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     add_to_sums,
@@ -47,8 +47,8 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     make_statistics,
     mask_probs,
     modified_scores,
+    pin_pairs_before_product,
     products_of_sum,
-    settled_pairs,
     slice_of,
     start_sum,
     start_transposed,
@@ -64,20 +64,20 @@ from flashtile.ops.attention.hopper.backward_walk import (
     await_last_sum,
     find_keys,
     first_number,
-    hear_keys,
-    hear_next_keys,
     keys_of,
+    receive_keys,
+    receive_next_keys,
     step_after,
     step_of,
     turned_tile,
     walk_of,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, hear, load_bits, make_news, where_shown
+from flashtile.ops.attention.hopper.blocks import FULL, load_bits, make_tile_info, read_tile_info, where_shown
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
     barriers,
-    make_mailbox,
     make_ring,
+    make_tile_queue,
     matrix_layout,
     pack,
     place_of,
@@ -87,8 +87,8 @@ from flashtile.ops.attention.hopper.pieces import (
 
 @gluon.jit
 def attention_backward_kernel(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, dout_desc, dout_rest_desc,
-    statistics_desc, sums_desc, dk_desc, dk_rest_desc, dv_desc, dv_rest_desc,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
+    statistics_desc, sums_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
     sums_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
     batch, heads_kv, group, shares, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
@@ -101,7 +101,7 @@ def attention_backward_kernel(
     MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, MEETS: gl.constexpr,
     STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
-    """`..._rest_desc`: of the second chunk of columns, or None. `heads_kv` counts each key/value head `shares` times,
+    """`..._tail_desc`: of the second chunk of columns, or None. `heads_kv` counts each key/value head `shares` times,
     once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles` key tiles (packed:
     slots) on each line of such a head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how
     many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
@@ -120,10 +120,10 @@ def attention_backward_kernel(
         window_left, window_right, blocks, shares,
     )  # fmt: skip
     READERS: gl.constexpr = 2
-    k = make_ring(k_desc, k_rest_desc, KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
-    v = make_ring(v_desc, v_rest_desc, KEY_STAGES * WARPGROUPS, 1)
-    q = make_ring(q_desc, q_rest_desc, STAGES, READERS)
-    dout = make_ring(dout_desc, dout_rest_desc, STAGES, READERS)
+    k = make_ring(k_desc, k_tail_desc, KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
+    v = make_ring(v_desc, v_tail_desc, KEY_STAGES * WARPGROUPS, 1)
+    q = make_ring(q_desc, q_tail_desc, STAGES, READERS)
+    dout = make_ring(dout_desc, dout_tail_desc, STAGES, READERS)
     statistics = make_statistics(statistics_desc, STAGES, STATISTICS_MULTIPLIED)
     sums = (sums_ptr, sums_desc, sums_ptr)
     if SUMS_BY_TMA:
@@ -133,20 +133,20 @@ def attention_backward_kernel(
     dscores_empty = barriers(HANDOVERS, WARPGROUP)
     if TILE_K > 0:
         # `_sum_dq` may still read of a tile whose place in the ring is taken already, but for no longer than handovers.
-        listing = (blocks, make_news(STAGES + HANDOVERS))
+        listing = (blocks, make_tile_info(STAGES + HANDOVERS))
     else:
         listing = (blocks, block_lists_ptr)
-    mailbox = make_mailbox(3 if PRODUCER else 2)
+    queue = make_tile_queue(3 if PRODUCER else 2)
     loading = (
-        q, dout, statistics[0], q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, listing[1]
+        q, dout, statistics[0], q_desc, q_tail_desc, dout_desc, dout_tail_desc, statistics_desc, listing[1]
     )  # fmt: skip
     producing = (
-        form, loading, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, mailbox, counter_ptr, call
+        form, loading, k, v, k_desc, k_tail_desc, v_desc, v_tail_desc, queue, counter_ptr, call
     )  # fmt: skip
     summing = (
-        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, queue, call
     )  # fmt: skip
-    storing = (dk_desc, dk_rest_desc, dv_desc, dv_rest_desc)
+    storing = (dk_desc, dk_tail_desc, dv_desc, dv_tail_desc)
     changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
     if SPLIT_ROLES:
         probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
@@ -154,11 +154,11 @@ def attention_backward_kernel(
         probs_empty = barriers(HANDOVERS, WARPGROUP)
         fence_async_shared()
         scoring = (
-            form, k, v, q, dout, statistics, probs, probs_full, probs_empty, listing, changing, storing, mailbox, call,
+            form, k, v, q, dout, statistics, probs, probs_full, probs_empty, listing, changing, storing, queue, call,
         )  # fmt: skip
         grading = (
             form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
-            dscores, dscores_full, dscores_empty, scale, storing, mailbox, call,
+            dscores, dscores_full, dscores_empty, scale, storing, queue, call,
         )  # fmt: skip
         gl.warp_specialize(
             [
@@ -176,7 +176,7 @@ def attention_backward_kernel(
             form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing,
             window_left, window_right,
         )  # fmt: skip
-        working = (form, k, v, q, dout, dscores_empty, scale, storing, mailbox, call, stepping)
+        working = (form, k, v, q, dout, dscores_empty, scale, storing, queue, call, stepping)
         if PRODUCER:
             gl.warp_specialize(
                 [
@@ -199,25 +199,25 @@ def attention_backward_kernel(
 @gluon.jit
 def _sum_dk_dv(WHICH: gl.constexpr, inputs):
     """dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `_sum_dq`."""
-    form, k, v, q, dout, dscores_empty, scale, storing, mailbox, call, stepping = inputs
+    form, k, v, q, dout, dscores_empty, scale, storing, queue, call, stepping = inputs
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M // form.PARTS, 16])
     count = 0
     before = 0
-    found = hear_keys(mailbox, count, form)
+    found = receive_keys(queue, count, form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         row = walk.first + WHICH * ROWS
         key = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         mine, key_phase = keys_of(count, WHICH, form)
-        k_tile, k_rest = chunks_of(k, mine)
-        v_tile, v_rest = chunks_of(v, mine)
-        dk, dk_rest = wide_zeros(q)
-        dv, dv_rest = wide_zeros(dout)
+        k_tile, k_tail = chunks_of(k, mine)
+        v_tile, v_tail = chunks_of(v, mine)
+        dk, dk_tail = wide_zeros(q)
+        dv, dv_tail = wide_zeros(dout)
         mbarrier.wait(k.full.index(mine), key_phase)
         mbarrier.wait(v.full.index(mine), key_phase)
         step = step_of(walk, 0)
-        sums = (dk, dk_rest, dv, dv_rest)
-        keys = (row, key, k_tile, k_rest, v_tile, v_rest)
+        sums = (dk, dk_tail, dv, dv_tail)
+        keys = (row, key, k_tile, k_tail, v_tile, v_tail)
         uncut = 0
         if form.CUT_LAST:
             uncut = walk.uncut
@@ -225,23 +225,23 @@ def _sum_dk_dv(WHICH: gl.constexpr, inputs):
                 step, sums = _add_step(it, step, sums, before, walk, keys, stepping, False, WHICH)
         for it in range(uncut, walk.total):
             step, sums = _add_step(it, step, sums, before, walk, keys, stepping, form.MAY_CUT, WHICH)
-        dk, dk_rest, dv, dv_rest = sums
-        dk_desc, dk_rest_desc, dv_desc, dv_rest_desc = storing
-        store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, row, form.PACKED)
+        dk, dk_tail, dv, dv_tail = sums
+        dk_desc, dk_tail_desc, dv_desc, dv_tail_desc = storing
+        store_rows(dv_desc, dv_tail_desc, v, mine, dv, dv_tail, walk, row, form.PACKED)
         before += walk.total
         count += 1
         await_last_sum(walk, before, form, dscores_empty)
         dk = dk * scale
-        dk_rest = dk_rest * scale
+        dk_tail = dk_tail * scale
         # Keys are what the next tile needs first: where both gradients fit there, they leave through the values' place.
-        if k.WIDTH == v.WIDTH and k.REST == v.REST:
+        if k.WIDTH == v.WIDTH and k.TAIL == v.TAIL:
             release(k.empty.index(mine))
-            store_rows(dk_desc, dk_rest_desc, v, mine, dk, dk_rest, walk, row, form.PACKED)
-            found = hear_next_keys(found, mailbox, count, form)
+            store_rows(dk_desc, dk_tail_desc, v, mine, dk, dk_tail, walk, row, form.PACKED)
+            found = receive_next_keys(found, queue, count, form)
             tma_store_wait(0)
         else:
-            store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, row, form.PACKED)
-            found = hear_next_keys(found, mailbox, count, form)
+            store_rows(dk_desc, dk_tail_desc, k, mine, dk, dk_tail, walk, row, form.PACKED)
+            found = receive_next_keys(found, queue, count, form)
             tma_store_wait(0)
             release(k.empty.index(mine))
         release(v.empty.index(mine))
@@ -257,8 +257,8 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
         form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing, window_left, window_right
     ) = stepping  # fmt: skip
     head, tile = step
-    dk, dk_rest, dv, dv_rest = sums
-    row, key, k_tile, k_rest, v_tile, v_rest = keys
+    dk, dk_tail, dv, dv_tail = sums
+    row, key, k_tile, k_tail, v_tile, v_tail = keys
     dtype: gl.constexpr = q.tiles.dtype
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     QUERIES: gl.constexpr = form.M // form.PARTS
@@ -266,15 +266,15 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
     stage, phase = place_of(before + it, q.STAGES)
     place, place_phase = place_of(before + it, form.HANDOVERS)
-    q_tile, q_rest = chunks_of(q, stage)
-    dout_tile, dout_rest = chunks_of(dout, stage)
+    q_tile, q_tail = chunks_of(q, stage)
+    dout_tile, dout_tail = chunks_of(dout, stage)
     mbarrier.wait(q.full.index(stage), phase)
     for part in gl.static_range(form.PARTS):
-        s = start_transposed(k_tile, k_rest, q_tile, q_rest, part * QUERIES, zeros, q.REST)
+        s = start_transposed(k_tile, k_tail, q_tile, q_tail, part * QUERIES, zeros, q.TAIL)
         s, lse = less_statistics(s, statistics, stage, 0, part * QUERIES, QUERIES, form)
         if form.TILE_K > 0:
             if part == 0:
-                head, tile, kind = hear_step(listing, before + it, q, form)
+                head, tile, kind = receive_step(listing, before + it, q, form)
         s = warpgroup_mma_wait(0, [s])
         query = tile * form.M + part * QUERIES
         seen = turned_tile(walk, tile, form) * form.M + part * QUERIES
@@ -290,15 +290,15 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
                 p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
         probs = pack(p, dtype)
         if form.STATISTICS_MULTIPLIED and not CUT:
-            probs = settled_pairs(probs)
+            probs = pin_pairs_before_product(probs)
         factors = probs
         if changing[1] is not None:
             factors = pack(p * (1.0 - tanh * tanh), dtype)
         if part == 0:
             mbarrier.wait(dout.full.index(stage), phase)
-        dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, part * QUERIES, zeros, dout.REST)
+        dp = start_transposed(v_tile, v_tail, dout_tile, dout_tail, part * QUERIES, zeros, dout.TAIL)
         dp, delta = less_statistics(dp, statistics, stage, 1, part * QUERIES, QUERIES, form)
-        dv, dv_rest = start_sum(probs, dout_tile, dout_rest, part * QUERIES, dv, dv_rest, dout.REST)
+        dv, dv_tail = start_sum(probs, dout_tile, dout_tail, part * QUERIES, dv, dv_tail, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
         ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
         if part == 0:
@@ -307,13 +307,13 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
         if part == form.PARTS - 1:
             fence_async_shared()
             mbarrier.arrive(dscores_full.index(place), count=1)
-        dk, dk_rest = start_sum(ds, q_tile, q_rest, part * QUERIES, dk, dk_rest, q.REST)
-        dv, dv_rest = wait_sum(products_of_sum(q), dout, dv, dv_rest)
+        dk, dk_tail = start_sum(ds, q_tile, q_tail, part * QUERIES, dk, dk_tail, q.TAIL)
+        dv, dv_tail = wait_sum(products_of_sum(q), dout, dv, dv_tail)
         if part == form.PARTS - 1:
             release(dout.empty.index(stage))
-        dk, dk_rest = wait_sum(0, q, dk, dk_rest)
+        dk, dk_tail = wait_sum(0, q, dk, dk_tail)
     release(q.empty.index(stage))
-    return step_after(walk, head, tile), (dk, dk_rest, dv, dv_rest)
+    return step_after(walk, head, tile), (dk, dk_tail, dv, dv_tail)
 
 
 @gluon.jit
@@ -324,21 +324,21 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
     the others have done with by the time that they give the next `ds`.
     """
     (
-        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, mailbox, call
+        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, queue, call
     ) = summing  # fmt: skip
     STAGES: gl.constexpr = producing[1][0].STAGES
     WARPGROUPS: gl.constexpr = form.KEYS // ROWS
     PARTS: gl.constexpr = form.M // ROWS
-    WIDTH: gl.constexpr = k.WIDTH + k.REST
+    WIDTH: gl.constexpr = k.WIDTH + k.TAIL
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
     zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
     window_left, window_right = call[9], call[10]
     count = 0
     before = 0
     if LOADS:
-        _, found = find_keys(first_number(producing[9], form), (mailbox, count, producing[9], call), form)
+        _, found = find_keys(first_number(producing[9], form), (queue, count, producing[9], call), form)
     else:
-        found = hear_keys(mailbox, count, form)
+        found = receive_keys(queue, count, form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         if LOADS:
@@ -361,9 +361,9 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
             mbarrier.wait(dscores_full.index(place), phase)
             if form.TILE_K > 0:
                 at = (before + it) % (STAGES + form.HANDOVERS)
-                number = walk.place + hear(listing[1], at, 2) * walk.line + hear(listing[1], at, 0)
+                number = walk.place + read_tile_info(listing[1], at, 2) * walk.line + read_tile_info(listing[1], at, 0)
                 if form.ORDERED:
-                    turn = hear(listing[1], at, 3)
+                    turn = read_tile_info(listing[1], at, 3)
                     turn_seen = gl.load(turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
@@ -392,5 +392,5 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
                 end_turn(turns_ptr + number_before)
         before += walk.total
         count += 1
-        found = hear_next_keys(found, mailbox, count, form)
+        found = receive_next_keys(found, queue, count, form)
     tma_store_wait(0)

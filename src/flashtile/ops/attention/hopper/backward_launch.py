@@ -290,7 +290,7 @@ def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
 
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
-#: chunk of columns, `<name>_rest`, whose descriptor follows.
+#: chunk of columns, `<name>_tail`, whose descriptor follows.
 _MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
 
 
@@ -308,10 +308,10 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             boxes[name] = (config.sum_columns, CONSUMER_ROWS) if config.sums_by_tma else None
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
-            whole, rest = backward_chunks(head_dim)
+            whole, tail = backward_chunks(head_dim)
             count = rows.get(name, CONSUMER_ROWS)
             boxes[name] = (*outer, count, 1, whole)
-            boxes[name + "_rest"] = (*outer, count, 1, rest) if rest else None
+            boxes[name + "_tail"] = (*outer, count, 1, tail) if tail else None
     return boxes
 
 
@@ -338,7 +338,7 @@ def _describer(
     makers = [
         chunks_maker(
             _dtype_of(name, variant),
-            tuple(boxes[part] for part in (name, name + "_rest") if part in boxes),
+            tuple(boxes[part] for part in (name, name + "_tail") if part in boxes),
             layouts[name],
             swizzled=_is_operand(name, variant),
         )

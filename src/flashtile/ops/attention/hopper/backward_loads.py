@@ -15,7 +15,14 @@ from flashtile.ops.attention.hopper.backward_walk import (
     turned_tile,
     walk_of,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, hear, line_entries, listed_rank, listed_tile, tell
+from flashtile.ops.attention.hopper.blocks import (
+    FULL,
+    line_entries,
+    listed_rank,
+    listed_tile,
+    read_tile_info,
+    write_tile_info,
+)
 from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, place_of
 
 
@@ -24,11 +31,11 @@ def load_tiles(producing):
     """Finds the key tiles of this program, and loads what they need as soon as there is a place for it. Where there is
     one place for keys and values the first queries come before them, for the gradients of the tile before leave it
     last."""
-    form, loading, _, _, _, _, _, _, mailbox, counter_ptr, call = producing
+    form, loading, _, _, _, _, _, _, queue, counter_ptr, call = producing
     q = loading[0]
     count = 0
     before = 0
-    number, found = find_keys(first_number(counter_ptr, form), (mailbox, count, counter_ptr, call), form)
+    number, found = find_keys(first_number(counter_ptr, form), (queue, count, counter_ptr, call), form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         if form.TILE_K > 0:
@@ -45,7 +52,7 @@ def load_tiles(producing):
         count += 1
         before += walk.total
         number = number_after(number, counter_ptr, form)
-        number, found = find_keys(number, (mailbox, count, counter_ptr, call), form)
+        number, found = find_keys(number, (queue, count, counter_ptr, call), form)
 
 
 @gluon.jit
@@ -76,20 +83,20 @@ def _load_listed(walk, count, before, producing):
 @gluon.jit
 def load_keys(walk, count, producing):
     """Loads keys and values of the `count`-th tile."""
-    form, _, k, v, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, call = producing
+    form, _, k, v, k_desc, k_tail_desc, v_desc, v_tail_desc, _, _, call = producing
     head = walk.head_kv // call[12]
-    _load_rows_of_keys(k, k_desc, k_rest_desc, walk, head, count, form)
-    _load_rows_of_keys(v, v_desc, v_rest_desc, walk, head, count, form)
+    _load_rows_of_keys(k, k_desc, k_tail_desc, walk, head, count, form)
+    _load_rows_of_keys(v, v_desc, v_tail_desc, walk, head, count, form)
 
 
 @gluon.jit
-def _load_rows_of_keys(ring, desc, rest_desc, walk, head, count, form):
+def _load_rows_of_keys(ring, desc, tail_desc, walk, head, count, form):
     for which in gl.static_range(form.KEYS // ROWS):
         row = walk.first + which * ROWS
         place, phase = keys_of(count, which, form)
         mbarrier.wait(ring.empty.index(place), phase ^ 1)
         load_tile(
-            ring, place, desc, rest_desc, walk.sequence, head, walk.begin_k, walk.seq_k, row, form.PACKED
+            ring, place, desc, tail_desc, walk.sequence, head, walk.begin_k, walk.seq_k, row, form.PACKED
         )  # fmt: skip
 
 
@@ -109,41 +116,41 @@ def load_step(walk, it, before, producing):
 @gluon.jit
 def _load_queries(walk, form, loading, it, head, tile, kind, turn):
     """What step `it`, counted from the first tile of the program, needs of a query tile."""
-    q, dout, statistics, q_desc, q_rest_desc, dout_desc, dout_rest_desc, statistics_desc, news = loading
+    q, dout, statistics, q_desc, q_tail_desc, dout_desc, dout_tail_desc, statistics_desc, tile_info = loading
     stage, phase = place_of(it, q.STAGES)
     row = tile * form.M
     mbarrier.wait(q.empty.index(stage), phase ^ 1)
     if form.TILE_K > 0:
         place = it % (q.STAGES + form.HANDOVERS)
-        tell(news, place, 0, tile)
-        tell(news, place, 1, kind)
-        tell(news, place, 2, head)
+        write_tile_info(tile_info, place, 0, tile)
+        write_tile_info(tile_info, place, 1, kind)
+        write_tile_info(tile_info, place, 2, head)
         if form.ORDERED:
-            tell(news, place, 3, turn)
+            write_tile_info(tile_info, place, 3, turn)
     full = q.full.index(stage)
     STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if form.STATISTICS_MULTIPLIED else 8
-    mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.REST) + STATISTICS))
+    mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS))
     place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
     tma_load(q_desc, place, full, q.tiles.index(stage))
-    if q.REST > 0:
+    if q.TAIL > 0:
         place = coordinates(
             walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, q.WIDTH, form.PACKED
         )  # fmt: skip
-        tma_load(q_rest_desc, place, full, q.rest.index(stage))
+        tma_load(q_tail_desc, place, full, q.tail.index(stage))
     place = walk.place + head * walk.line + tile
     tma_load(statistics_desc, (statistics_desc.block_shape[0] * place, 0), full, statistics.index(stage))
     mbarrier.wait(dout.empty.index(stage), phase ^ 1)
     load_tile(
-        dout, stage, dout_desc, dout_rest_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
+        dout, stage, dout_desc, dout_tail_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
         form.PACKED,
     )  # fmt: skip
 
 
 @gluon.jit
-def hear_step(listing, it, q, form):
+def receive_step(listing, it, q, form):
     """Head (from the first one), query tile and kind of step `it`, counted from the first tile of the program."""
-    news = listing[1]
+    tile_info = listing[1]
     place = it % (q.STAGES + form.HANDOVERS)
-    tile = hear(news, place, 0)
-    kind = hear(news, place, 1)
-    return hear(news, place, 2), tile, kind
+    tile = read_tile_info(tile_info, place, 0)
+    kind = read_tile_info(tile_info, place, 1)
+    return read_tile_info(tile_info, place, 2), tile, kind

@@ -58,8 +58,8 @@ def chunks_of(ring, stage):
     """A place of a ring as operands: both chunks of columns; the first again, where there is no second."""
     tile = matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH)
     rest = tile
-    if ring.REST > 0:
-        rest = matrix(ring.rest.index(stage), ring.ROWS, ring.REST)
+    if ring.TAIL > 0:
+        rest = matrix(ring.tail.index(stage), ring.ROWS, ring.TAIL)
     return tile, rest
 
 
@@ -69,7 +69,7 @@ def columns_of(ring, stage, COLUMN: gl.constexpr, COUNT: gl.constexpr):
     if COLUMN < ring.WIDTH:
         columns = slice_of(matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
     else:
-        columns = slice_of(matrix(ring.rest.index(stage), ring.ROWS, ring.REST), COLUMN - ring.WIDTH, COUNT, 1)
+        columns = slice_of(matrix(ring.tail.index(stage), ring.ROWS, ring.TAIL), COLUMN - ring.WIDTH, COUNT, 1)
     return columns
 
 
@@ -82,12 +82,12 @@ def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def start_transposed(a, a_rest, b, b_rest, FIRST: gl.constexpr, zeros, REST: gl.constexpr):
+def start_transposed(a, a_tail, b, b_tail, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
     """Starts `a bᵀ` of both chunks of columns, with as many rows of b from `FIRST` on as `zeros` has columns."""
     COUNT: gl.constexpr = zeros.shape[1]
     s = warpgroup_mma(a, slice_of(b, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if REST > 0:
-        s = warpgroup_mma(a_rest, slice_of(b_rest, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
+    if TAIL > 0:
+        s = warpgroup_mma(a_tail, slice_of(b_tail, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
     return s
 
 
@@ -98,10 +98,10 @@ def _sum_layout(COLUMNS):
 
 @gluon.jit
 def wide_zeros(ring):
-    """A sum with the columns of a ring, `[64, WIDTH + REST]`, in two blocks: at most `_BLOCK` columns, and what is
+    """A sum with the columns of a ring, `[64, WIDTH + TAIL]`, in two blocks: at most `_BLOCK` columns, and what is
     left. Where nothing is left, the second is not used."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
-    MORE: gl.constexpr = max(ring.WIDTH + ring.REST - _BLOCK, 64)
+    MORE: gl.constexpr = max(ring.WIDTH + ring.TAIL - _BLOCK, 64)
     block = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
     return block, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE))
 
@@ -109,18 +109,18 @@ def wide_zeros(ring):
 @gluon.constexpr_function
 def products_of_sum(ring):
     """How many products a term of a `wide_zeros` sum is."""
-    return 2 if ring.WIDTH + ring.REST > 128 else 1
+    return 2 if ring.WIDTH + ring.TAIL > 128 else 1
 
 
 @gluon.jit
-def start_sum(a, b, b_rest, FIRST: gl.constexpr, block, rest, REST: gl.constexpr):
+def start_sum(a, b, b_tail, FIRST: gl.constexpr, block, rest, TAIL: gl.constexpr):
     """Starts `[block, rest] += a b`, with `a` of 16 bits in registers and as many rows of b from `FIRST` on."""
     WIDTH: gl.constexpr = b.shape[1]
     COLUMNS: gl.constexpr = min(WIDTH, _BLOCK)
     rows = slice_of(b, FIRST, a.shape[1], 0)
     block = _start_product(a, slice_of(rows, 0, COLUMNS, 1), block)
-    if REST > 0:
-        rest = _start_product(a, slice_of(b_rest, FIRST, a.shape[1], 0), rest)
+    if TAIL > 0:
+        rest = _start_product(a, slice_of(b_tail, FIRST, a.shape[1], 0), rest)
     elif WIDTH > COLUMNS:
         rest = _start_product(a, rows.slice(COLUMNS, WIDTH - COLUMNS, dim=1), rest)
     return block, rest
@@ -272,7 +272,7 @@ def mask_probs(p, key, first_query, shift, keys, window_left, window_right, form
 
 
 @gluon.constexpr_function
-def _settling(WORDS):
+def _pin(WORDS):
     """An event if one of the first four words is negative, and all words as they are."""
     words = [f"${WORDS + i}" for i in range(WORDS)]
     some = f"lop3.b32 some, {words[0]}, {words[1]}, {words[2]}, 0xfe; or.b32 some, some, {words[3]};"
@@ -282,21 +282,21 @@ def _settling(WORDS):
 
 
 @gluon.constexpr_function
-def _settling_operands(WORDS):
+def _pin_operands(WORDS):
     return ",".join(["=r"] * WORDS + ["r"] * WORDS)
 
 
 @gluon.jit
-def settled_pairs(weights):
-    """The same rounded weights, computed before whatever comes after this; as `pieces.settled`.
+def pin_pairs_before_product(weights):
+    """The same rounded weights, computed before whatever comes after this; as `pieces.pin_before_wait`.
 
     ptxas moves exponentials down past the start of the next product, and has no registers then for the scores beside
     it: it makes all products wait for one another (C7512).
     """
     WORDS: gl.constexpr = min(16, weights.shape[1] // 4)
-    SETTLING: gl.constexpr = _settling(WORDS)
-    OPERANDS: gl.constexpr = _settling_operands(WORDS)
-    return gl.inline_asm_elementwise(SETTLING, OPERANDS, [weights], dtype=weights.dtype, is_pure=False, pack=2 * WORDS)
+    PIN: gl.constexpr = _pin(WORDS)
+    OPERANDS: gl.constexpr = _pin_operands(WORDS)
+    return gl.inline_asm_elementwise(PIN, OPERANDS, [weights], dtype=weights.dtype, is_pure=False, pack=2 * WORDS)
 
 
 @gluon.jit
@@ -316,7 +316,7 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(desc, rest_desc, ring, which, block, rest, walk, row, PACKED: gl.constexpr):
+def store_rows(desc, tail_desc, ring, which, block, rest, walk, row, PACKED: gl.constexpr):
     """Starts the store of a sum of 64 keys, from `row` on, through a ring's place. Keys past the end are not
     written."""
     COLUMNS: gl.constexpr = block.shape[1]
@@ -328,9 +328,9 @@ def store_rows(desc, rest_desc, ring, which, block, rest, walk, row, PACKED: gl.
     fence_async_shared()
     place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, 0, PACKED)
     tma_store(desc, place, ring.tiles.index(which))
-    if ring.REST > 0:
+    if ring.TAIL > 0:
         place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, ring.WIDTH, PACKED)
-        tma_store(rest_desc, place, ring.rest.index(which))
+        tma_store(tail_desc, place, ring.tail.index(which))
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from flashtile._backends.gluon import (
     tma_store_wait,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_loads import hear_step
+from flashtile.ops.attention.hopper.backward_loads import receive_step
 from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     chunks_of,
@@ -26,9 +26,9 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 )
 from flashtile.ops.attention.hopper.backward_walk import (
     await_last_sum,
-    hear_keys,
-    hear_next_keys,
     keys_of,
+    receive_keys,
+    receive_next_keys,
     step_after,
     step_of,
     turned_tile,
@@ -42,7 +42,7 @@ from flashtile.ops.attention.hopper.pieces import pack, place_of, release
 def sum_dv(inputs):
     """dv of all keys, and for `sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, with a soft cap `pᵀ · (1 - tanh²)`."""
     (
-        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, listing, changing, storing, mailbox, call,
+        form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty, listing, changing, storing, queue, call,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
@@ -50,24 +50,24 @@ def sum_dv(inputs):
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
     count = 0
     before = 0
-    found = hear_keys(mailbox, count, form)
+    found = receive_keys(queue, count, form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         key = walk.first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
         mine, key_phase = keys_of(count, 0, form)
-        k_tile, k_rest = chunks_of(k, mine)
-        dv, dv_rest = wide_zeros(dout)
+        k_tile, k_tail = chunks_of(k, mine)
+        dv, dv_tail = wide_zeros(dout)
         mbarrier.wait(k.full.index(mine), key_phase)
         head, tile = step_of(walk, 0)
         for it in range(walk.total):
             stage, phase = place_of(before + it, q.STAGES)
             place, place_phase = place_of(before + it, form.HANDOVERS)
-            q_tile, q_rest = chunks_of(q, stage)
+            q_tile, q_tail = chunks_of(q, stage)
             mbarrier.wait(q.full.index(stage), phase)
-            s = start_transposed(k_tile, k_rest, q_tile, q_rest, 0, zeros, q.REST)
+            s = start_transposed(k_tile, k_tail, q_tile, q_tail, 0, zeros, q.TAIL)
             s, lse = less_statistics(s, statistics, stage, 0, 0, form.M, form)
             if form.TILE_K > 0:
-                head, tile, kind = hear_step(listing, before + it, q, form)
+                head, tile, kind = receive_step(listing, before + it, q, form)
             s = warpgroup_mma_wait(0, [s])
             seen = turned_tile(walk, tile, form) * form.M
             s, tanh = modified_scores(s, key, seen, head, walk, changing)
@@ -88,9 +88,9 @@ def sum_dv(inputs):
                 probs_smem.index(place).store(probs)
             mbarrier.arrive(probs_full.index(place), count=1)
             mbarrier.wait(dout.full.index(stage), phase)
-            dout_tile, dout_rest = chunks_of(dout, stage)
-            dv, dv_rest = start_sum(probs, dout_tile, dout_rest, 0, dv, dv_rest, dout.REST)
-            dv, dv_rest = wait_sum(0, dout, dv, dv_rest)
+            dout_tile, dout_tail = chunks_of(dout, stage)
+            dv, dv_tail = start_sum(probs, dout_tile, dout_tail, 0, dv, dv_tail, dout.TAIL)
+            dv, dv_tail = wait_sum(0, dout, dv, dv_tail)
             release(dout.empty.index(stage))
             head, tile = step_after(walk, head, tile)
         before += walk.total
@@ -101,9 +101,9 @@ def sum_dv(inputs):
             mbarrier.wait(v.full.index(mine), key_phase)
         release(k.empty.index(mine))
         count += 1
-        _, _, dv_desc, dv_rest_desc = storing
-        store_rows(dv_desc, dv_rest_desc, v, mine, dv, dv_rest, walk, walk.first, form.PACKED)
-        found = hear_next_keys(found, mailbox, count, form)
+        _, _, dv_desc, dv_tail_desc = storing
+        store_rows(dv_desc, dv_tail_desc, v, mine, dv, dv_tail, walk, walk.first, form.PACKED)
+        found = receive_next_keys(found, queue, count, form)
         tma_store_wait(0)
         release(v.empty.index(mine))
 
@@ -113,26 +113,26 @@ def sum_dk(inputs):
     """dk of all keys, and `dsᵀ` for `_sum_dq`, from the `pᵀ` of `sum_dv`."""
     (
         form, k, v, q, dout, statistics, probs_smem, probs_full, probs_empty,
-        dscores, dscores_full, dscores_empty, scale, storing, mailbox, call,
+        dscores, dscores_full, dscores_empty, scale, storing, queue, call,
     ) = inputs  # fmt: skip
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M, 16])
     zeros = gl.zeros([ROWS, form.M], gl.float32, s_layout)
     count = 0
     before = 0
-    found = hear_keys(mailbox, count, form)
+    found = receive_keys(queue, count, form)
     while found[0] >= 0:
         walk = walk_of(found, call, form)
         mine, key_phase = keys_of(count, 0, form)
-        v_tile, v_rest = chunks_of(v, mine)
-        dk, dk_rest = wide_zeros(q)
+        v_tile, v_tail = chunks_of(v, mine)
+        dk, dk_tail = wide_zeros(q)
         mbarrier.wait(v.full.index(mine), key_phase)
         for it in range(walk.total):
             stage, phase = place_of(before + it, q.STAGES)
             place, place_phase = place_of(before + it, form.HANDOVERS)
-            dout_tile, dout_rest = chunks_of(dout, stage)
+            dout_tile, dout_tail = chunks_of(dout, stage)
             mbarrier.wait(dout.full.index(stage), phase)
-            dp = start_transposed(v_tile, v_rest, dout_tile, dout_rest, 0, zeros, dout.REST)
+            dp = start_transposed(v_tile, v_tail, dout_tile, dout_tail, 0, zeros, dout.TAIL)
             mbarrier.wait(q.full.index(stage), phase)
             dp, delta = less_statistics(dp, statistics, stage, 1, 0, form.M, form)
             dp = warpgroup_mma_wait(0, [dp])
@@ -145,9 +145,9 @@ def sum_dk(inputs):
             dscores.index(place).store(ds)
             fence_async_shared()
             mbarrier.arrive(dscores_full.index(place), count=1)
-            q_tile, q_rest = chunks_of(q, stage)
-            dk, dk_rest = start_sum(ds, q_tile, q_rest, 0, dk, dk_rest, q.REST)
-            dk, dk_rest = wait_sum(0, q, dk, dk_rest)
+            q_tile, q_tail = chunks_of(q, stage)
+            dk, dk_tail = start_sum(ds, q_tile, q_tail, 0, dk, dk_tail, q.TAIL)
+            dk, dk_tail = wait_sum(0, q, dk, dk_tail)
             release(q.empty.index(stage))
         mbarrier.wait(k.full.index(mine), key_phase)
         before += walk.total
@@ -155,9 +155,9 @@ def sum_dk(inputs):
         await_last_sum(walk, before, form, dscores_empty)
         # `sum_dv` has read the keys before it gave the last weights.
         dk = dk * scale
-        dk_rest = dk_rest * scale
-        dk_desc, dk_rest_desc, _, _ = storing
-        store_rows(dk_desc, dk_rest_desc, k, mine, dk, dk_rest, walk, walk.first, form.PACKED)
-        found = hear_next_keys(found, mailbox, count, form)
+        dk_tail = dk_tail * scale
+        dk_desc, dk_tail_desc, _, _ = storing
+        store_rows(dk_desc, dk_tail_desc, k, mine, dk, dk_tail, walk, walk.first, form.PACKED)
+        found = receive_next_keys(found, queue, count, form)
         tma_store_wait(0)
         release(k.empty.index(mine))

@@ -9,11 +9,11 @@ from flashtile.ops.attention.hopper.blocks import column_in_order, line_entries
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     closing_lines,
-    hear_tile,
     locate_tile,
     next_number,
     place_of,
-    tell_tile,
+    publish_tile,
+    receive_tile,
     tile_in_order,
     turn_of,
 )
@@ -176,9 +176,9 @@ def number_after(number, counter_ptr, form):
 
 @gluon.jit
 def find_keys(number, taking, form):
-    """The first tile with keys from the `number`-th on, told to the others as their `count`-th: its number, and what
-    `walk_of` needs. Of a program that does not stay, its own tile if that has keys."""
-    mailbox, count, counter_ptr, call = taking
+    """The first tile with keys from the `number`-th on, published to the others as their `count`-th: its number, and
+    what `walk_of` needs. Of a program that does not stay, its own tile if that has keys."""
+    queue, count, counter_ptr, call = taking
     found = _locate_keys(number, call, form)
     if form.STAYS and (form.PACKED or form.TILE_K > 0):
         while found[0] == _EMPTY_SLOT:
@@ -186,7 +186,7 @@ def find_keys(number, taking, form):
             found = _locate_keys(number, call, form)
     if form.MEETS:
         found += (gl.load(meeting_point(counter_ptr, found, call), volatile=True),)
-    tell_tile(mailbox, count, found)
+    publish_tile(queue, count, found)
     return number, found
 
 
@@ -277,17 +277,17 @@ def rises(line, lines, together):
 
 
 @gluon.jit
-def hear_keys(mailbox, count, form):
+def receive_keys(queue, count, form):
     """The `count`-th tile of this program, as `find_keys` found it; past the last a negative first key."""
     NUMBERS: gl.constexpr = 7 if form.PACKED else 4 if form.TILE_K > 0 or form.MEETS else 3
-    return hear_tile(mailbox, count, NUMBERS)
+    return receive_tile(queue, count, NUMBERS)
 
 
 @gluon.jit
-def hear_next_keys(found, mailbox, count, form):
+def receive_next_keys(found, queue, count, form):
     """What follows the tile before. Of a program that does not stay, the end, which the compiler knows."""
     if form.STAYS:
-        found = hear_keys(mailbox, count, form)
+        found = receive_keys(queue, count, form)
     else:
         found = (gl.to_tensor(_END),) + found[1:]
     return found
@@ -295,7 +295,7 @@ def hear_next_keys(found, mailbox, count, form):
 
 @gluon.jit
 def walk_of(found, call, form):
-    """The walk of a tile that `find_keys` or `hear_keys` gave."""
+    """The walk of a tile that `find_keys` or `receive_keys` gave."""
     _, _, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles, window_left, window_right, _, _ = call
     first, sequence, head_kv = found[0], found[1], found[2]
     head = head_kv * group

@@ -20,7 +20,7 @@ EMPTY = gl.constexpr(-2)
 
 #: What a producer tells of a listed tile: its number, its kind, and in the backward the head (from the first one) and
 #: how many tiles of keys are before this one in its row.
-NEWS = gl.constexpr(4)
+TILE_INFO_FIELDS = gl.constexpr(4)
 
 
 @gluon.jit
@@ -79,20 +79,20 @@ def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def make_news(PLACES: gl.constexpr):
-    """Room for the news of so many tiles."""
-    return number_places(PLACES * NEWS)
+def make_tile_info(PLACES: gl.constexpr):
+    """Room for what the producer publishes of so many listed tiles."""
+    return number_places(PLACES * TILE_INFO_FIELDS)
 
 
 @gluon.jit
-def tell(news, place, FIELD: gl.constexpr, number):
-    """The producer's side; before it announces the tile that the news is of."""
-    write_number(news.index(place * NEWS + FIELD), number)
+def write_tile_info(tile_info, place, FIELD: gl.constexpr, number):
+    """The producer's side, before the tile itself is announced."""
+    write_number(tile_info.index(place * TILE_INFO_FIELDS + FIELD), number)
 
 
 @gluon.jit
-def hear(news, place, FIELD: gl.constexpr):
-    return read_number(news.index(place * NEWS + FIELD))
+def read_tile_info(tile_info, place, FIELD: gl.constexpr):
+    return read_number(tile_info.index(place * TILE_INFO_FIELDS + FIELD))
 
 
 @gluon.constexpr_function
@@ -121,11 +121,11 @@ def load_bits(
 
 
 @gluon.jit
-def hear_listed(listing, stage, first_row, k, form):
+def receive_listed_tile(listing, stage, first_row, k, form):
     """Forward: number and kind of the key tile in a place of the ring, and what it shows to 64 rows."""
-    blocks, news = listing
-    n = hear(news, stage, 0)
-    kind = hear(news, stage, 1)
+    blocks, tile_info = listing
+    n = read_tile_info(tile_info, stage, 0)
+    kind = read_tile_info(tile_info, stage, 1)
     return n, kind, load_bits(blocks, kind, first_row, n, k.ROWS, form.TILE_Q, form.TILE_K)
 
 

@@ -1,10 +1,10 @@
 """Forward kernel for Hopper: a producer warp that loads, and warpgroups that multiply and exponentiate ("consumers").
 
 Each program stays on its multiprocessor and takes one tile of query rows after another. Its producer finds the tile,
-tells the consumers, and loads queries, keys and values by TMA into rings; each consumer computes 64 query rows: the
-loops over key tiles are in `forward_walk`. In the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and ALiBi change
-scores (`scores`); a sink joins `l` at the end. 8-bit queries and keys are multiplied as they are, their factors
-join the scale, and values come in 16 bits.
+publishes it to the consumers, and loads queries, keys and values by TMA into rings. Each consumer computes 64 query
+rows; its loop over key tiles is in `forward_walk`. In the end `out = o / l`, `lse = c·m·ln 2 + ln l`. Soft cap and
+ALiBi change scores (`scores`); a sink joins `l` at the end. 8-bit queries and keys are multiplied as they are, their
+factors join the scale, and values come in 16 bits.
 
 Reference: Shah et al., "FlashAttention-3" (2024), algorithm 2.
 """
@@ -20,8 +20,8 @@ from flashtile.ops.attention.hopper.blocks import (
     line_entries,
     listed_tile,
     longest_first,
-    make_news,
-    tell,
+    make_tile_info,
+    write_tile_info,
 )
 from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, load_descale
 from flashtile.ops.attention.hopper.forward_pieces import (
@@ -45,17 +45,17 @@ from flashtile.ops.attention.hopper.pieces import (
     consumer_key_tiles,
     declare_flag,
     finish_numbers,
-    hear_tile,
     key_tile_ranges,
     load_tile,
     locate_tile,
-    make_mailbox,
     make_ring,
+    make_tile_queue,
     next_number,
     place_of,
     product_layout,
+    publish_tile,
+    receive_tile,
     release,
-    tell_tile,
     tile_in_order,
 )
 from flashtile.ops.attention.hopper.scores import load_slope
@@ -63,7 +63,7 @@ from flashtile.ops.attention.hopper.scores import load_slope
 
 @gluon.jit
 def attention_forward_kernel(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc,
     lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
     descale_q_ptr, descale_k_ptr, descale_v_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
@@ -77,7 +77,7 @@ def attention_forward_kernel(
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
-    """`..._rest_desc`: of the second chunk of columns, or None. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of
+    """`..._tail_desc`: of the second chunk of columns, or None. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of
     a packed call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`:
     programs take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with
     a soft cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
@@ -89,23 +89,23 @@ def attention_forward_kernel(
         EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED,
         HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     )  # fmt: skip
-    q = make_ring(q_desc, q_rest_desc, CONSUMERS * QUERY_PLACES, 1)
-    k = make_ring(k_desc, k_rest_desc, STAGES, CONSUMERS)
-    v = make_ring(v_desc, v_rest_desc, STAGES, CONSUMERS)
+    q = make_ring(q_desc, q_tail_desc, CONSUMERS * QUERY_PLACES, 1)
+    k = make_ring(k_desc, k_tail_desc, STAGES, CONSUMERS)
+    v = make_ring(v_desc, v_tail_desc, STAGES, CONSUMERS)
     out = gl.allocate_shared_memory(out_desc.dtype, [OUT_PLACES] + out_desc.block_shape, out_desc.layout)
-    out_rest = out
-    if out_rest_desc is not None:
-        out_rest = gl.allocate_shared_memory(
-            out_desc.dtype, [OUT_PLACES] + out_rest_desc.block_shape, out_rest_desc.layout
+    out_tail = out
+    if out_tail_desc is not None:
+        out_tail = gl.allocate_shared_memory(
+            out_desc.dtype, [OUT_PLACES] + out_tail_desc.block_shape, out_tail_desc.layout
         )
     out_free = barriers(CONSUMERS, WARPGROUP)
-    mailbox = make_mailbox(CONSUMERS)
+    queue = make_tile_queue(CONSUMERS)
     blocks = (
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
         stride_block_batch, stride_block_head, block_order,
     )  # fmt: skip
     if TILE_K > 0:
-        listing = (blocks, make_news(STAGES))
+        listing = (blocks, make_tile_info(STAGES))
     else:
         listing = (blocks, block_lists_ptr)
     descales = (
@@ -116,14 +116,14 @@ def attention_forward_kernel(
     fence_async_shared()
     order = (counter_ptr, tiles, lines, dynamic)
     producing = (
-        form, mailbox, order, q, k, v, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        form, queue, order, q, k, v, q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right, listing,
     )  # fmt: skip
     sizes = (batch, heads, rows_q, rows_k)
     units = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
-    places = (out, out_rest, out_free, out_desc, out_rest_desc)
+    places = (out, out_tail, out_free, out_desc, out_tail_desc)
     consuming = (
-        form, mailbox, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, queue, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     )  # fmt: skip
     if CONSUMERS == 2:
@@ -148,23 +148,23 @@ def attention_forward_kernel(
 @gluon.jit
 def _producer(inputs):
     """Finds the tiles of this program, and loads what they need as soon as there is a place for it."""
-    form, mailbox, order = inputs[:3]
+    form, queue, order = inputs[:3]
     counter_ptr, tiles, lines, dynamic = order
-    told = 0
+    tiles_published = 0
     pair = 0
     number = gl.program_id(0)
     while number < tiles * lines:
-        told, pair, number = _bring(number, told, pair, inputs)
-    tell_tile(mailbox, told, _numbers(-1, 0, 0, 0, 0, 0, 0, form))
+        tiles_published, pair, number = _bring(number, tiles_published, pair, inputs)
+    publish_tile(queue, tiles_published, _numbers(-1, 0, 0, 0, 0, 0, 0, form))
     finish_numbers(counter_ptr, dynamic)
 
 
 @gluon.jit
-def _bring(number, told, pair, inputs):
-    """Tells the consumers of a tile, if it has rows, and loads it. Returns how many they have been told of, how many
-    key tiles were loaded, and the number of the next tile."""
+def _bring(number, tiles_published, pair, inputs):
+    """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how
+    many key tiles were loaded, and the number of the next tile."""
     (
-        form, mailbox, order, q, k, v, q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc,
+        form, queue, order, q, k, v, q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc,
         cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right, listing,
     ) = inputs  # fmt: skip
     counter_ptr, tiles, lines, dynamic = order
@@ -182,14 +182,14 @@ def _bring(number, told, pair, inputs):
         if form.TILE_Q > 0:
             entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
             listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
-        tell_tile(mailbox, told, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
-        place, phase = place_of(told, form.QUERY_PLACES)
+        publish_tile(queue, tiles_published, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
+        place, phase = place_of(tiles_published, form.QUERY_PLACES)
         for which in gl.static_range(form.CONSUMERS):
             mine = place * form.CONSUMERS + which
             row = first + which * M
             mbarrier.wait(q.empty.index(mine), phase ^ 1)
-            load_tile(q, mine, q_desc, q_rest_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
-        told += 1
+            load_tile(q, mine, q_desc, q_tail_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
+        tiles_published += 1
         shift = 0 if form.TOP_LEFT else seq_k - seq_q
         key_begin, _, _, key_end = key_tile_ranges(
             first, seq_q, shift, seq_k, window_left, window_right, ROWS, k.ROWS, form.HAS_LEFT, form.HAS_RIGHT
@@ -205,22 +205,22 @@ def _bring(number, told, pair, inputs):
             stage, phase = place_of(pair, k.STAGES)
             mbarrier.wait(k.empty.index(stage), phase ^ 1)
             if form.TILE_Q > 0:
-                tell(listing[1], stage, 0, n)
-                tell(listing[1], stage, 1, kind)
-            load_tile(k, stage, k_desc, k_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+                write_tile_info(listing[1], stage, 0, n)
+                write_tile_info(listing[1], stage, 1, kind)
+            load_tile(k, stage, k_desc, k_tail_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
             mbarrier.wait(v.empty.index(stage), phase ^ 1)
-            load_tile(v, stage, v_desc, v_rest_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+            load_tile(v, stage, v_desc, v_tail_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
             pair += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
                 following = next_number(number, counter_ptr, dynamic)
     else:
         following = next_number(number, counter_ptr, dynamic)
-    return told, pair, following
+    return tiles_published, pair, following
 
 
 @gluon.jit
 def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
-    """What consumers are told of a tile: its first row (-1: no more tiles), sequence and head; packed, where the
+    """What is published of a tile: its first row (-1: no more tiles), sequence and head; packed, where the
     sequence's queries begin, and how many queries and keys it has; with a block mask, how many key tiles it lists."""
     if form.PACKED:
         numbers = (first, sequence, head, begin, seq_q, seq_k)
@@ -234,31 +234,31 @@ def _numbers(first, sequence, head, begin, seq_q, seq_k, listed, form):
 @gluon.jit
 def _consumer(WHICH: gl.constexpr, inputs):
     """Computes the `WHICH`-th 64 rows of each tile. It visits the key tiles that some of these rows see."""
-    form, mailbox = inputs[:2]
+    form, queue = inputs[:2]
     declare_flag(WHICH)
-    heard = 0
+    tiles_received = 0
     pair = 0
     if form.IN_TURN and WHICH == form.CONSUMERS - 1:
         end_turn(WHICH, form.CONSUMERS)
-    tile = hear_tile(mailbox, heard, _told(form))
+    tile = receive_tile(queue, tiles_received, _published_fields(form))
     while tile[0] >= 0:
-        heard += 1
-        tile, pair = _compute(tile, heard, pair, WHICH, inputs)
+        tiles_received += 1
+        tile, pair = _compute(tile, tiles_received, pair, WHICH, inputs)
     tma_store_wait(0)
 
 
 @gluon.constexpr_function
-def _told(form):
-    """How many numbers consumers are told of a tile."""
+def _published_fields(form):
+    """How many numbers are published of a tile."""
     return 6 if form.PACKED else 4 if form.TILE_Q > 0 else 3
 
 
 @gluon.jit
-def _compute(tile, heard, pair, WHICH: gl.constexpr, inputs):
-    """Computes 64 rows of the `heard`-th tile, counted from 1, and stores them. Returns what is told of the next tile
-    and the number of key tiles taken from the rings so far."""
+def _compute(tile, tiles_received, pair, WHICH: gl.constexpr, inputs):
+    """Computes 64 rows of a tile, the `tiles_received`-th counted from 1, and stores them. Returns what was
+    published of the next tile, and the number of key tiles taken from the rings so far."""
     (
-        form, mailbox, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
+        form, queue, q, k, v, places, lse_ptr, sinks_ptr, sizes, window_left, window_right, units,
         listing, descales,
     ) = inputs  # fmt: skip
     batch, _heads, rows_q, rows_k = sizes
@@ -302,31 +302,31 @@ def _compute(tile, heard, pair, WHICH: gl.constexpr, inputs):
     slope = alibi_slopes_ptr  # None stays None
     if alibi_slopes_ptr is not None:
         slope = load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, unit, seen)
-    place, phase = place_of(heard - 1, form.QUERY_PLACES)
+    place, phase = place_of(tiles_received - 1, form.QUERY_PLACES)
     mine = place * form.CONSUMERS + WHICH
     mbarrier.wait(q.full.index(mine), phase)
-    q_tile, q_rest = take_queries(q, mine, s_layout, form)
+    q_tile, q_tail = take_queries(q, mine, s_layout, form)
     view = (
         row, shift, seq_k, window_left, window_right, full_begin, full_end, my_first, listing, seq_k - seq_q,
     )  # fmt: skip
-    p, o, o_rest, row_sum, reference, pair, last_stage, last_phase = visit_key_tiles(
-        q_tile, q_rest, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, form, WHICH
+    p, o, o_tail, row_sum, reference, pair, last_stage, last_phase = visit_key_tiles(
+        q_tile, q_tail, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, form, WHICH
     )
     mbarrier.wait(v.full.index(last_stage), last_phase)
-    o, o_rest = start_values(p, o, o_rest, v, last_stage)
+    o, o_tail = start_values(p, o, o_tail, v, last_stage)
     if not form.Q_IN_REGISTERS:
         release(q.empty.index(mine))
     # While the last product is in flight: what comes next, and the statistics.
-    tile = hear_tile(mailbox, heard, _told(form))
+    tile = receive_tile(queue, tiles_received, _published_fields(form))
     inverse = _statistics(
         row_sum, reference, row, sequence, head, begin, seq_q, lse_ptr, sinks_ptr, sizes, descales, form
     )
-    o, o_rest = wait_values(o, o_rest, v)
+    o, o_tail = wait_values(o, o_tail, v)
     release(v.empty.index(last_stage))
     pair += 1
     if SKIPS and form.HAS_LEFT:
         pair = skip_key_tiles(after, k, v, pair, form, WHICH)
-    _hand_out(o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH)
+    _hand_out(o, o_tail, inverse, places, sequence, head, begin, seq_q, my_first, tiles_received, v, form, WHICH)
     return tile, pair
 
 
@@ -354,18 +354,18 @@ def _statistics(
 
 @gluon.jit
 def _hand_out(
-    o, o_rest, inverse, places, sequence, head, begin, seq_q, my_first, heard, v, form, WHICH: gl.constexpr
+    o, o_tail, inverse, places, sequence, head, begin, seq_q, my_first, tiles_received, v, form, WHICH: gl.constexpr
 ):  # fmt: skip
     """Stores 64 rows of out through the consumer's place, or through the one that all share, each in its turn."""
-    out, out_rest, out_free, out_desc, out_rest_desc = places
+    out, out_tail, out_free, out_desc, out_tail_desc = places
     if form.OUT_PLACES > 1:
         OUT: gl.constexpr = WHICH
     else:
         OUT: gl.constexpr = 0
         # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
-        mbarrier.wait(out_free.index(WHICH), ((heard - 1) & 1) ^ (1 if WHICH == 0 else 0))
+        mbarrier.wait(out_free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
     store_out(
-        o, o_rest, inverse, out.index(OUT), out_rest.index(OUT), out_desc, out_rest_desc,
+        o, o_tail, inverse, out.index(OUT), out_tail.index(OUT), out_desc, out_tail_desc,
         sequence, head, begin, seq_q, my_first, v, form,
     )  # fmt: skip
     if form.OUT_PLACES == 1:

@@ -60,48 +60,48 @@ class Form:
 def take_queries(q, place, s_layout: gl.constexpr, form):
     """The operand of the scores, in registers or where it lies; in registers its place is free for the next tile."""
     q_tile = matrix(q.tiles.index(place), M, q.WIDTH)
-    q_rest = q_tile
-    if q.REST > 0:
-        q_rest = matrix(q.rest.index(place), M, q.REST)
+    q_tail = q_tile
+    if q.TAIL > 0:
+        q_tail = matrix(q.tail.index(place), M, q.TAIL)
     if form.Q_IN_REGISTERS:
         layout: gl.constexpr = gl.DotOperandLayout(0, s_layout, 32 // q.tiles.dtype.primitive_bitwidth)
         q_tile = q_tile.load(layout)
-        if q.REST > 0:
-            q_rest = q_rest.load(layout)
+        if q.TAIL > 0:
+            q_tail = q_tail.load(layout)
         release(q.empty.index(place))
-    return q_tile, q_rest
+    return q_tile, q_tail
 
 
 @gluon.jit
-def start_scores(q_tile, q_rest, k, stage, zeros):
+def start_scores(q_tile, q_tail, k, stage, zeros):
     """Starts `s = q kᵀ` with the keys in a place of the ring."""
     keys = matrix(k.tiles.index(stage), k.ROWS, k.WIDTH)
     s = warpgroup_mma(q_tile, keys.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    if k.REST > 0:
-        keys = matrix(k.rest.index(stage), k.ROWS, k.REST)
-        s = warpgroup_mma(q_rest, keys.permute([1, 0]), s, is_async=True)
+    if k.TAIL > 0:
+        keys = matrix(k.tail.index(stage), k.ROWS, k.TAIL)
+        s = warpgroup_mma(q_tail, keys.permute([1, 0]), s, is_async=True)
     return s
 
 
 @gluon.jit
-def start_values(p, o, o_rest, v, stage):
+def start_values(p, o, o_tail, v, stage):
     """Starts `o += p v` with the values in a place of the ring."""
     o = warpgroup_mma(p, matrix(v.tiles.index(stage), v.ROWS, v.WIDTH), o, is_async=True)
-    if v.REST > 0:
-        layout: gl.constexpr = gl.DotOperandLayout(0, o_rest.type.layout, p.type.layout.k_width)
+    if v.TAIL > 0:
+        layout: gl.constexpr = gl.DotOperandLayout(0, o_tail.type.layout, p.type.layout.k_width)
         p = gl.convert_layout(p, layout, assert_trivial=True)
-        o_rest = warpgroup_mma(p, matrix(v.rest.index(stage), v.ROWS, v.REST), o_rest, is_async=True)
-    return o, o_rest
+        o_tail = warpgroup_mma(p, matrix(v.tail.index(stage), v.ROWS, v.TAIL), o_tail, is_async=True)
+    return o, o_tail
 
 
 @gluon.jit
-def wait_values(o, o_rest, v):
+def wait_values(o, o_tail, v):
     """Waits until no product is in flight."""
-    if v.REST > 0:
-        o, o_rest = warpgroup_mma_wait(0, [o, o_rest])
+    if v.TAIL > 0:
+        o, o_tail = warpgroup_mma_wait(0, [o, o_tail])
     else:
         o = warpgroup_mma_wait(0, [o])
-    return o, o_rest
+    return o, o_tail
 
 
 @gluon.jit
@@ -169,16 +169,16 @@ def finite(m):
 
 @gluon.jit
 def store_out(
-    o, o_rest, inverse, out, out_rest, out_desc, out_rest_desc, sequence, head, begin, seq_q, row, v, form
+    o, o_tail, inverse, out, out_tail, out_desc, out_tail_desc, sequence, head, begin, seq_q, row, v, form
 ):  # fmt: skip
     """Divides by the row sums and starts the store, through shared memory. Rows past the end are not written."""
     dtype: gl.constexpr = out.dtype
-    o, o_rest = scale_rows(o, o_rest, inverse, v)
+    o, o_tail = scale_rows(o, o_tail, inverse, v)
     tma_store_wait(0)  # of the tile before: until it has been read from there
     matrix(out, M, v.WIDTH).store(o.to(dtype))
-    if v.REST > 0:
-        matrix(out_rest, M, v.REST).store(o_rest.to(dtype))
+    if v.TAIL > 0:
+        matrix(out_tail, M, v.TAIL).store(o_tail.to(dtype))
     fence_async_shared()
     tma_store(out_desc, coordinates(sequence, head, begin, seq_q, row, 0, form.PACKED), out)
-    if v.REST > 0:
-        tma_store(out_rest_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_rest)
+    if v.TAIL > 0:
+        tma_store(out_tail_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_tail)

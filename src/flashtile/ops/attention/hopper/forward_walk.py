@@ -29,7 +29,7 @@ References: Milakov and Gimelshein, "Online normalizer calculation for softmax" 
 """
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, warpgroup_mma_wait
-from flashtile.ops.attention.hopper.blocks import FULL, hear_listed, where_shown
+from flashtile.ops.attention.hopper.blocks import FULL, receive_listed_tile, where_shown
 from flashtile.ops.attention.hopper.forward_pieces import (
     begin_turn,
     end_turn,
@@ -44,13 +44,13 @@ from flashtile.ops.attention.hopper.pieces import (
     join_columns,
     mask_scores,
     pack,
+    pin_before_wait,
     place_of,
     product_layout,
     release,
     row_maximum,
     row_sums,
     scale_rows,
-    settled,
     split_off,
 )
 
@@ -72,7 +72,7 @@ NOTHING_SEEN = gl.constexpr(-(2.0**100))
 
 @gluon.jit
 def visit_key_tiles(
-    q_tile, q_rest, k, v, pair, key_begin, key_end, scale_log2, cap_scale, slope, view, form, WHICH: gl.constexpr
+    q_tile, q_tail, k, v, pair, key_begin, key_end, scale_log2, cap_scale, slope, view, form, WHICH: gl.constexpr
 ):  # fmt: skip
     """The online softmax over the key tiles from the last to `key_begin`; `view`: as `_seen` takes it.
 
@@ -85,14 +85,14 @@ def visit_key_tiles(
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
     o = gl.zeros([M, v.WIDTH], gl.float32, o_layout)
-    o_rest = gl.to_tensor(0)
-    if v.REST > 0:
-        o_rest = gl.zeros([M, v.REST], gl.float32, product_layout(v.REST))
+    o_tail = gl.to_tensor(0)
+    if v.TAIL > 0:
+        o_tail = gl.zeros([M, v.TAIL], gl.float32, product_layout(v.TAIL))
 
     stage, phase = place_of(pair, k.STAGES)
     mbarrier.wait(k.full.index(stage), phase)
     n, kind, bits = _tile_of(key_end - 1, view, stage, k, form)
-    s = warpgroup_mma_wait(0, [start_scores(q_tile, q_rest, k, stage, zeros)])
+    s = warpgroup_mma_wait(0, [start_scores(q_tile, q_tail, k, stage, zeros)])
     release(k.empty.index(stage))
     s = _seen(s, n, kind, bits, cap_scale, slope, view, True, form)
     reference = _first_reference(row_maximum(s) * scale_log2, dtype)
@@ -100,21 +100,21 @@ def visit_key_tiles(
     row_sum = row_sums(probs)
     p = gl.convert_layout(pack(probs, dtype), p_layout)
 
-    walk = (q_tile, q_rest, k, v, key_begin, key_end, scale_log2, zeros, view)
+    walk = (q_tile, q_tail, k, v, key_begin, key_end, scale_log2, zeros, view)
     for done in range(key_begin + 1, key_end):
         v_stage = stage
-        s, o, o_rest, pair, stage, phase = _scores_beside_values(
-            walk, cap_scale, slope, done, pair, stage, phase, p, o, o_rest, form, WHICH
+        s, o, o_tail, pair, stage, phase = _scores_beside_values(
+            walk, cap_scale, slope, done, pair, stage, phase, p, o, o_tail, form, WHICH
         )
         if dtype == gl.float16:
-            p, row_sum, reference, o, o_rest = _weights_by_maxima(
-                s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout, form, WHICH
+            p, row_sum, reference, o, o_tail = _weights_by_maxima(
+                s, scale_log2, row_sum, reference, o, o_tail, v, v_stage, p_layout, form, WHICH
             )
         else:
-            p, row_sum, reference, o, o_rest = _weights_by_sums(
-                s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout, form, WHICH
+            p, row_sum, reference, o, o_tail = _weights_by_sums(
+                s, scale_log2, row_sum, reference, o, o_tail, v, v_stage, p_layout, form, WHICH
             )
-    return p, o, o_rest, row_sum, reference, pair, stage, phase
+    return p, o, o_tail, row_sum, reference, pair, stage, phase
 
 
 @gluon.jit
@@ -127,11 +127,11 @@ def _first_reference(highest, dtype: gl.constexpr):
 
 @gluon.jit
 def _weights_by_sums(
-    s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
+    s, scale_log2, row_sum, reference, o, o_tail, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
 ):  # fmt: skip
     """bfloat16 weights of a tile, the row sums with them, the references, and `o` when its product has come to an end.
     Weights come first: they show in which rows they are too large."""
-    probs, tile_sum, o, o_rest = _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form)
+    probs, tile_sum, o, o_tail = _exponentials(s, scale_log2, reference, o, o_tail, v, v_stage, form)
     p = gl.convert_layout(pack(probs, gl.bfloat16), p_layout)
     if any_above(tile_sum, LARGEST_WEIGHT, WHICH):
         reference, alpha = _raised(s, scale_log2, row_sum, tile_sum, reference, WHICH)
@@ -140,8 +140,8 @@ def _weights_by_sums(
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         row_sum *= factor
         tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
-        o, o_rest = scale_rows(o, o_rest, alpha, v)
-    return p, row_sum + tile_sum, reference, o, o_rest
+        o, o_tail = scale_rows(o, o_tail, alpha, v)
+    return p, row_sum + tile_sum, reference, o, o_tail
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def _exponent(x):
 
 @gluon.jit
 def _weights_by_maxima(
-    s, scale_log2, row_sum, reference, o, o_rest, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
+    s, scale_log2, row_sum, reference, o, o_tail, v, v_stage, p_layout: gl.constexpr, form, WHICH: gl.constexpr
 ):  # fmt: skip
     """float16 weights of a tile, the row sums with them, the references, and `o` when its product has come to an end.
     Scores come first: references follow those that are too large."""
@@ -184,15 +184,15 @@ def _weights_by_maxima(
         alpha = gl.exp2(reference - raised)
         row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         reference = raised
-    probs, tile_sum, o, o_rest = _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form)
+    probs, tile_sum, o, o_tail = _exponentials(s, scale_log2, reference, o, o_tail, v, v_stage, form)
     p = gl.convert_layout(pack(probs, gl.float16), p_layout)
     if rises:
-        o, o_rest = scale_rows(o, o_rest, alpha, v)
-    return p, row_sum + tile_sum, reference, o, o_rest
+        o, o_tail = scale_rows(o, o_tail, alpha, v)
+    return p, row_sum + tile_sum, reference, o, o_tail
 
 
 @gluon.jit
-def _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form):
+def _exponentials(s, scale_log2, reference, o, o_tail, v, v_stage, form):
     """Weights of a tile in float32, their sums in parts, and `o` when its product has come to an end.
 
     Only some of the exponentials come while `p v` is in flight, the others among the conversions: the units for
@@ -201,30 +201,30 @@ def _exponentials(s, scale_log2, reference, o, o_rest, v, v_stage, form):
     if form.AHEAD > 0:
         pieces = split_off(s * scale_log2 - reference[:, None], form.AHEAD)
         probs = gl.exp2(pieces[0])
-        tile_sum = settled(row_sums(probs))
-        o, o_rest = wait_values(o, o_rest, v)
+        tile_sum = pin_before_wait(row_sums(probs))
+        o, o_tail = wait_values(o, o_tail, v)
         release(v.empty.index(v_stage))
         for i in gl.static_range(1, len(pieces)):
             more = gl.exp2(pieces[i])
             tile_sum += row_sums(more)
             probs = join_columns(probs, more)
     else:
-        o, o_rest = wait_values(o, o_rest, v)
+        o, o_tail = wait_values(o, o_tail, v)
         release(v.empty.index(v_stage))
         probs = gl.exp2(s * scale_log2 - reference[:, None])
         tile_sum = row_sums(probs)
-    return probs, tile_sum, o, o_rest
+    return probs, tile_sum, o, o_tail
 
 
 @gluon.jit
 def _scores_beside_values(
-    walk, cap_scale, slope, done, pair, v_stage, v_phase, p, o, o_rest, form, WHICH: gl.constexpr
+    walk, cap_scale, slope, done, pair, v_stage, v_phase, p, o, o_tail, form, WHICH: gl.constexpr
 ):  # fmt: skip
     """Starts the scores of the next key tile and `p v` of the one in place `v_stage`, and waits for the scores. Returns
     these, `o` with that product in flight, and how many tiles came out of the rings before the next one, and where that
     is."""
-    q_tile, q_rest, k, v, key_begin, key_end, _, zeros, view = walk
-    PRODUCTS: gl.constexpr = 2 if v.REST > 0 else 1
+    q_tile, q_tail, k, v, key_begin, key_end, _, zeros, view = walk
+    PRODUCTS: gl.constexpr = 2 if v.TAIL > 0 else 1
     # Without a band only the last tile of keys can be cut, and that comes first. A branch that is never taken would
     # still keep the loop in pieces, which costs 7 % at 64 columns.
     MAY_CUT: gl.constexpr = form.HAS_LEFT or form.HAS_RIGHT or form.TILE_Q > 0
@@ -233,16 +233,16 @@ def _scores_beside_values(
     mbarrier.wait(k.full.index(stage), phase)
     if form.IN_TURN:
         begin_turn(WHICH)
-    scores = start_scores(q_tile, q_rest, k, stage, zeros)
+    scores = start_scores(q_tile, q_tail, k, stage, zeros)
     mbarrier.wait(v.full.index(v_stage), v_phase)
-    o, o_rest = start_values(p, o, o_rest, v, v_stage)
+    o, o_tail = start_values(p, o, o_tail, v, v_stage)
     if form.IN_TURN:
         end_turn(WHICH, form.CONSUMERS)
     n, kind, bits = _tile_of(key_begin + key_end - 1 - done, view, stage, k, form)
     s = warpgroup_mma_wait(PRODUCTS, [scores])
     release(k.empty.index(stage))
     s = _seen(s, n, kind, bits, cap_scale, slope, view, MAY_CUT, form)
-    return s, o, o_rest, pair, stage, phase
+    return s, o, o_tail, pair, stage, phase
 
 
 @gluon.jit
@@ -251,7 +251,7 @@ def _tile_of(n, view, stage, k, form):
     kind = FULL
     bits = 0
     if form.TILE_Q > 0:
-        n, kind, bits = hear_listed(view[8], stage, view[7], k, form)
+        n, kind, bits = receive_listed_tile(view[8], stage, view[7], k, form)
     return n, kind, bits
 
 

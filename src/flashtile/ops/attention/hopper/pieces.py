@@ -8,8 +8,8 @@ Shapes::
        such a head is not padded to the next power. What lies past head_dim is zero: TMA fills it in.
 
 A *line* is one head of one sequence (dense) or one head of all sequences (packed). Its query rows are cut into tiles of
-all consumers of a program. Rows of a sequence count from its start; packed sequences are told apart by the hardware's
-bounds check (`coordinates`).
+all consumers of a program. Rows of a sequence count from its start; The hardware's bounds check keeps
+packed sequences apart (`coordinates`).
 """
 
 from flashtile._backends.gluon import (
@@ -45,32 +45,32 @@ FIELDS = gl.constexpr(7)
 class Ring:
     """Tiles in shared memory that a producer fills and consumers empty. Each place has a barrier for either.
 
-    `rest` holds the second chunk of columns, where there is one (`REST` columns), else it is `tiles` again.
+    `tail` holds the second chunk of head_dim, `TAIL` wide, where there is one. Else it is `tiles` again.
     """
 
     tiles: gl.shared_memory_descriptor
-    rest: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     ROWS: gl.constexpr
     WIDTH: gl.constexpr
-    REST: gl.constexpr
+    TAIL: gl.constexpr
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, rest, full, empty, ROWS, WIDTH, REST, STAGES):
+    def __init__(self, tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES):
         self.tiles = tiles
-        self.rest = rest
+        self.tail = tail
         self.full = full
         self.empty = empty
         self.ROWS = gl.constexpr(ROWS)
         self.WIDTH = gl.constexpr(WIDTH)
-        self.REST = gl.constexpr(REST)
+        self.TAIL = gl.constexpr(TAIL)
         self.STAGES = gl.constexpr(STAGES)
 
 
 @aggregate
-class Mailbox:
+class TileQueue:
     """Two places in which a producer tells the consumers their next tiles; up to `FIELDS` numbers each."""
 
     numbers: gl.shared_memory_descriptor
@@ -101,24 +101,24 @@ def release(barrier):
 
 
 @gluon.jit
-def make_ring(desc, rest_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `rest_desc` may be None."""
+def make_ring(desc, tail_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `tail_desc` may be None."""
     ROWS: gl.constexpr = desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
     full = barriers(STAGES, 1)
     empty = barriers(STAGES, READERS * WARPGROUP)
-    if rest_desc is None:
+    if tail_desc is None:
         ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES)
     else:
-        rest = gl.allocate_shared_memory(desc.dtype, [STAGES] + rest_desc.block_shape, rest_desc.layout)
-        ring = Ring(tiles, rest, full, empty, ROWS, WIDTH, rest_desc.block_shape[-1], STAGES)
+        tail = gl.allocate_shared_memory(desc.dtype, [STAGES] + tail_desc.block_shape, tail_desc.layout)
+        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES)
     return ring
 
 
 @gluon.jit
-def make_mailbox(READERS: gl.constexpr):
-    return Mailbox(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP))
+def make_tile_queue(READERS: gl.constexpr):
+    return TileQueue(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP))
 
 
 @gluon.jit
@@ -162,14 +162,14 @@ def coordinates(sequence, head, begin, length, row, COLUMN: gl.constexpr, PACKED
 
 
 @gluon.jit
-def load_tile(ring, stage, desc, rest_desc, sequence, head, begin, length, row, PACKED: gl.constexpr):
+def load_tile(ring, stage, desc, tail_desc, sequence, head, begin, length, row, PACKED: gl.constexpr):
     """Starts the load of rows `row...` of a sequence into a place of a ring, which must be empty."""
     full = ring.full.index(stage)
-    mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * ring.ROWS * (ring.WIDTH + ring.REST))
+    mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * ring.ROWS * (ring.WIDTH + ring.TAIL))
     tma_load(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), full, ring.tiles.index(stage))
-    if ring.REST > 0:
+    if ring.TAIL > 0:
         place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
-        tma_load(rest_desc, place, full, ring.rest.index(stage))
+        tma_load(tail_desc, place, full, ring.tail.index(stage))
 
 
 @gluon.jit
@@ -281,25 +281,25 @@ def finish_numbers(counter_ptr, dynamic):
 
 
 @gluon.jit
-def tell_tile(mailbox, count, numbers):
-    """The producer's side of the mailbox: what it tells of the `count`-th tile, first row (negative: no more tiles)
+def publish_tile(queue, count, numbers):
+    """The producer's side of the queue: what it tells of the `count`-th tile, first row (negative: no more tiles)
     first."""
     slot, phase = place_of(count, 2)
-    mbarrier.wait(mailbox.empty.index(slot), phase ^ 1)
+    mbarrier.wait(queue.empty.index(slot), phase ^ 1)
     for field in gl.static_range(len(numbers)):
-        write_number(mailbox.numbers.index(slot * FIELDS + field), numbers[field])
-    mbarrier.arrive(mailbox.full.index(slot), count=1)
+        write_number(queue.numbers.index(slot * FIELDS + field), numbers[field])
+    mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def hear_tile(mailbox, count, COUNT: gl.constexpr):
-    """The others' side: the `COUNT` numbers that were told of the `count`-th tile."""
+def receive_tile(queue, count, COUNT: gl.constexpr):
+    """The others' side: the `COUNT` numbers that were tiles_published of the `count`-th tile."""
     slot, phase = place_of(count, 2)
-    mbarrier.wait(mailbox.full.index(slot), phase)
-    numbers = (read_number(mailbox.numbers.index(slot * FIELDS)),)
+    mbarrier.wait(queue.full.index(slot), phase)
+    numbers = (read_number(queue.numbers.index(slot * FIELDS)),)
     for field in gl.static_range(1, COUNT):
-        numbers = numbers + (read_number(mailbox.numbers.index(slot * FIELDS + field)),)
-    release(mailbox.empty.index(slot))
+        numbers = numbers + (read_number(queue.numbers.index(slot * FIELDS + field)),)
+    release(queue.empty.index(slot))
     return numbers
 
 
@@ -419,16 +419,16 @@ def row_sums(p):
 
 
 @gluon.jit
-def scale_rows(o, o_rest, factor, v):
+def scale_rows(o, o_tail, factor, v):
     """Both chunks of `[M, E]` times `[M]`."""
     o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
-    if v.REST > 0:
-        o_rest = o_rest * gl.convert_layout(factor, gl.SliceLayout(1, o_rest.type.layout))[:, None]
-    return o, o_rest
+    if v.TAIL > 0:
+        o_tail = o_tail * gl.convert_layout(factor, gl.SliceLayout(1, o_tail.type.layout))[:, None]
+    return o, o_tail
 
 
 @gluon.jit
-def settled(sums):
+def pin_before_wait(sums):
     """The same sums of exponentials, `[M, 8]`, with the exponentials computed before whatever comes after this.
 
     ptxas moves arithmetic down past a wait for products, which ends the overlap of the two. It does not move it past
