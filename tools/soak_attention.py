@@ -3,10 +3,10 @@
     python tools/soak_attention.py [--count 200] [--seed 0] [--backend hopper] [--processes 8] [--repeats 100]
     python tools/soak_attention.py --features --backend triton
 
-Head sizes, masks, packing, grouped heads, lengths, dtypes and strides are drawn; with `--features` also what changes
-scores, block masks, key lengths and dropout, any number of them together. Call number `n` of a seed is always the same
-one. Compilation takes most of the time on a GPU, so calls are shared out among processes. The backends cpu and
-reference run on the CPU, the others on a GPU.
+Head sizes of q and k and of v, masks, packing, grouped heads, lengths, dtypes, strides and addresses are drawn; with
+`--features` also what changes scores, block masks, key lengths and dropout, any number of them together. Call number
+`n` of a seed is always the same one. Compilation takes most of the time on a GPU, so calls are shared out among
+processes. The backends cpu and reference run on the CPU, the others on a GPU.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from typing import Any
 import torch
 
 import flashtile
-from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+from flashtile.testing import AttentionCase, Inputs, check, make_inputs, with_arguments
+from flashtile.testing.layouts import Layout
 
-_HEADS = ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (40, 40), (80, 64), (128, 64))
+#: Widths of heads: those of real models, and for the portable kernels any number of columns.
+_WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256)
+_MOST_COLUMNS = 300
 _MASKS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
@@ -33,10 +36,10 @@ _MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def draw_case(seed: int, number: int, features: bool) -> AttentionCase:
+def draw_case(seed: int, number: int, backend: str, features: bool) -> AttentionCase:
     """The `number`-th case of a seed."""
     generator = random.Random(f"{seed}/{number}")
-    head_dim, head_dim_v = generator.choice(_HEADS)
+    head_dim, head_dim_v = _width(generator, backend), _width(generator, backend)
     heads_kv = generator.choice((1, 2, 3))
     sequences = generator.randint(1, 4)
     lengths: dict[str, Any] = {}
@@ -81,6 +84,13 @@ def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCa
     return with_arguments(changed, **{name: value for name, value in arguments.items() if value is not None})
 
 
+def _width(generator: random.Random, backend: str) -> int:
+    """The Hopper kernels take multiples of 8 up to 256."""
+    if backend == "hopper" or generator.random() < 0.5:
+        return generator.choice(_WIDTHS)
+    return generator.randint(1, _MOST_COLUMNS)
+
+
 def _length(generator: random.Random) -> int:
     """Mostly short, sometimes none, sometimes many tiles."""
     return generator.choice(
@@ -95,15 +105,27 @@ def _device_of(backend: str) -> str:
 def run_case(job: tuple[int, int, str, bool]) -> str | None:
     """Checks one case. Returns what went wrong, or None."""
     seed, number, backend, features = job
-    case = draw_case(seed, number, features)
+    case = draw_case(seed, number, backend, features)
     try:
         inputs = make_inputs(case, _device_of(backend), number)
         if number % 3 == 0:
             inputs.q, inputs.k, inputs.v = _side_by_side(inputs.q, inputs.k, inputs.v)
+        elif number % 3 == 1:
+            _place(inputs, random.Random(f"{seed}/{number}/layouts"))
         check(case, backend, _device_of(backend), inputs=inputs)
     except Exception as error:
         return f"{number}: {case}: {type(error).__name__}: {error}"
     return None
+
+
+def _place(inputs: Inputs, generator: random.Random) -> None:
+    """Puts each tensor into rows that are wider by some elements, at an address that is some elements on."""
+
+    def drawn(tensor: torch.Tensor) -> torch.Tensor:
+        return Layout(generator.choice((0, 1, 2, 4, 8)), generator.choice((0, 1, 2, 4, 8, 16))).place(tensor)
+
+    inputs.q, inputs.k, inputs.v, inputs.dout = map(drawn, (inputs.q, inputs.k, inputs.v, inputs.dout))
+    inputs.tensors |= {name: drawn(inputs.tensors[name]) for name in ("bias", "mask") if name in inputs.tensors}
 
 
 def _side_by_side(*tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -30,6 +30,7 @@ from flashtile.cli.demo.training import Training
 from flashtile.cli.errors import CommandError, UserError
 from flashtile.cli.explain import Call, describe_io, parse_window
 from flashtile.models import GPTConfig
+from flashtile.testing.kernel_checks import KernelCheck
 
 pytestmark = pytest.mark.unpoisoned
 
@@ -108,6 +109,31 @@ def test_doctor_fails_when_the_default_backend_does(monkeypatch):
     result = invoke("doctor")
     assert result.exit_code == 1
     assert "RuntimeError: cpu is ill" in result.output and "does not work" in result.output
+
+
+def test_doctor_checks_kernels():
+    result = invoke("doctor", "--check-kernels")
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.output.splitlines() if line.strip().startswith("cpu ")]
+    operations = {line[1]: line[-1] for line in lines if line[-1].isdigit()}
+    assert operations == dict.fromkeys(
+        ("attention", "cache", "cross-entropy", "dense", "norm", "rotary", "softmax"), "0"
+    )
+
+
+def test_doctor_names_the_calls_that_are_wrong(monkeypatch):
+    def wrong(device):
+        raise AssertionError("out: largest error 3, allowed 1\nand more")
+
+    checks = [
+        KernelCheck("attention", "heads of 33 and 16", wrong),
+        KernelCheck("norm", "rows of 3", lambda device: None),
+    ]
+    monkeypatch.setattr(doctor, "kernel_checks", lambda backend: checks)
+    result = invoke("doctor", "--check-kernels")
+    assert result.exit_code == 1
+    assert "cpu: attention heads of 33 and 16: AssertionError: out: largest error 3, allowed 1" in result.output
+    assert "rows of 3" not in result.output
 
 
 def drawn(table, width, **options):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import flashtile
 from flashtile.cli.bench_app import bench
 from flashtile.cli.console import make_console, print_table, print_text, run_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,10 +75,15 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    check_kernels: Annotated[
+        bool,
+        typer.Option("--check-kernels", help="Compare every kernel with the reference, over many layouts of tensors."),
+    ] = False,
+) -> None:
     """Show versions and the device, and try each backend.
 
-    Exits with 1 when the backend that "auto" takes here does not work.
+    Exits with 1 when the backend that "auto" takes here does not work, or a kernel gives a wrong result.
     """
 
     def work() -> bool:
@@ -88,9 +96,32 @@ def doctor() -> None:
         auto = next(d for d in diagnoses if d.backend == module.default_backend())
         verdict = "works" if auto.problem is None else "does not work"
         print_text(console, f'backend="auto" takes {auto.backend} here, which {verdict}.')
-        return auto.problem is None
+        kernels_right = not check_kernels or _check_kernels(console)
+        return auto.problem is None and kernels_right
 
     run_command(work)
+
+
+def _check_kernels(console: Console) -> bool:
+    """Runs the checks of kernels and prints what they found. Returns whether all results were right."""
+    from rich.progress import Progress
+
+    from flashtile.cli import doctor as module
+
+    backends = module.backends_to_check()
+    results = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task(
+            "checking kernels", total=sum(len(module.kernel_checks(backend)) for backend in backends)
+        )
+        for result in module.check_kernels(backends):
+            results.append(result)
+            progress.advance(bar)
+    print_table(console, module.kernels_table(results))
+    for result in results:
+        if result.problem:
+            print_text(console, f"{result.backend}: {result.check.operation} {result.check.name}: {result.problem}")
+    return not any(result.problem for result in results)
 
 
 @app.command()

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +17,7 @@ from flashtile import testing
 from flashtile.bench.commands import default_device
 from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
+from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
 BACKENDS = ("split", "hopper", "triton", "cpu", "reference")
 
@@ -60,6 +66,66 @@ def backends_table(diagnoses: list[Diagnosis]) -> Table:
     lines = [[d.backend, str(d.device), "works" if d.problem is None else d.problem] for d in diagnoses]
     title = "Backends, each tried with a small forward and backward"
     return Table(title, ["backend", "tensors on", "result"], lines, words=True)
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    """What a check of `--check-kernels` found: no problem, or the first line of what went wrong."""
+
+    backend: str
+    check: KernelCheck
+    problem: str | None
+
+
+#: Compilation takes most of the time, and each process has a context of its own in the GPU's memory.
+_MOST_PROCESSES = 8
+
+
+def backends_to_check() -> list[str]:
+    """Those with kernels for the default device."""
+    device = default_device()
+    if device.type == "cpu":
+        return ["cpu"]
+    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+    return ["triton", *(["hopper"] if hopper else [])]
+
+
+def check_kernels(backends: list[str]) -> Iterator[KernelResult]:
+    """Runs all checks of the backends, on a GPU in several processes. The results come in no fixed order."""
+    device = default_device()
+    jobs = [(backend, number) for backend in backends for number in range(len(kernel_checks(backend)))]
+    if device.type == "cpu":
+        yield from (_check_kernel(*job, str(device)) for job in jobs)
+        return
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        tasks = {pool.submit(_problem, *job, str(device)): job for job in jobs}
+        for task in as_completed(tasks):
+            backend, number = tasks[task]
+            # A process that ends, as after an illegal memory access, is an error of the task.
+            error = task.exception()
+            yield KernelResult(backend, kernel_checks(backend)[number], task.result() if error is None else str(error))
+
+
+def _check_kernel(backend: str, number: int, device: str) -> KernelResult:
+    return KernelResult(backend, kernel_checks(backend)[number], _problem(backend, number, device))
+
+
+def _problem(backend: str, number: int, device: str) -> str | None:
+    try:
+        kernel_checks(backend)[number].run(torch.device(device))
+    except Exception as error:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return None
+
+
+def kernels_table(results: list[KernelResult]) -> Table:
+    """How many calls of each operation were right."""
+    calls = Counter((result.backend, result.check.operation) for result in results)
+    wrong = Counter((result.backend, result.check.operation) for result in results if result.problem)
+    lines = [[*key, str(count), str(wrong[key])] for key, count in sorted(calls.items())]
+    title = "Kernels, each call compared with the reference in float64"
+    return Table(title, ["backend", "operation", "calls", "wrong"], lines, keys=2)
 
 
 def _dtype(device: torch.device) -> torch.dtype:

@@ -1,0 +1,37 @@
+"""Where a tensor's elements lie in memory, apart from their values: wider rows, and addresses that are not aligned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The elements in front of a tensor's first one, and those behind each row of its last dimension.
+
+    An odd number of either leaves rows of 16-bit elements that do not begin at multiples of 4 bytes. Kernels cannot
+    copy such rows asynchronously, so their tiles lie in shared memory in another way.
+    """
+
+    before: int = 0
+    behind_rows: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.before} before, {self.behind_rows} behind each row"
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A copy of a tensor with this layout. Elements outside its rows are NaN, or True, to show who reads them."""
+        *outer, columns = tensor.shape
+        width = columns + self.behind_rows
+        poison = float("nan") if tensor.dtype.is_floating_point else True
+        storage = tensor.new_full((self.before + math.prod(outer) * width,), poison)
+        placed = storage[self.before :].view(*outer, width)[..., :columns]
+        return placed.copy_(tensor)
+
+
+#: Rows at every place modulo 16 bytes, and whole tensors that begin between two places that are multiples of 4 bytes.
+ODD_STRIDE = Layout(behind_rows=1)
+ODD_ADDRESS = Layout(before=1)

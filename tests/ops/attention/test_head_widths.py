@@ -1,0 +1,41 @@
+"""Heads of q and k that differ in width from those of v: every pair of widths, on a GPU, against float64.
+
+ptxas 12.8 made wrong machine code for 24 of these pairs from an earlier form of the portable forward, in which v's tile
+was loaded after `q kᵀ` (`ops/common/triton/functions.py`). Every result of the others was right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile.testing import AttentionCase, check
+
+_WIDTHS = (1, 7, 8, 16, 24, 32, 33, 40, 64, 72, 100, 129)
+#: Pairs in which v's tile has a narrower swizzle than k's.
+_NARROWER = [(d, e) for d, e in product(_WIDTHS, repeat=2) if e < d and e <= 32]
+
+
+def _case(head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> AttentionCase:
+    return AttentionCase(
+        batch=1, seq_q=53, seq_k=113, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype, arguments={"causal": True}
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), list(product(_WIDTHS, repeat=2)))
+def test_every_pair(head_dim: int, head_dim_v: int) -> None:
+    check(_case(head_dim, head_dim_v), "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), _NARROWER)
+def test_narrower_v_in_other_calls(head_dim: int, head_dim_v: int) -> None:
+    case = _case(head_dim, head_dim_v, torch.float16)
+    check(case, "triton", "cuda")
+    lengths: dict[str, Any] = {"lengths_q": (53, 0, 70), "lengths_k": (113, 20, 64)}
+    check(replace(case, **lengths), "triton", "cuda")

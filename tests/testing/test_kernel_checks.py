@@ -1,0 +1,92 @@
+"""The checks of `flashtile doctor --check-kernels`: layouts that are what they say, and kernels that pass them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
+from flashtile.testing.layouts import ODD_ADDRESS, ODD_STRIDE, Layout
+
+_FP16, _BF16 = torch.float16, torch.bfloat16
+
+
+def _parameters(checks: list[KernelCheck]) -> list:
+    return [pytest.param(check, id=f"{check.operation}: {check.name}") for check in checks]
+
+
+def _first_of_each(checks: list[KernelCheck]) -> list[KernelCheck]:
+    return list({check.operation: check for check in reversed(checks)}.values())
+
+
+@pytest.mark.parametrize("layout", [ODD_STRIDE, ODD_ADDRESS, Layout(3, 5), Layout()], ids=str)
+@pytest.mark.parametrize("dtype", [_BF16, torch.bool], ids=str)
+def test_a_layout_keeps_values_and_poisons_the_rest(layout: Layout, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(2, 3, 4) > 0).to(dtype)
+    placed = layout.place(tensor)
+    assert torch.equal(placed, tensor)
+    assert placed.storage_offset() == layout.before
+    assert placed.stride() == (3 * (4 + layout.behind_rows), 4 + layout.behind_rows, 1)
+    storage = torch.as_strided(placed, (placed.untyped_storage().size() // placed.element_size(),), (1,), 0)
+    outside = torch.ones_like(storage, dtype=torch.bool)
+    torch.as_strided(outside, placed.shape, placed.stride(), layout.before).fill_(False)
+    assert outside.sum() == layout.before + 6 * layout.behind_rows
+    assert (storage[outside] if dtype is torch.bool else storage[outside].isnan()).all()
+
+
+@pytest.mark.parametrize("check", _parameters(kernel_checks("cpu")))
+def test_cpu(check: KernelCheck) -> None:
+    check.run(torch.device("cpu"))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("check", _parameters(_first_of_each(kernel_checks("triton", _FP16))))
+def test_interpreted(check: KernelCheck) -> None:
+    check.run(torch.device("cpu"))
+
+
+_FUNCTIONS = {
+    "attention": "attention",
+    "cache": "attention_with_kv_cache",
+    "norm": "dropout_add_layer_norm",
+    "rotary": "apply_rotary",
+    "softmax": "scaled_masked_softmax",
+    "cross-entropy": "cross_entropy",
+    "dense": "fused_mlp",
+}
+
+
+@pytest.mark.parametrize("check", _parameters(_first_of_each(kernel_checks("cpu"))))
+def test_one_wrong_element_is_seen(check: KernelCheck, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _FUNCTIONS[check.operation]
+    function = getattr(flashtile, name)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        results = function(*arguments, **options)
+        if options["backend"] == "reference":
+            return results
+        out, *others = results if isinstance(results, tuple) else (results,)
+        error = torch.zeros_like(out)
+        error.view(-1)[-1] = 1
+        return (out + error, *others) if others else out + error
+
+    monkeypatch.setattr(flashtile, name, wrong)
+    with pytest.raises(AssertionError, match="largest error"):
+        check.run(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("number", range(len(kernel_checks("triton"))))
+def test_gpu(number: int, dtype: torch.dtype) -> None:
+    kernel_checks("triton", dtype)[number].run(torch.device("cuda"))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [_BF16, _FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("number", range(len(kernel_checks("hopper"))))
+def test_hopper(number: int, dtype: torch.dtype) -> None:
+    kernel_checks("hopper", dtype)[number].run(torch.device("cuda"))
