@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.hopper import launch as hopper
@@ -59,7 +60,7 @@ def _types_of(source: KernelSource) -> Iterator[str]:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that were launched; fails where a number does not fit."""
     _LAUNCHED.clear()
 
@@ -77,6 +78,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return launch
 
+    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], _: Any) -> Callable[..., None]:
+        launch = make_launcher(source)
+        return lambda *given: launch(programs, *given, *scalars)
+
+    monkeypatch.setattr(backend_launch, "make_launch", make_launch)
     for name, module in list(sys.modules.items()):
         if name.startswith("flashtile.ops.") and hasattr(module, "make_launcher"):
             monkeypatch.setattr(module, "make_launcher", make_launcher)
@@ -87,7 +93,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     driver = SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda *_: 0))
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", driver)
     monkeypatch.setattr(tma, "TRITON_3_6", True)
-    return _LAUNCHED
+    backend_launch.clear_plans()
+    yield _LAUNCHED
+    backend_launch.clear_plans()
 
 
 #: Strides of q, k and v, and of dout, of shape [batch, rows, heads, head_dim]; None = contiguous.

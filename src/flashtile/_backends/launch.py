@@ -1,16 +1,21 @@
 """Compiling Triton kernels and launching them with little host time. No formulas of any operation.
 
 Triton's own launcher inspects every argument of every call to find the right specialisation (about 9 µs on the host).
-Here the caller states the specialisation, so a launch is one C call. The same statement serves ahead-of-time
-compilation for a GPU that is not present, and Triton's interpreter.
+Here an operation describes a kernel's parameters once, by name: a `Parameter` has the type, what divides the value, and
+the value, unless that differs from call to call. `make_plan` makes a `Plan` of the description, and a launch of a plan
+is one C call. The same description serves ahead-of-time compilation for a GPU that is not present, and Triton's
+interpreter.
+
+An operation looks its plans up under what a call looks like from outside (`plan_cache`). So a call like an earlier one
+costs no decision and no compilation.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -19,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe
-from flashtile._backends.devices import DeviceFacts, interpreting
+from flashtile._backends.devices import DeviceFacts, device_facts, interpreting
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
 
@@ -34,7 +39,58 @@ ELEMENT_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
 }
+
+#: Stands for the value of a parameter that each launch is given.
+GIVEN: Any = object()
+
+
+class Parameter(NamedTuple):
+    """A run-time parameter of a kernel in one specialisation.
+
+    Attributes:
+        type: as Triton writes it: "*bf16", "i32", "fp32", ...; "constexpr" for one that this specialisation does not
+            use. The kernel sees None then.
+        multiple: a power of two that divides it (bytes for pointers).
+        value: what every launch of a plan passes; `GIVEN` for what differs from launch to launch.
+    """
+
+    type: str
+    multiple: int = 1
+    value: Any = GIVEN
+
+
+#: A pointer that a specialisation does not use. A launch is given something in its place.
+ABSENT = Parameter("constexpr")
+
+
+def pointer_to(dtype: torch.dtype | None, multiple: int = 1) -> Parameter:
+    """A tensor's address, which each launch is given; None: there is no tensor."""
+    return ABSENT if dtype is None else Parameter("*" + ELEMENT_TYPES[dtype], multiple)
+
+
+def int32(value: int | None, multiple: int = 1) -> Parameter:
+    """An integer, such as a number of rows; None: the specialisation has none."""
+    return _number("i32", value, multiple)
+
+
+def int64(value: int | None, multiple: int = 1) -> Parameter:
+    """An integer that may pass 32 bits, such as a stride in elements."""
+    return _number("i64", value, multiple)
+
+
+def float32(value: float | None) -> Parameter:
+    return _number("fp32", value, 1)
+
+
+def _number(of: str, value: Any, multiple: int) -> Parameter:
+    return Parameter("constexpr", 1, None) if value is None else Parameter(of, multiple, value)
+
+
+def strides_of(name: str, strides: Mapping[str, int | None], multiple: int = 1) -> dict[str, Parameter]:
+    """The parameters `stride_<name>_<dimension>`, in elements."""
+    return {f"stride_{name}_{dimension}": int64(stride, multiple) for dimension, stride in strides.items()}
 
 
 class KernelSource(NamedTuple):
@@ -57,8 +113,105 @@ class KernelSource(NamedTuple):
     multiples: tuple[int, ...]
     constants: dict[str, Any]
     num_warps: int
-    num_stages: int
+    num_stages: int = 1
     max_registers: int | None = None
+
+
+def specialise(
+    function: Any,
+    parameters: Mapping[str, Parameter],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    num_stages: int = 1,
+    max_registers: int | None = None,
+) -> KernelSource:
+    """The specialisation of a kernel, all of whose parameters are described. `parameters` and `constants` may have more
+    than it takes, so that kernels which belong together share them.
+
+    Raises:
+        TypeError: a parameter is described in neither of them.
+    """
+    names = function.arg_names
+    unknown = [name for name in names if name not in parameters and name not in constants]
+    if unknown:
+        raise TypeError(
+            f"{function.__name__}: expected a description of each parameter, got none of {', '.join(unknown)}; add it "
+            "to the parameters or the constants of the kernel's plan"
+        )
+    known = {name: constants[name] for name in names if name in constants}
+    run_time = {name: parameters[name] for name in names if name not in known}
+    assert list(run_time) == names[: len(run_time)], f"{function.__name__}: run-time parameters come before constants"
+    known |= {name: None for name, parameter in run_time.items() if parameter.type == "constexpr"}
+    types = tuple(parameter.type for parameter in run_time.values())
+    multiples = tuple(parameter.multiple for parameter in run_time.values())
+    return KernelSource(function, types, multiples, known, num_warps, num_stages, max_registers)
+
+
+class Plan:
+    """A launch without what differs from call to call: `plan.launch(*given)`, where tensors are as `pointer` has them.
+
+    The kernel is compiled at the first launch, unless Triton's disk cache has it.
+
+    Attributes:
+        source: what is launched.
+        programs: thread blocks; 0: `launch` does nothing.
+        scalars: the last run-time arguments, which are the same for all launches.
+        launch: enqueues the kernel on the device's current stream.
+    """
+
+    __slots__ = ("device", "launch", "programs", "scalars", "source")
+
+    def __init__(self, source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device) -> None:
+        self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
+        self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
+
+    def _first_launch(self, *given: Any) -> None:
+        self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
+        self.launch(*given)
+
+
+def _launch_nothing(*given: Any) -> None:
+    """Stands for a launch of no programs."""
+
+
+def make_plan(
+    function: Any,
+    parameters: Mapping[str, Parameter],
+    constants: Mapping[str, Any],
+    programs: int,
+    device: torch.device,
+    num_warps: int,
+    num_stages: int = 1,
+    max_registers: int | None = None,
+) -> Plan:
+    """The plan of a kernel; see `specialise` for the arguments. What a launch is given comes before what the plan has.
+
+    Raises:
+        TypeError: a parameter is not described.
+    """
+    source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
+    values = [parameters[name].value for name in function.arg_names[: len(source.types)]]
+    given = sum(value is GIVEN for value in values)
+    scalars = tuple(values[given:])
+    assert GIVEN not in scalars, f"{function.__name__}: what a launch is given comes before what the plan has"
+    return Plan(source, programs, scalars, device)
+
+
+_Made = TypeVar("_Made")
+_PLAN_CACHES: list[Callable[[], None]] = []
+
+
+def plan_cache(make: Callable[..., _Made]) -> functools._lru_cache_wrapper[_Made]:
+    """Keeps what a function plans, by its arguments: all that a call shows without its tensors' contents."""
+    cached = functools.lru_cache(maxsize=4096)(make)
+    _PLAN_CACHES.append(cached.cache_clear)
+    return cached
+
+
+def clear_plans() -> None:
+    """Forgets all plans, for tests and tools that change what they are made from. Compiled kernels stay."""
+    for clear in _PLAN_CACHES:
+        clear()
 
 
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
@@ -119,6 +272,58 @@ def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts
     return launch
 
 
+def make_launch(
+    source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device
+) -> Callable[..., None]:
+    """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
+    if interpreting():
+        _log_kernel(source.function.__name__, source, device)
+        return functools.partial(_interpret_bound, source, programs, scalars)
+    enqueue, before = _loaded(source, device)
+    after = (*scalars, *(source.constants[name] for name in source.function.arg_names[len(source.types) :]))
+    index = device.index
+    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
+
+    def launch(*given: Any) -> None:
+        if current_device() == index and not (always_named or profiling()):
+            enqueue(programs, 1, 1, current_stream(index), *before, *given, *after)
+        else:
+            with torch.cuda.device(index), observe.named(range_name):
+                enqueue(programs, 1, 1, current_stream(index), *before, *given, *after)
+
+    return launch
+
+
+#: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
+_LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+
+def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    key = (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
+    found = _LOADED.get(key)
+    if found is None:
+        _log_kernel(source.function.__name__, source, device)
+        with torch.cuda.device(device):
+            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)))
+    return found
+
+
+def _entry(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Loads a kernel: `enqueue(programs, 1, 1, stream, *before, *arguments, *constants)`, and what `before` is.
+
+    Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
+    the one version whose C function is known here, that is called directly, which saves a microsecond.
+    """
+    launcher = compiled.run  # loads the binary
+    function, metadata = compiled.function, compiled.packed_metadata
+    if not (TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
+        return launcher, (function, metadata, None, None, None)
+    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
+    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
+    return _c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
+
+
 def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
     """Writes a new kernel to the log `flashtile.select`, with its tiles and whatever else has a size, but strides."""
     sizes = {k: v for k, v in source.constants.items() if type(v) is int and not k.startswith("STRIDE")}
@@ -160,6 +365,10 @@ def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:
     names = source.function.arg_names[len(source.types) :]
     with observe.named(_RANGE + source.function.__name__):
         source.function[(programs,)](*arguments, **{name: source.constants[name] for name in names})
+
+
+def _interpret_bound(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
+    _interpret(source, programs, *given, *scalars)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -16,6 +16,8 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import Plan
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton import launch
 from flashtile.ops.softmax.triton.configs import row_config
@@ -35,13 +37,10 @@ class Call(NamedTuple):
     rows: int = 2048
 
 
-def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
+def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
+    """The plan of a call."""
     strides = (call.rows * call.width, 0, call.width, 1) if call.mask and kernel == "forward" else None
-    with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
-    ):
+    with mock.patch.object(launch, "device_facts", return_value=device):
         return launch._plan.__wrapped__(
             kernel, call.dtype, (8, 16, call.rows, call.width), strides, 0, 0, SoftmaxSpec(0.1, call.causal),
             torch.device("cuda", 0),
@@ -70,7 +69,7 @@ def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16)
-    compiled = compile_source(launch.kernel_source(plan(kernel, device, call).launch), device)
+    compiled = compile_source(plan(kernel, device, call).source, device)
     assert compiled.metadata.shared <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90":
@@ -82,7 +81,7 @@ def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
 def test_other_numbers_of_rows_need_no_other_binary() -> None:
     for kernel in _KERNELS:
         device = devices.KNOWN_DEVICES["sm_90"]
-        assert plan(kernel, device, Call(rows=77)).launch == plan(kernel, device, Call()).launch
+        assert plan(kernel, device, Call(rows=77)).source == plan(kernel, device, Call()).source
 
 
 @pytest.mark.parametrize("rows, width, programs", [(0, 64, 0), (5, 0, 0), (1, 2048, 128), (64, 64, 256)])
@@ -100,14 +99,22 @@ def test_cuts_are_sound(width: int, arch: str) -> None:
     assert 8 <= config.rows * config.block_n // (config.num_warps * device.warp_size) <= 32
 
 
+def merge_plan(step: str, dtype: torch.dtype, width: int, device: devices.DeviceFacts) -> Plan:
+    """The plan of a merge of aligned tensors `[2, 100, 3, width]`, in memory for a multiple of 16 columns."""
+    shape, memory, statistics = (2, 100, 3, width), (2, 100, 3, -(-width // 16) * 16), (2, 3, 100)
+    strides = (*(contiguous_strides(memory),) * 2, *(contiguous_strides(statistics),) * 2)
+    with mock.patch.object(launch, "device_facts", return_value=device):
+        return launch._merge_plan.__wrapped__(step, dtype, shape, strides, 0, torch.device("cuda", 0))
+
+
 @pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
 @pytest.mark.parametrize(
     ("step", "width"), [("next", 40), ("next", 128), ("next", 512), ("first", 128), ("finish", 128)]
 )
 def test_the_merge_compiles_without_spills(step: str, width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    variant = launch.MergeVariant(step, _FP16 if arch == "sm_75" else _BF16, width, 16, 16)
-    compiled = compile_source(launch.merge_source(variant, device.warp_size), device)
+    plan = merge_plan(step, _FP16 if arch == "sm_75" else _BF16, width, device)
+    compiled = compile_source(plan.source, device)
     assert compiled.metadata.shared <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90" and width != 40:
@@ -118,7 +125,7 @@ def test_the_merge_compiles_without_spills(step: str, width: int, arch: str) -> 
 def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
-    compiled = compile_source(launch.merge_source(launch.MergeVariant("next", dtype, 64, 16, 16)), device)
+    compiled = compile_source(merge_plan("next", dtype, 64, device).source, device)
     # The barrier is of another dialect from version to version.
     kinds = re.findall(r"\b(?:tt\.load|tt\.store|barrier)\b", compiled.asm["ttgir"])
     first_store = kinds.index("tt.store")

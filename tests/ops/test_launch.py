@@ -1,0 +1,120 @@
+"""The launch layer: what a description of a kernel's parameters becomes, and what a launch passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flashtile._backends import devices
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from flashtile._backends import launch
+from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, strides_of
+
+
+@triton.jit
+def scale_kernel(x_ptr, bias_ptr, stride_x_row, rows, factor, shift, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * stride_x_row + column, mask=column < WIDTH)
+    tl.store(x_ptr + tl.program_id(0) * stride_x_row + column, x * factor + rows, mask=column < WIDTH)
+
+
+_PARAMETERS = {
+    "x_ptr": pointer_to(torch.float32, 16),
+    "bias_ptr": pointer_to(None),
+    **strides_of("x", {"row": 64, "head": 3}, 16),
+    "rows": int32(5),
+    "factor": float32(0.5),
+    "shift": float32(None),
+}
+_CONSTANTS = {"BLOCK": 64, "WIDTH": 60, "OTHER": 1}
+
+
+def _plan(parameters: dict[str, Parameter], constants: dict[str, Any] = _CONSTANTS, programs: int = 5) -> launch.Plan:
+    return launch.make_plan(scale_kernel, parameters, constants, programs, torch.device("cpu"), num_warps=4)
+
+
+def test_a_description_becomes_types_multiples_constants_and_scalars() -> None:
+    plan = _plan(_PARAMETERS)
+    assert plan.source.types == ("*fp32", "constexpr", "i64", "i32", "fp32", "constexpr")
+    assert plan.source.multiples == (16, 1, 16, 1, 1, 1)
+    assert plan.source.constants == {"BLOCK": 64, "WIDTH": 60, "bias_ptr": None, "shift": None}
+    assert plan.scalars == (64, 5, 0.5, None)
+
+
+@pytest.mark.parametrize("missing", ["factor", "x_ptr", "WIDTH"])
+def test_a_parameter_without_a_description_raises(missing: str) -> None:
+    """It is not taken for an integer, nor for anything else."""
+    parameters = {name: parameter for name, parameter in _PARAMETERS.items() if name != missing}
+    constants = {name: value for name, value in _CONSTANTS.items() if name != missing}
+    with pytest.raises(TypeError, match=f"scale_kernel: expected a description of each parameter, .* {missing}; add"):
+        _plan(parameters, constants)
+
+
+def test_what_a_launch_is_given_comes_first() -> None:
+    with pytest.raises(AssertionError, match="comes before what the plan has"):
+        _plan({**_PARAMETERS, "shift": Parameter("fp32", 1, GIVEN)})
+
+
+def test_values_of_scalars_need_no_other_binary() -> None:
+    other = {**_PARAMETERS, "rows": int32(77), "factor": float32(3.0)}
+    assert _plan(other).source == _plan(_PARAMETERS).source
+    assert _plan({**_PARAMETERS, "rows": int64(5)}).source != _plan(_PARAMETERS).source
+    assert ABSENT == pointer_to(None)
+
+
+def test_a_plan_is_compiled_at_its_first_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, passed = [], []
+
+    def make_launch(source: Any, programs: int, scalars: tuple, device: torch.device) -> Any:
+        made.append(source)
+        return lambda *given: passed.append((programs, *given, *scalars))
+
+    monkeypatch.setattr(launch, "make_launch", make_launch)
+    plan = _plan(_PARAMETERS)
+    assert not made
+    plan.launch(1024, None)
+    plan.launch(2048, None)
+    assert made == [plan.source]
+    assert passed == [(5, 1024, None, 64, 5, 0.5, None), (5, 2048, None, 64, 5, 0.5, None)]
+    _plan(_PARAMETERS, programs=0).launch(1024, None)
+    assert len(made) == 1 and len(passed) == 2
+
+
+def test_plans_are_kept_until_they_are_cleared() -> None:
+    made = []
+
+    @launch.plan_cache
+    def plan(rows: int) -> int:
+        made.append(rows)
+        return rows
+
+    assert [plan(1), plan(1), plan(2)] == [1, 1, 2] and made == [1, 2]
+    launch.clear_plans()
+    assert plan(1) == 1 and made == [1, 2, 1]
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
+def test_a_launch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stream, what belongs to the kernel, what is given, scalars, and the constants in the kernel's order."""
+    passed: list[tuple] = []
+    monkeypatch.setattr(launch, "_loaded", lambda source, device: (lambda *a: passed.append(a), ("function",)))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    _plan(_PARAMETERS).launch(1024, None)
+    assert passed == [(5, 1, 1, 99, "function", 1024, None, 64, 5, 0.5, None, 64, 60)]
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
+def test_the_interpreter_runs_a_plan() -> None:
+    x = torch.ones(5, 64)
+    _plan(_PARAMETERS).launch(launch.pointer(x), launch.pointer(None))
+    assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()

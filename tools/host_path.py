@@ -1,0 +1,170 @@
+"""The host's own time for a small call of each operation, up to the driver, on a machine without a GPU.
+
+    python tools/host_path.py                     # all cases
+    python tools/host_path.py attention --rounds 50
+    python tools/host_path.py --tree ../other     # the sources of another tree, in turns with this one
+
+Tensors are on the CPU, and the code that runs is that of a GPU: the public function, autograd, checks, the choice of
+the backend, the look-up of the plan, allocation and the launch, whose C function is replaced by one that takes any
+arguments. So figures compare two states of the sources; those of a GPU (`python -m flashtile.bench host-time`) have
+the driver's part as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+_CALLS = 200
+
+
+class CudaLauncher:
+    """Looks like Triton's launcher object, whose C function takes anything and does nothing."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid = launch_pdl = False
+    launch = staticmethod("".format)
+
+
+def pretend_gpu() -> None:
+    """Makes the code for GPUs serve tensors on the CPU, as one H200 would, and lets nothing be compiled or launched."""
+    import triton
+
+    from flashtile._backends import devices, tma
+
+    cuda: Any = torch._C
+    cuda._cuda_getDevice = lambda: None  # the index of a CPU
+    cuda._cuda_getCurrentRawStream = lambda index: 0
+    cuda._cuda_isCurrentStreamCapturing = lambda: False
+    torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc,assignment]
+    compiled = SimpleNamespace(run=CudaLauncher(), function=0, packed_metadata=None)
+    triton.compile = lambda *_, **__: compiled
+    devices.device_facts = lambda device: devices.KNOWN_DEVICES["sm_90"]  # type: ignore[assignment]
+    devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
+    tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
+
+    from flashtile.ops.attention import select
+    from flashtile.ops.common import backends
+
+    def implementation(phase, q, k, v, side, spec, backend, learned_slopes=False):  # type: ignore[no-untyped-def]
+        split = select.split_obstacle(phase, q, k, side, spec, backend, 132)
+        facts = select._hopper_facts(q, k, v, side, spec)
+        return select._gpu_implementation(backend, q.device, phase, split, *facts, learned_slopes)
+
+    select.implementation = implementation
+    obstacle = backends.triton_obstacle
+    backends.triton_obstacle = lambda device_type, *facts: obstacle("cuda", *facts)
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """What is timed, by name."""
+    import flashtile
+
+    def tensor(*shape: int, grad: bool = False, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, requires_grad=grad)
+
+    found: dict[str, Callable[[], Any]] = {}
+    plain = [tensor(1, 128, 2, 64) for _ in range(3)]
+    learned = [tensor(1, 128, 2, 64, grad=True) for _ in range(3)]
+    dout = tensor(1, 128, 2, 64)
+
+    def attention(name: str, backend: str, **options: Any) -> None:
+        def both() -> None:
+            out = flashtile.attention(*learned, backend=backend, **options)
+            torch.autograd.grad(out, learned, dout)
+
+        found[f"attention {name} forward, no grad"] = lambda: flashtile.attention(*plain, backend=backend, **options)
+        found[f"attention {name} forward"] = lambda: flashtile.attention(*learned, backend=backend, **options)
+        found[f"attention {name} forward + backward"] = both
+
+    attention("hopper", "hopper")
+    attention("hopper causal", "hopper", causal=True)
+    attention("triton", "triton")
+    packed = [tensor(128, 2, 64) for _ in range(3)]
+    offsets = torch.tensor([0, 64, 128], dtype=torch.int32)
+    found["attention hopper packed"] = lambda: flashtile.attention_varlen(*packed, offsets, backend="hopper")
+
+    x, weight, bias = tensor(64, 1024, grad=True), tensor(1024, grad=True), tensor(1024, grad=True)
+    upstream = tensor(64, 1024)
+
+    def norm() -> None:
+        out = flashtile.layer_norm(x, weight, bias, backend="triton")
+        torch.autograd.grad(out, (x, weight, bias), upstream)
+
+    found["layer_norm forward"] = lambda: flashtile.layer_norm(x, weight, bias, backend="triton")
+    found["layer_norm forward + backward"] = norm
+    cos, sin = tensor(128, 32), tensor(128, 32)
+    found["rotary forward"] = lambda: flashtile.apply_rotary(plain[0], cos, sin, backend="triton")
+    logits, labels = tensor(64, 1000), torch.zeros(64, dtype=torch.int64)
+    found["cross_entropy forward"] = lambda: flashtile.cross_entropy(logits, labels, backend="triton")
+    scores = tensor(2, 4, 64, 64)
+    found["softmax forward"] = lambda: flashtile.scaled_causal_softmax(scores, backend="triton")
+    cache, query, lengths = tensor(2, 512, 2, 64), tensor(2, 1, 4, 64), torch.tensor([9, 7], dtype=torch.int32)
+    new = tensor(2, 1, 2, 64)
+    found["kv_cache forward"] = lambda: flashtile.attention_with_kv_cache(
+        query, cache, cache, k=new, v=new, cache_lengths=lengths, backend="triton"
+    )
+    return found
+
+
+def measure(words: list[str], rounds: int) -> dict[str, float]:
+    """Microseconds of a call, the median of rounds, by case."""
+    pretend_gpu()
+    times = {}
+    for name, call in cases().items():
+        if all(word in name for word in words):
+            for _ in range(_CALLS):
+                call()
+            times[name] = statistics.median(_round(call) for _ in range(rounds))
+    return times
+
+
+def _round(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        call()
+    return (time.perf_counter() - start) / _CALLS * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only cases whose name has these words")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tree", type=Path, help="another tree, measured in turns with this one")
+    parser.add_argument("--turns", type=int, default=3, help="processes of each tree, with --tree")
+    parser.add_argument("--json", action="store_true", help="print the times as JSON")
+    options = parser.parse_args()
+    if options.tree is None:
+        times = measure(options.words, options.rounds)
+        print(
+            json.dumps(times) if options.json else "\n".join(f"{time:8.1f} µs  {name}" for name, time in times.items())
+        )
+        return
+    trees = options.tree.resolve(), Path(__file__).resolve().parent.parent
+    runs: list[list[dict[str, float]]] = [[], []]
+    for _ in range(options.turns):
+        for tree, of_tree in zip(trees, runs):
+            command = [sys.executable, __file__, *options.words, "--rounds", str(options.rounds), "--json"]
+            environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+            text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+            of_tree.append(json.loads(text))
+    print(f"{'before':>8} {'after':>8}  µs: least of {options.turns} processes; before: {trees[0]}")
+    for name in runs[1][0]:
+        before, after = (min(run[name] for run in of_tree) for of_tree in runs)
+        print(f"{before:8.1f} {after:8.1f}  {name}")
+
+
+if __name__ == "__main__":
+    main()
