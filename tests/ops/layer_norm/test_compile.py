@@ -20,8 +20,10 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
 from flashtile.ops.layer_norm.triton import launch
+from flashtile.ops.layer_norm.triton.backward import norm_backward_looped_kernel
 from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
 from machine_code import compile_source, instructions, spilled_bytes
 
@@ -67,8 +69,8 @@ class Call(NamedTuple):
         return {name: found[name] if name in always or name in self.tensors else None for name in fields}
 
 
-def forward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a forward call, with the `Variant` in the place of the compiled kernel."""
+def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
+    """The plan of a forward call."""
     dtypes = call.dtypes(Operands._fields)
     modified = bool(call.dropout_p) or {"rowscale", "layerscale", "x0_subset", "x1", "residual"} & set(call.tensors)
     strides = (call.width, call.width if "x1" in call.tensors else 0, call.width if "residual" in call.tensors else 0)
@@ -78,8 +80,8 @@ def forward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
     )  # fmt: skip
 
 
-def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a backward call with a gradient of x from above where there is a residual."""
+def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.BackwardPlan:
+    """The plans of a backward call with a gradient of x from above where there is a residual."""
     dtypes = call.dtypes(Saved._fields)
     residual = "residual" in call.tensors
     own = bool(call.dropout_p) or call.dtype is not call.sum_dtype or "layerscale" in call.tensors
@@ -92,16 +94,15 @@ def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
     )  # fmt: skip
 
 
-def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> launch.Plan:
+def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
     with (
         mock.patch.object(launch, "device_facts", return_value=device),
         mock.patch.object(launch, "multiprocessors", return_value=132),
-        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
     ):
         return plan.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
-_PLANS = {"forward": forward_plan, "backward": backward_plan}
+_PLANS = {"forward": forward_plan, "backward": lambda device, call: backward_plan(device, call).main}
 _EVERYTHING = ("weight", "bias", "residual", "weight1", "bias1", "layerscale", "rowscale", "x0_subset", "out_subset")
 
 _CALLS = {
@@ -141,20 +142,20 @@ def _matrix() -> list[Any]:
     return [pytest.param(*case, id="-".join(case)) for case in cases]
 
 
-def _compiled(arch: str, kernel: str, call: Call) -> tuple[launch.Variant, Any]:
+def _compiled(arch: str, kernel: str, call: Call) -> tuple[KernelSource, Any]:
     device = devices.KNOWN_DEVICES[arch]
     if arch == "sm_75":  # no bfloat16 there
         dtypes = {name: getattr(call, name) for name in ("dtype", "sum_dtype", "weight_dtype")}
         call = call._replace(**{name: _FP16 if dtype is _BF16 else dtype for name, dtype in dtypes.items()})
-    variant = _PLANS[kernel](device, call).launch
-    return variant, compile_source(launch.kernel_source(variant), device)
+    source = _PLANS[kernel](device, call).source
+    return source, compile_source(source, device)
 
 
 @pytest.mark.parametrize("arch, kernel, name", _matrix())
 def test_fits(arch: str, kernel: str, name: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
-    variant, compiled = _compiled(arch, kernel, _CALLS[name])
-    together = max(1, variant.config.programs_per_multiprocessor)
+    source, compiled = _compiled(arch, kernel, _CALLS[name])
+    together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
     assert compiled.metadata.shared * together <= device.shared_memory
     assert spilled_bytes(compiled.asm, device) <= _SPILLS.get((arch, kernel, name), 0)
 
@@ -189,8 +190,7 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
 def test_long_rows_with_dropout_are_held_whole_where_sums_are_few() -> None:
     def looped(width: int, *more: str) -> bool:
         call = Call(width, tensors=("weight", "bias", "residual", *more), dropout_p=0.1)
-        variant = backward_plan(_HOPPER, call).launch
-        return variant.config.looped(width)
+        return backward_plan(_HOPPER, call).main.source.function is norm_backward_looped_kernel
 
     assert not looped(8192) and not looped(8192, "layerscale")
     assert looped(8192, "weight1", "bias1") and looped(8193)
@@ -207,8 +207,9 @@ def test_partial_sums_of_long_rows_are_added_within_threads() -> None:
 @pytest.mark.parametrize("name", _CALLS)
 def test_reduce_compiles(name: str) -> None:
     device = devices.KNOWN_DEVICES["sm_90"]
-    variant = backward_plan(device, _CALLS[name]).reduce
-    compiled = compile_source(launch.kernel_source(variant), device)
+    plan = backward_plan(device, _CALLS[name]).reduce
+    assert plan is not None
+    compiled = compile_source(plan.source, device)
     assert not spilled_bytes(compiled.asm, device)
 
 
@@ -217,23 +218,24 @@ def test_reduce_compiles(name: str) -> None:
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 
 
-@pytest.mark.parametrize("plan", [forward_plan, backward_plan])
+@pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
 def test_other_numbers_of_rows_need_no_other_binary(plan: Any) -> None:
-    assert plan(_HOPPER, Call(1000)).launch == plan(_HOPPER, Call(1000, rows=77)).launch
+    assert plan(_HOPPER, Call(1000)).source == plan(_HOPPER, Call(1000, rows=77)).source
 
 
 @pytest.mark.parametrize(
     "misalignment, width, multiples", [(0, 4096, (16, 16)), (2, 4096, (2, 16)), (0, 1001, (16, 1)), (8, 1004, (8, 4))]
 )
 def test_alignment(misalignment: int, width: int, multiples: tuple[int, int]) -> None:
-    variant = forward_plan(_HOPPER, Call(width, misalignment=misalignment)).launch
-    assert (variant.pointer_multiple, variant.stride_multiple) == multiples
+    source = forward_plan(_HOPPER, Call(width, misalignment=misalignment)).source
+    found = dict(zip(source.function.arg_names, source.multiples, strict=False))
+    assert (found["x0_ptr"], found["stride_x0"]) == (found["z_ptr"], found["stride_residual"]) == multiples
 
 
 @pytest.mark.parametrize("rows, programs", [(0, 0), (1, 1), (100, 100), (263, 263), (10**6, 264)])
 def test_backward_programs_stay(rows: int, programs: int) -> None:
     plan = backward_plan(_HOPPER, Call(4096, rows=rows))
-    assert (plan.programs, plan.sums) == (programs, 2)
+    assert (plan.main.programs, plan.sums) == (programs, 2)
 
 
 @pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
