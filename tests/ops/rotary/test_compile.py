@@ -16,6 +16,7 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import Plan
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.ops.rotary.triton import launch
 from flashtile.ops.rotary.triton.configs import rotary_config
@@ -40,12 +41,9 @@ class Call(NamedTuple):
     sequences: int | None = None
 
 
-def plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
-    with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
-    ):
+def plan(device: devices.DeviceFacts, call: Call) -> Plan:
+    """The plan of a call."""
+    with mock.patch.object(launch, "device_facts", return_value=device):
         return launch._plan.__wrapped__(
             call.dtype, call.table_dtype, call.shape, contiguous_strides(call.shape), (8192, call.half),
             (call.half,) * 2 + ((call.half,) * 2 if call.heads_q < call.heads_rotated else (0, 0)), call.offsets_dtype,
@@ -79,7 +77,7 @@ def test_fits(arch: str, name: str) -> None:
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
-    compiled = compile_source(launch.kernel_source(plan(device, call).launch), device)
+    compiled = compile_source(plan(device, call).source, device)
     assert compiled.metadata.shared <= device.shared_memory
     # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
     assert spilled_bytes(compiled.asm, device) <= (16 if (arch, name) == ("sm_90", "everything") else 0)
@@ -87,20 +85,20 @@ def test_fits(arch: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["plain", "interleaved", "few_heads", "inplace", "partial", "head_96", "fp32"])
 def test_memory_is_read_and_written_16_bytes_at_a_time(name: str) -> None:
-    code = instructions(compile_source(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER).asm)
+    code = instructions(compile_source(plan(_HOPPER, _CALLS[name]).source, _HOPPER).asm)
     assert code.count("STG.E.128") == code.count("STG.E")
     assert code.count("LDG.E.128") >= code.count("STG.E.128"), "the angles may be read otherwise"
 
 
 @pytest.mark.parametrize("name", ["plain", "few_heads", "inplace", "partial", "fp32"])
 def test_angles_go_straight_to_their_pairs(name: str) -> None:
-    compiled = compile_source(launch.kernel_source(plan(_HOPPER, _CALLS[name]).launch), _HOPPER)
+    compiled = compile_source(plan(_HOPPER, _CALLS[name]).source, _HOPPER)
     assert not compiled.metadata.shared and "BAR.SYNC" not in instructions(compiled.asm)
 
 
 @pytest.mark.parametrize("change", [{"shape": (2, 999, 32, 128)}, {"heads_rotated": 20, "heads_q": 20}], ids=str)
 def test_other_sizes_need_no_other_binary(change: dict[str, Any]) -> None:
-    assert plan(_HOPPER, Call(**change)).launch == plan(_HOPPER, Call()).launch
+    assert plan(_HOPPER, Call(**change)).source == plan(_HOPPER, Call()).source
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,8 @@
-"""Host side of the rotary kernel: output, cut, and the launch. The backend module for "triton".
-
-All that a launch needs beside its pointers is a `Plan`, looked up under what the call looks like from outside.
-"""
+"""Host side of the rotary kernel: output, cut, and the launch. The backend module for "triton"."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,37 +10,11 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile._backends.launch import Plan, int32, int64, make_plan, plan_cache, pointer, pointer_to, strides_of
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
-from flashtile.ops.rotary.triton.configs import RotaryConfig, rotary_config
+from flashtile.ops.rotary.triton.configs import rotary_config
 from flashtile.ops.rotary.triton.kernel import rotary_kernel
-
-
-class Variant(NamedTuple):
-    """All that decides the kernel's machine code on one device: of rows and heads, only how they are cut."""
-
-    dtype: torch.dtype
-    table_dtype: torch.dtype
-    head_dim: int
-    half: int
-    interleaved: bool
-    conjugate: bool
-    copies: bool
-    has_k: bool
-    offsets_dtype: torch.dtype | None
-    cu_seqlens_dtype: torch.dtype | None
-    pointer_multiple: int
-    stride_multiple: int
-    config: RotaryConfig
-
-
-class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int, ...]
 
 
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
@@ -69,12 +38,11 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
         spec,
         x.device,
     )
-    if plan.programs:
-        plan.launch(plan.programs, *map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)), *plan.scalars)
+    plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)))
     return out
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(
     dtype: torch.dtype,
     table_dtype: torch.dtype,
@@ -97,73 +65,47 @@ def _plan(
     check_rows("cos", positions)
     x_strides = _row_strides(strides)
     out_strides = x_strides if inplace else _row_strides(contiguous_strides(shape))
-    # Where nothing changes, all heads are copied as those past the last rotated one.
-    has_k = spec.heads_q < spec.heads_rotated
+    multiple = power_of_two_factor(*x_strides, *out_strides, *table_strides)
     config = rotary_config(heads, head_dim, half, device_facts(device))
-    variant = Variant(
-        dtype,
-        table_dtype,
-        head_dim,
-        half,
-        spec.interleaved,
-        spec.conjugate,
-        not inplace,
-        has_k,
-        offsets_dtype,
-        None if sequences is None else sequences[0],
-        power_of_two_factor(misalignment),
-        power_of_two_factor(*x_strides, *out_strides, *table_strides),
-        config,
-    )
     seq, batch = (tokens, sequences[1]) if sequences is not None else (max(outer[1], 1), outer[0])
-    scalars = (
-        *x_strides, *out_strides, *table_strides,
-        tokens, seq, batch, heads, spec.heads_q, spec.heads_rotated, positions, spec.offset,
-    )  # fmt: skip
+    tensor, angles = (pointer_to(of, power_of_two_factor(misalignment)) for of in (dtype, table_dtype))
+    dimensions, tables = ("batch", "row", "head"), ("cos", "sin", "cos_k", "sin_k")
+    parameters = {
+        **dict.fromkeys(("x_ptr", "out_ptr"), tensor),
+        **dict.fromkeys((f"{name}_ptr" for name in tables), angles),
+        "offsets_ptr": pointer_to(offsets_dtype),
+        "cu_seqlens_ptr": pointer_to(None if sequences is None else sequences[0]),
+        **strides_of("x", dict(zip(dimensions, x_strides)), multiple),
+        **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
+        **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(tables, table_strides)},
+        "tokens": int32(tokens),
+        "seq": int32(seq),
+        "batch": int32(batch),
+        "heads": int32(heads),
+        "heads_q": int32(spec.heads_q),
+        "heads_rotated": int32(spec.heads_rotated),
+        "positions": int32(positions),
+        "offset": int32(spec.offset),
+    }
+    constants = {
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "BLOCK_S": config.block_s,
+        "BLOCK_H": config.block_h,
+        "BLOCK_HALF": config.block_half,
+        "BLOCK_REST": config.block_rest,
+        "INTERLEAVED": spec.interleaved,
+        "CONJUGATE": spec.conjugate,
+        "COPIES": not inplace,
+        # Where nothing changes, all heads are copied as those past the last rotated one.
+        "HAS_K": spec.heads_q < spec.heads_rotated,
+        "HAS_OFFSETS": offsets_dtype is not None,
+        "PACKED": sequences is not None,
+    }
     programs = 0 if 0 in shape or (inplace and not half) else -(-tokens // config.block_s)
-    return Plan(_launcher(variant, device), programs, scalars)
+    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps)
 
 
 def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """(batch, row, head) strides."""
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
-
-
-@functools.cache
-def _launcher(variant: Variant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(variant), device, device_facts(device))
-
-
-def kernel_source(variant: Variant) -> KernelSource:
-    """The specialisation of the kernel for a variant, as the launcher and ahead-of-time compilation take it."""
-    config = variant.config
-    constants = {
-        "HEAD_DIM": variant.head_dim,
-        "HALF": variant.half,
-        "BLOCK_S": config.block_s,
-        "BLOCK_H": config.block_h,
-        "BLOCK_HALF": config.block_half,
-        "BLOCK_REST": config.block_rest,
-        "INTERLEAVED": variant.interleaved,
-        "CONJUGATE": variant.conjugate,
-        "COPIES": variant.copies,
-        "HAS_K": variant.has_k,
-        "HAS_OFFSETS": variant.offsets_dtype is not None,
-        "PACKED": variant.cu_seqlens_dtype is not None,
-    }
-    run_time = [_parameter(name, variant) for name in rotary_kernel.arg_names if name not in constants]
-    types, multiples = zip(*run_time)
-    return KernelSource(rotary_kernel, types, multiples, constants, config.num_warps, 1)
-
-
-def _parameter(name: str, variant: Variant) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    index_dtypes = {"offsets_ptr": variant.offsets_dtype, "cu_seqlens_ptr": variant.cu_seqlens_dtype}
-    if name in index_dtypes:
-        return "*" + ELEMENT_TYPES[index_dtypes[name] or torch.int32], 1
-    if name.endswith("_ptr"):
-        dtype = variant.dtype if name in ("x_ptr", "out_ptr") else variant.table_dtype
-        return "*" + ELEMENT_TYPES[dtype], variant.pointer_multiple
-    if name.startswith("stride_"):
-        return "i64", variant.stride_multiple
-    return "i32", 1
