@@ -19,6 +19,7 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.launch import Plan
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 from flashtile.ops.dense.triton import launch
 from flashtile.ops.dense.triton.configs import activate_config, backward_config
@@ -42,21 +43,33 @@ class Call(NamedTuple):
     misalignment: int = 0
 
 
-def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a call, with the `Variant` in the place of the compiled kernel."""
-    spec = ActivationSpec(call.activation, call.gated)
-    where = (call.dtype, call.rows, call.width, call.misalignment)
+def plan(kernel: str, device: devices.DeviceFacts, call: Call) -> Plan:
+    """The plan of a call."""
+    return activate_plan(device, call) if kernel == "activate" else sum_plan(kernel, device, call).main
+
+
+def activate_plan(device: devices.DeviceFacts, call: Call) -> Plan:
+    return _planned(launch._activate_plan, device, *_where(call), ActivationSpec(call.activation, call.gated))
+
+
+def sum_plan(kernel: str, device: devices.DeviceFacts, call: Call) -> launch.SumPlan:
+    """The plans of what may sum columns."""
+    flags = (ActivationSpec(call.activation, call.gated), call.wants_bias, call.wants_hidden)
+    if kernel == "column_sum":
+        flags = (launch._COLUMN_SUM, True, False)
+    return _planned(launch._backward_plan, device, kernel, *_where(call), *flags)
+
+
+def _where(call: Call) -> tuple[torch.dtype, int, int, int]:
+    return call.dtype, call.rows, call.width, call.misalignment
+
+
+def _planned(make: Any, device: devices.DeviceFacts, *arguments: Any) -> Any:
     with (
         mock.patch.object(launch, "device_facts", return_value=device),
         mock.patch.object(launch, "multiprocessors", return_value=132),
-        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
     ):
-        if kernel == "activate":
-            return launch._activate_plan.__wrapped__(*where, spec, torch.device("cuda", 0))
-        flags = (spec, call.wants_bias, call.wants_hidden)
-        if kernel == "column_sum":
-            flags = (launch._COLUMN_SUM, True, False)
-        return launch._backward_plan.__wrapped__(kernel, *where, *flags, torch.device("cuda", 0))
+        return make.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
 _CALLS = {
@@ -89,9 +102,9 @@ def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16)
-    variant = plan(kernel, device, call).launch
-    compiled = compile_source(launch.kernel_source(variant), device)
-    together = max(1, variant.config.programs_per_multiprocessor)
+    source = plan(kernel, device, call).source
+    compiled = compile_source(source, device)
+    together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
     assert compiled.metadata.shared * together <= device.shared_memory
     assert not spilled_bytes(compiled.asm, device)
     if arch == "sm_90" and name not in ("odd", "misaligned"):
@@ -114,8 +127,9 @@ def _check_vectors(kernel: str, code: str) -> None:
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "odd"])
 def test_reduce_compiles(name: str) -> None:
-    variant = plan("activate_backward", _HOPPER, _CALLS[name]).reduce
-    assert not spilled_bytes(compile_source(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+    reduce = sum_plan("activate_backward", _HOPPER, _CALLS[name]).reduce
+    assert reduce is not None
+    assert not spilled_bytes(compile_source(reduce.source, _HOPPER).asm, _HOPPER)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
@@ -123,13 +137,15 @@ def test_reduce_compiles(name: str) -> None:
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_other_numbers_of_rows_need_no_other_binary(kernel: str) -> None:
-    assert plan(kernel, _HOPPER, Call(rows=77)).launch == plan(kernel, _HOPPER, Call()).launch
+    assert plan(kernel, _HOPPER, Call(rows=77)).source == plan(kernel, _HOPPER, Call()).source
 
 
 @pytest.mark.parametrize("rows, width", [(0, 64), (5, 0), (0, 0)])
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> None:
-    assert plan(kernel, _HOPPER, Call(rows=rows, width=width)) == launch.Plan()
+    assert plan(kernel, _HOPPER, Call(rows=rows, width=width)).programs == 0
+    if kernel != "activate":
+        assert sum_plan(kernel, _HOPPER, Call(rows=rows, width=width))[1:] == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +154,10 @@ def test_nothing_is_launched_for_nothing(kernel: str, rows: int, width: int) -> 
 )
 def test_partial_sums_are_few(rows: int, width: int, splits: int, programs: int) -> None:
     """As many programs as are on the GPU at once, each with a strip of columns, and no split without a tile."""
-    found = plan("activate_backward", _HOPPER, Call(rows=rows, width=width))
-    assert (found.splits, found.programs) == (splits, programs)
-    assert found.scalars == (rows, splits)
+    found = sum_plan("activate_backward", _HOPPER, Call(rows=rows, width=width))
+    assert (found.splits, found.main.programs) == (splits, programs)
+    assert found.main.scalars == (rows, splits)
+    assert found.reduce is not None and found.reduce.scalars == (splits,)
 
 
 @pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
