@@ -16,6 +16,7 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.launch import Plan
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.cross_entropy.triton import launch
 from flashtile.ops.cross_entropy.triton.configs import tile_config
@@ -41,15 +42,15 @@ class Call(NamedTuple):
         return CrossEntropySpec(self.smoothing, self.scale, 0.01, -100, "mean", False, 0, self.width, "")
 
 
-def forward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
-    """The plan of a forward call, with the `Variant` in the place of the compiled kernel."""
+def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
+    """The plan of a forward call."""
     return _planned(
         launch._forward_plan, device, call.dtype, call.label_dtype, (call.rows, call.width), call.width + call.padding,
         call.misalignment, call.partial, call.partial, call.spec(),
     )  # fmt: skip
 
 
-def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
+def backward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
     """That of a backward call whose gradient has memory of its own."""
     vector = 16 // call.dtype.itemsize
     strides = (call.width + call.padding, call.width + call.padding % vector)
@@ -59,11 +60,8 @@ def backward_plan(device: devices.DeviceFacts, call: Call) -> launch.Plan:
     )  # fmt: skip
 
 
-def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> launch.Plan:
-    with (
-        mock.patch.object(launch, "device_facts", return_value=device),
-        mock.patch.object(launch, "_launcher", lambda variant, _device: variant),
-    ):
+def _planned(plan: Any, device: devices.DeviceFacts, *arguments: Any) -> Plan:
+    with mock.patch.object(launch, "device_facts", return_value=device):
         return plan.__wrapped__(*arguments, torch.device("cuda", 0))
 
 
@@ -79,8 +77,8 @@ _CALLS = {
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 
 
-def _compiled(arch: str, plan: launch.Plan) -> Any:
-    return compile_source(launch.kernel_source(plan.launch), devices.KNOWN_DEVICES[arch])
+def _compiled(arch: str, plan: Plan) -> Any:
+    return compile_source(plan.source, devices.KNOWN_DEVICES[arch])
 
 
 def _matrix() -> list[Any]:
@@ -114,30 +112,31 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
     """Rows whose gradient cannot lie as they do are read and written in narrower vectors."""
     for misalignment, vector in ((0, 8), (2, 1), (4, 2), (8, 4)):
         plan = backward_plan(_HOPPER, Call(misalignment=misalignment))
-        assert plan.launch.config.vector == vector
+        assert plan.source.constants["VECTOR"] == vector
         assert not spilled_bytes(_compiled("sm_90", plan).asm, _HOPPER)
 
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("label_dtype", [torch.int32, torch.int64], ids=str)
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
-    variant = _planned(launch._reduction, _HOPPER, label_dtype, mean, True)
-    assert not spilled_bytes(compile_source(launch.kernel_source(variant), _HOPPER).asm, _HOPPER)
+    spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
+    plan = _planned(launch._reduce_plan, _HOPPER, label_dtype, 4096, spec)
+    assert not spilled_bytes(compile_source(plan.source, _HOPPER).asm, _HOPPER)
 
 
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
-    variant = _planned(launch._multiplication, _HOPPER, dtype)
-    code = instructions(compile_source(launch.kernel_source(variant), _HOPPER).asm)
+    plan = _planned(launch._multiply_plan, _HOPPER, dtype, 2**20)
+    code = instructions(compile_source(plan.source, _HOPPER).asm)
     assert "LDG.E.128" in code and "STG.E.128" in code
 
 
 @pytest.mark.parametrize("plan", _PLANS.values(), ids=_PLANS)
 def test_other_rows_and_strides_need_no_other_binary(plan: Any) -> None:
-    expected = plan(_HOPPER, Call()).launch
-    assert plan(_HOPPER, Call(rows=77)).launch == expected
-    assert plan(_HOPPER, Call(padding=5)).launch == expected
-    assert plan(_HOPPER, Call(padding=64)).launch == expected
+    expected = plan(_HOPPER, Call()).source
+    assert plan(_HOPPER, Call(rows=77)).source == expected
+    assert plan(_HOPPER, Call(padding=5)).source == expected
+    assert plan(_HOPPER, Call(padding=64)).source == expected
 
 
 @pytest.mark.parametrize(

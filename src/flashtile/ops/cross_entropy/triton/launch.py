@@ -1,13 +1,6 @@
-"""Host side of the cross-entropy kernels: outputs, cut, and the launch. The backend module for "triton".
-
-All that a launch needs beside its pointers is a `Plan`, looked up under what the call looks like from outside.
-"""
+"""Host side of the cross-entropy kernels: outputs, cut, and the launch. The backend module for "triton"."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,53 +8,24 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile._backends.launch import (
+    Parameter,
+    Plan,
+    float32,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer,
+    pointer_to,
+)
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statistics, gradient_strides
 from flashtile.ops.cross_entropy.triton import kernels
 from flashtile.ops.cross_entropy.triton.configs import MULTIPLY, REDUCE, TileConfig, tile_config
 
-_KERNELS = {
-    "forward": kernels.cross_entropy_forward_kernel,
-    "reduce": kernels.cross_entropy_reduce_kernel,
-    "backward": kernels.cross_entropy_backward_kernel,
-    "multiply": kernels.multiply_kernel,
-}
-
-
-class Variant(NamedTuple):
-    """All that decides a kernel's machine code on one device. The number of rows is not part of it.
-
-    Attributes:
-        kernel: its name in `_KERNELS`.
-        dtype: of logits and gradients.
-        label_dtype: of the labels.
-        width: columns of a row.
-        smoothing: whether the labels are smoothed.
-        flag: of the forward, whether it reads a part of the columns; of the reduction, whether it is a mean; of the
-            backward, whether there is a factor on the gradient from above.
-        positive: whether the factor on the logits is positive.
-        has_z: whether the part of lse² is stored.
-        config: the cut.
-    """
-
-    kernel: str
-    dtype: torch.dtype
-    label_dtype: torch.dtype
-    width: int
-    smoothing: bool
-    flag: bool
-    positive: bool
-    has_z: bool
-    config: TileConfig
-
-
-class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int | float, ...]
+#: Statistics of a row, and sums of them.
+_STATISTICS = pointer_to(torch.float32)
 
 
 def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
@@ -76,8 +40,8 @@ def forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Results:
     loss = empty((), (), torch.float32, device)
     z_loss = empty((), (), torch.float32, device) if spec.z_loss else None
     scale = empty((), (), torch.float32, device) if spec.reduction == "mean" else None
-    launch = _reduction(labels.dtype, spec.reduction == "mean", spec.z_loss, device)
-    launch(1, *map(pointer, (losses, z_losses, labels, loss, z_loss, scale)), rows, spec.ignore_index)
+    plan = _reduce_plan(labels.dtype, rows, spec, device)
+    plan.launch(*map(pointer, (losses, z_losses, labels, loss, z_loss, scale)))
     return Results(loss, z_loss, lse, scale)
 
 
@@ -113,16 +77,14 @@ def backward(
         spec,
         device,
     )
-    if plan.programs:
-        plan.launch(plan.programs, *map(pointer, (dloss, scale, logits, labels, lse, dlogits)), *plan.scalars)
+    plan.launch(*map(pointer, (dloss, scale, logits, labels, lse, dlogits)))
     return dlogits
 
 
 def multiply(gradient: Tensor, factor: Tensor) -> None:
     """Multiplies a contiguous gradient by a scalar, in place, in float32 whatever its dtype."""
-    size, block_n = gradient.numel(), MULTIPLY[0]
-    if size:
-        _multiplication(gradient.dtype, gradient.device)(-(-size // block_n), pointer(gradient), pointer(factor), size)
+    plan = _multiply_plan(gradient.dtype, gradient.numel(), gradient.device)
+    plan.launch(pointer(gradient), pointer(factor))
 
 
 def _vector(rows: int, device: torch.device) -> Tensor:
@@ -149,11 +111,10 @@ def _run_forward(
         spec,
         logits.device,
     )
-    if plan.programs:
-        plan.launch(plan.programs, *map(pointer, (logits, labels, losses, z_losses, lse)), *plan.scalars)
+    plan.launch(*map(pointer, (logits, labels, losses, z_losses, lse)))
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _forward_plan(
     dtype: torch.dtype,
     label_dtype: torch.dtype,
@@ -169,13 +130,24 @@ def _forward_plan(
     check_rows("logits", rows)
     itemsize = dtype.itemsize
     config = tile_config(width, itemsize, 16 // itemsize, device_facts(device))
-    smoothing, positive = spec.label_smoothing > 0, spec.logit_scale > 0
-    variant = Variant("forward", dtype, label_dtype, width, smoothing, partial, positive, has_z, config)
-    scalars = (stride, misalignment // itemsize, *_scalars(spec))
-    return Plan(_launcher(variant, device), rows, scalars)
+    parameters = {
+        **_parameters(dtype, label_dtype, spec),
+        "stride_row": int64(stride),
+        "lead": int32(misalignment // itemsize),
+    }
+    constants = {
+        "WIDTH": width,
+        "BLOCK_N": config.block_n,
+        "VECTOR": config.vector,
+        "SMOOTHING": spec.label_smoothing > 0,
+        "POSITIVE": spec.logit_scale > 0,
+        "PARTIAL": partial,
+        "HAS_Z": has_z,
+    }
+    return make_plan(kernels.cross_entropy_forward_kernel, parameters, constants, rows, device, config.num_warps)
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _backward_plan(
     dtype: torch.dtype,
     label_dtype: torch.dtype,
@@ -193,82 +165,59 @@ def _backward_plan(
     lead, dlead = (misalignment // itemsize for misalignment in misalignments)
     vector = min(16 // itemsize, power_of_two_factor(lead - dlead, strides[0] - strides[1]))
     config = tile_config(width, itemsize, vector, device_facts(device))
-    smoothing = spec.label_smoothing > 0
-    variant = Variant("backward", dtype, label_dtype, width, smoothing, has_scale, True, False, config)
     tiles = _tiles(width, config)
-    return Plan(
-        _launcher(variant, device), rows * tiles, (dloss_stride, *strides, lead % vector, *_scalars(spec))
-    )  # fmt: skip
+    parameters = {
+        **_parameters(dtype, label_dtype, spec),
+        "stride_dloss": int64(dloss_stride),
+        "stride_row": int64(strides[0]),
+        "stride_drow": int64(strides[1]),
+        "lead": int32(lead % vector),
+    }
+    constants = {
+        "WIDTH": width,
+        "BLOCK_N": config.block_n,
+        "VECTOR": config.vector,
+        "TILES": tiles,
+        "SMOOTHING": spec.label_smoothing > 0,
+        "HAS_SCALE": has_scale,
+    }
+    kernel = kernels.cross_entropy_backward_kernel
+    return make_plan(kernel, parameters, constants, rows * tiles, device, config.num_warps)
 
 
-def _scalars(spec: CrossEntropySpec) -> tuple[int | float, ...]:
-    return (
-        spec.ignore_index,
-        spec.first,
-        spec.vocabulary,
-        spec.logit_scale,
-        spec.label_smoothing,
-        spec.lse_square_scale,
-    )
+@plan_cache
+def _reduce_plan(label_dtype: torch.dtype, rows: int, spec: CrossEntropySpec, device: torch.device) -> Plan:
+    parameters = {**_parameters(torch.float32, label_dtype, spec), "rows": int32(rows)}
+    block_n, num_warps = REDUCE
+    constants = {"BLOCK_N": block_n, "MEAN": spec.reduction == "mean", "HAS_Z": spec.z_loss}
+    return make_plan(kernels.cross_entropy_reduce_kernel, parameters, constants, 1, device, num_warps)
+
+
+@plan_cache
+def _multiply_plan(dtype: torch.dtype, size: int, device: torch.device) -> Plan:
+    block_n, num_warps = MULTIPLY
+    # The gradient begins where its memory was allocated.
+    parameters = {"gradient_ptr": pointer_to(dtype, 16), "factor_ptr": _STATISTICS, "size": int64(size)}
+    programs = -(-size // block_n)
+    return make_plan(kernels.multiply_kernel, parameters, {"BLOCK_N": block_n}, programs, device, num_warps)
+
+
+def _parameters(dtype: torch.dtype, label_dtype: torch.dtype, spec: CrossEntropySpec) -> dict[str, Parameter]:
+    """What the kernels have in common. Addresses and strides of rows are of any alignment: kernels find it out."""
+    statistics = ("loss", "z", "lse", "dloss", "scale", "loss_out", "z_out")
+    return {
+        **dict.fromkeys(("logits_ptr", "dlogits_ptr"), pointer_to(dtype)),
+        **dict.fromkeys((f"{name}_ptr" for name in statistics), _STATISTICS),
+        "labels_ptr": pointer_to(label_dtype),
+        "ignore_index": int64(spec.ignore_index),
+        "first": int32(spec.first),
+        "vocabulary": int32(spec.vocabulary),
+        "logit_scale": float32(spec.logit_scale),
+        "smoothing": float32(spec.label_smoothing),
+        "lse_square_scale": float32(spec.lse_square_scale),
+    }
 
 
 def _tiles(width: int, config: TileConfig) -> int:
     """Tiles of a row, wherever within a vector it begins."""
     return -(-(width + config.vector - 1) // config.block_n)
-
-
-@functools.cache
-def _reduction(label_dtype: torch.dtype, mean: bool, has_z: bool, device: torch.device) -> Callable[..., None]:
-    config = TileConfig(REDUCE[0], 1, REDUCE[1])
-    return _launcher(Variant("reduce", torch.float32, label_dtype, 0, False, mean, True, has_z, config), device)
-
-
-@functools.cache
-def _multiplication(dtype: torch.dtype, device: torch.device) -> Callable[..., None]:
-    config = TileConfig(MULTIPLY[0], 1, MULTIPLY[1])
-    return _launcher(Variant("multiply", dtype, torch.int64, 0, False, False, True, False, config), device)
-
-
-@functools.cache
-def _launcher(variant: Variant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(variant), device, device_facts(device))
-
-
-def kernel_source(variant: Variant) -> KernelSource:
-    """The specialisation of a kernel for a variant, as the launcher and ahead-of-time compilation take it."""
-    function, config = _KERNELS[variant.kernel], variant.config
-    constants = {
-        "WIDTH": variant.width,
-        "BLOCK_N": config.block_n,
-        "VECTOR": config.vector,
-        "TILES": _tiles(variant.width, config),
-        "SMOOTHING": variant.smoothing,
-        "POSITIVE": variant.positive,
-        "PARTIAL": variant.flag,
-        "MEAN": variant.flag,
-        "HAS_SCALE": variant.flag,
-        "HAS_Z": variant.has_z,
-    }
-    constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    types = tuple(_type(name, variant) for name in function.arg_names if name not in constants)
-    # Addresses and row strides are of any alignment: the kernels find it out.
-    multiples = tuple(16 if _is_own(name, variant) else 1 for name in function.arg_names if name not in constants)
-    return KernelSource(function, types, multiples, constants, config.num_warps, 1)
-
-
-def _is_own(name: str, variant: Variant) -> bool:
-    """Whether a parameter is memory that starts with an allocation."""
-    return variant.kernel == "multiply" and name == "gradient_ptr"
-
-
-def _type(name: str, variant: Variant) -> str:
-    """Type of a run-time parameter."""
-    if name in ("logits_ptr", "dlogits_ptr", "gradient_ptr"):
-        return "*" + ELEMENT_TYPES[variant.dtype]
-    if name == "labels_ptr":
-        return "*" + ELEMENT_TYPES[variant.label_dtype]
-    if name.endswith("_ptr"):
-        return "*fp32"
-    if name.startswith("stride_") or name in ("ignore_index", "size"):
-        return "i64"
-    return "fp32" if name in ("logit_scale", "smoothing", "lse_square_scale") else "i32"
