@@ -20,8 +20,9 @@ if devices.interpreting():
 from triton.compiler import CompiledKernel
 
 from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.launch import Plan
 from flashtile.ops.common.split_keys import plan as split_plans
-from flashtile.ops.common.split_keys.configs import Situation, resident_programs
+from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
 from machine_code import _run_tool, compile_source, instructions, spilled_bytes
@@ -54,8 +55,8 @@ class Call(NamedTuple):
     odd_rows: bool = False  # strides of the rows of q and of the new keys and values are 1
 
 
-def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.Plan:
-    """The plan of a call, with a `Variant` in the place of each compiled kernel."""
+def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: int = 132) -> plan.CachePlan:
+    """The plan of a call."""
     outer, rows, table = call.batch, call.capacity, None
     if call.page_size is not None:
         pages = call.capacity // call.page_size
@@ -75,10 +76,8 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
 
     with (
         mock.patch.object(plan, "device_facts", return_value=device),
-        mock.patch.object(plan, "_launcher", lambda variant, _device: variant),
         mock.patch.object(split_plans, "device_facts", return_value=device),
         mock.patch.object(split_plans, "multiprocessors", return_value=multiprocessors),
-        mock.patch.object(split_plans, "_launcher", lambda variant, _device: variant),
     ):
         return plan._plan.__wrapped__(
             call.dtype, torch.device("cuda", 0), tuple(map(form, (q, k, v))),
@@ -89,12 +88,8 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         )  # fmt: skip
 
 
-Variant = plan.AppendVariant | split_plans.AttendVariant | split_plans.CombineVariant
-
-
-def compiled(variant: Variant, device: devices.DeviceFacts) -> CompiledKernel:
-    module = plan if isinstance(variant, plan.AppendVariant) else split_plans
-    return compile_source(module.kernel_source(variant), device)
+def compiled(launch: Plan, device: devices.DeviceFacts) -> CompiledKernel:
+    return compile_source(launch.source, device)
 
 
 _CALLS = {
@@ -142,7 +137,7 @@ def test_fits(arch: str, name: str) -> None:
     made = plan_of(call, device)
     launches = [launch for launch in (made.append, made.split.attend, made.split.combine) if launch is not None]
     for launch in launches:
-        binary = compiled(launch.launch, device)
+        binary = compiled(launch, device)
         assert binary.metadata.shared <= device.shared_memory
         assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
 
@@ -152,7 +147,7 @@ def test_fits(arch: str, name: str) -> None:
 def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | None) -> None:
     """With enough rows for the products of Hopper, whose code is searched for wrong addresses when it is compiled."""
     call = Call(seq_q=64, seq_new=None, head_dim=heads[0], head_dim_v=heads[1], page_size=page_size)
-    assert "GMMA" in instructions(compiled(plan_of(call).split.attend.launch, _HOPPER).asm)
+    assert "GMMA" in instructions(compiled(plan_of(call).split.attend, _HOPPER).asm)
 
 
 @pytest.mark.parametrize(
@@ -160,25 +155,28 @@ def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | No
 )
 def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
     """And two tiles of keys and of values are on their way while one is computed, with pages too."""
-    variant = plan_of(_CALLS[name]).split.attend.launch
-    binary = compiled(variant, _HOPPER)
+    call = _CALLS[name]
+    attend = plan_of(call).split.attend
+    binary = compiled(attend, _HOPPER)
     code = instructions(binary.asm)
     assert code.count("LDGSTS.E.BYPASS.128") == code.count("LDGSTS") > 0
-    tile = variant.tiles.block_n * (variant.head_dim + variant.head_dim_v) * 2
-    assert binary.metadata.shared >= tile * (variant.tiles.num_stages - 1)
+    tile = attend.source.constants["BLOCK_N"] * (call.head_dim + call.head_dim_v) * 2
+    assert binary.metadata.shared >= tile * (attend.source.num_stages - 1)
 
 
 @pytest.mark.parametrize("name", ["decode", "decode_paged_16", "decode_paged_256", "head_64", "head_256", "head_512"])
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]
-    variant = plan_of(call).split.attend.launch
-    binary = compiled(variant, _HOPPER)
+    attend = plan_of(call).split.attend
+    binary = compiled(attend, _HOPPER)
     rows = call.seq_q * call.heads // call.heads_kv
     situation = Situation(call.dtype, call.head_dim, call.head_dim_v, rows)
-    resident = resident_programs(_HOPPER, variant.tiles, situation)
+    source = attend.source
+    cut = source.constants["BLOCK_M"], source.constants["BLOCK_N"], source.num_warps, source.num_stages
+    resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), situation)
     (registers,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
     # Registers are given out to a warp 256 at a time; of shared memory each program takes 1 KiB more.
-    assert resident * variant.tiles.num_warps * -(-int(registers) * 32 // 256) * 256 <= 65536
+    assert resident * source.num_warps * -(-int(registers) * 32 // 256) * 256 <= 65536
     assert resident * (binary.metadata.shared + 1024) <= 228 * 1024
 
 
@@ -189,15 +187,16 @@ def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> N
 )
 def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(change: dict[str, Any]) -> None:
     several = Call(seq_q=2, seq_new=2)  # a single query needs no mask for causal
-    other, plain = (plan_of(call).split.attend.launch for call in (several._replace(**change), several))
-    assert other._replace(row_strides=(0, 0)) == plain._replace(row_strides=(0, 0))
+    other, plain = (plan_of(call).split.attend.source for call in (several._replace(**change), several))
+    no_rows = {"STRIDE_K_ROW": 0, "STRIDE_V_ROW": 0}
+    assert other._replace(constants=other.constants | no_rows) == plain._replace(constants=plain.constants | no_rows)
 
 
 @pytest.mark.parametrize("half", [0, 64])
 def test_strides_of_single_rows_do_not_count(half: int) -> None:
     odd, plain = (plan_of(Call(half=half, odd_rows=odd_rows)) for odd_rows in (True, False))
     assert odd.append is not None and plain.append is not None
-    assert odd.append.launch == plain.append.launch and odd.split.attend.launch == plain.split.attend.launch
+    assert odd.append.source == plain.append.source and odd.split.attend.source == plain.split.attend.source
     assert odd.append.scalars[1] == odd.append.scalars[4] == 0
 
 
@@ -205,12 +204,10 @@ def test_lengths_are_no_part_of_a_plan() -> None:
     """A plan is looked up without the length, which goes with every launch."""
     longer = Call(spec=Call().spec._replace(length=77))
     assert plan_of(Call()).split.attend.scalars == plan_of(longer).split.attend.scalars
-    assert append_and_attend_end_with_length()
-
-
-def append_and_attend_end_with_length() -> bool:
-    kernels = plan.append_kernel, split_plans.attend_kernel
-    return all([n for n in kernel.arg_names if n.islower()][-1] == "length" for kernel in kernels)
+    for launch in (plan_of(Call()).append, plan_of(Call()).split.attend):
+        assert launch is not None
+        run_time = launch.source.function.arg_names[: len(launch.source.types)]
+        assert run_time.index("length") == len(run_time) - len(launch.scalars) - 1, "the last that a launch is given"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ There is a forward only: out and lse mean what they mean in every backend, so th
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import plan_cache, pointer
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.split.configs import visible_keys
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
@@ -39,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     return attend(plan, (q, k, v), indices, slopes, sinks, k.shape[1], q.device)
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(device: torch.device, *facts: Any) -> SplitPlan:
     """`facts`: the arguments of `split_call`."""
     return split_plan(split_call(*facts), device)

@@ -26,10 +26,10 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
-    lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr,
+    lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr, length,
     stride_q_batch, stride_q_row, stride_q_head, stride_k_outer, stride_k_head, stride_v_outer, stride_v_head,
     stride_table, stride_slopes, batch, heads_kv, seq_q, seq_new, capacity, splits, window_left, window_right,
-    diagonal, slope_diagonal, scale, softcap, length,
+    diagonal, slope_diagonal, scale, softcap,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,

@@ -35,16 +35,11 @@ def attend(
         out `[batch, seq_q, heads_q, head_dim_v]` and lse `[batch, heads_q, seq_q]`.
     """
     out, lse = empty(*plan.out, device), empty(*plan.lse, device)
-    launch, programs, scalars = plan.attend
-    if not programs:
-        return out, lse
-    before = tuple(map(pointer, tensors))
-    after = (*indices, pointer(slopes), pointer(sinks), *scalars, length)
+    before, after = tuple(map(pointer, tensors)), (*indices, pointer(slopes), pointer(sinks), length)
     if plan.combine is None:
-        launch(programs, *before, pointer(out), pointer(lse), *after)
+        plan.attend.launch(*before, pointer(out), pointer(lse), *after)
         return out, lse
     parts, parts_lse = empty(*plan.parts, device), empty(*plan.parts_lse, device)
-    launch(programs, *before, pointer(parts), pointer(parts_lse), *after)
-    launch, programs, scalars = plan.combine
-    launch(programs, *map(pointer, (parts, parts_lse, out, lse)), *scalars)
+    plan.attend.launch(*before, pointer(parts), pointer(parts_lse), *after)
+    plan.combine.launch(*map(pointer, (parts, parts_lse, out, lse)))
     return out, lse

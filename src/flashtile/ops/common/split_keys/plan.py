@@ -1,4 +1,4 @@
-"""What the launches of attention with split keys need beside their pointers: compiled kernels, cuts, sizes and strides.
+"""What the launches of attention with split keys need beside their pointers: cuts, sizes and strides.
 
 Attention over a cache and attention of a few queries to many keys both come here, each with a `SplitCall`. How long
 sequences are is no part of it, where that stands in a tensor.
@@ -6,21 +6,28 @@ sequences are is no part of it, where that stands in a tensor.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import DeviceFacts, device_facts, multiprocessors
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.launch import (
+    GIVEN,
+    Parameter,
+    Plan,
+    float32,
+    int32,
+    int64,
+    make_plan,
+    pointer_to,
+    strides_of,
+)
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
-    CombineCut,
     Situation,
     choose_cut,
     combine_cut,
@@ -31,14 +38,6 @@ from flashtile.ops.common.split_keys.configs import (
 _ASYNCHRONOUS = 4
 
 _Shape = tuple[int, ...]
-
-
-class Launch(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int | float | None, ...]
 
 
 class Layout(NamedTuple):
@@ -93,50 +92,18 @@ class SplitCall(NamedTuple):
 
 
 class SplitPlan(NamedTuple):
-    """The launches of a call. `attend` takes the length of the sequences as its last argument.
+    """The launches of a call. `attend` is given the length of the sequences last.
 
     Attributes:
         attend: writes to `out` and `lse`, or to `parts` and `parts_lse` where `combine` is there.
     """
 
-    attend: Launch
-    combine: Launch | None
+    attend: Plan
+    combine: Plan | None
     out: Layout
     lse: Layout
     parts: Layout
     parts_lse: Layout
-
-
-class AttendVariant(NamedTuple):
-    """All that decides the attending kernel's machine code on one device."""
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    group: int
-    row_strides: tuple[int, int]
-    page_size: int
-    index_dtypes: tuple[torch.dtype | None, ...]
-    has_left: bool
-    has_right: bool
-    placed: bool
-    slopes_placed: bool
-    softcap: bool
-    slopes: bool
-    sinks: bool
-    partial: bool
-    precision: str
-    pointer_multiple: int
-    stride_multiple: int
-    tiles: AttendTiles
-
-
-class CombineVariant(NamedTuple):
-    """All that decides the combining kernel's machine code on one device."""
-
-    dtype: torch.dtype
-    head_dim_v: int
-    cut: CombineCut
 
 
 def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
@@ -158,12 +125,8 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     )
     programs = batch * heads_kv * -(-group_rows // tiles.block_m) * splits
     check_programs("q", programs)
-    attend = Launch(_launcher(_variant(call, tiles, splits, facts), device), programs, _scalars(call, splits))
-    combine = None
-    if splits > 1:
-        rows = batch * seq_q * heads
-        variant = CombineVariant(call.dtype, head_dim_v, combine_cut(splits, head_dim_v, facts))
-        combine = Launch(_launcher(variant, device), rows, (rows, heads, seq_q, splits))
+    attend = _attend(call, tiles, splits, programs, device)
+    combine = _combine(call, splits, device) if splits > 1 else None
     out_shape, lse_shape = (batch, seq_q, heads, head_dim_v), (batch, heads, seq_q)
     return SplitPlan(
         attend,
@@ -175,52 +138,85 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     )
 
 
-def _variant(call: SplitCall, tiles: AttendTiles, splits: int, facts: DeviceFacts) -> AttendVariant:
-    _, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
-    right = call.window_right
+def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, device: torch.device) -> Plan:
+    batch, seq_q, heads, heads_kv, head_dim, head_dim_v = call.shape
+    q_strides, k_strides, v_strides = call.strides
+    left, right = call.window_left, call.window_right
     # A single query at the last row, which nothing is right of.
     last = call.diagonal is None and seq_q == 1 and right is not None and right >= 0
-    _, k_strides, v_strides = call.strides
-    pointer_multiple, stride_multiple = _multiples(call)
-    return AttendVariant(
-        call.dtype,
-        head_dim,
-        head_dim_v,
-        heads // heads_kv,
-        (k_strides[1], v_strides[1]),
-        call.page_size,
-        call.index_dtypes,
-        call.window_left is not None,
-        right is not None and not last,
-        call.diagonal is not None,
-        call.slope_diagonal is not None,
-        call.softcap > 0,
-        call.slope_dims > 0,
-        call.sinks,
-        splits > 1,
-        _dot_precision(call.dtype, facts, call.allow_tf32),
-        pointer_multiple,
-        stride_multiple,
-        tiles,
-    )
+    window_left, window_right = (max(-MAX_POSITIONS, min(side or 0, MAX_POSITIONS)) for side in (left, right))
+    pointers, strides = _multiples(call)
+    lengths, entries, left_padding, table = map(pointer_to, call.index_dtypes)
+    partial, statistic = splits > 1, pointer_to(torch.float32)
+    parameters = {
+        **dict.fromkeys(("q_ptr", "k_cache_ptr", "v_cache_ptr"), pointer_to(call.dtype, pointers)),
+        "out_ptr": pointer_to(torch.float32 if partial else call.dtype, 16),
+        "lse_ptr": statistic,
+        "lengths_ptr": lengths,
+        "entries_ptr": entries,
+        "left_ptr": left_padding,
+        "table_ptr": table,
+        "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
+        "sinks_ptr": pointer_to(torch.float32 if call.sinks else None),
+        "length": Parameter("i32", 1, GIVEN),
+        **strides_of("q", dict(zip(("batch", "row", "head"), q_strides)), strides),
+        **strides_of("k", {"outer": k_strides[0], "head": k_strides[2]}, strides),
+        **strides_of("v", {"outer": v_strides[0], "head": v_strides[2]}, strides),
+        "stride_table": int64(call.stride_table),
+        "stride_slopes": int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
+        "batch": int32(batch),
+        "heads_kv": int32(heads_kv),
+        "seq_q": int32(seq_q),
+        "seq_new": int32(call.seq_new),
+        "capacity": int32(call.capacity),
+        "splits": int32(splits),
+        "window_left": int32(window_left),
+        "window_right": int32(window_right),
+        "diagonal": int32(call.diagonal),
+        "slope_diagonal": int32(call.slope_diagonal),
+        "scale": float32(call.scale),
+        "softcap": float32(call.softcap or None),
+    }
+    constants = {
+        "STRIDE_K_ROW": k_strides[1],
+        "STRIDE_V_ROW": v_strides[1],
+        "GROUP": heads // heads_kv,
+        "PAGE_SIZE": call.page_size,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": tile_width(head_dim),
+        "BLOCK_E": tile_width(head_dim_v),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "CHUNK": tiles.chunk,
+        "HAS_LEFT": left is not None,
+        "HAS_RIGHT": right is not None and not last,
+        "PARTIAL": partial,
+        "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
+    }
+    return make_plan(attend_kernel, parameters, constants, programs, device, tiles.num_warps, tiles.num_stages)
+
+
+def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
+    batch, seq_q, heads, _, _, head_dim_v = call.shape
+    cut = combine_cut(splits, head_dim_v, device_facts(device))
+    rows = batch * seq_q * heads
+    parameters = {
+        **dict.fromkeys(("parts_ptr", "parts_lse_ptr", "lse_ptr"), pointer_to(torch.float32, 16)),
+        "out_ptr": pointer_to(call.dtype, 16),
+        "rows": int32(rows),
+        "heads": int32(heads),
+        "seq_q": int32(seq_q),
+        "splits": int32(splits),
+    }
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), "BLOCK_S": cut.block_s}
+    return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2)
 
 
 def _multiples(call: SplitCall) -> tuple[int, int]:
     """Powers of two that divide the addresses, in bytes, and the strides, in elements."""
     strides = (stride for of_tensor in call.strides for stride in of_tensor)
     return power_of_two_factor(call.misalignment), power_of_two_factor(*strides)
-
-
-def _scalars(call: SplitCall, splits: int) -> tuple[int | float | None, ...]:
-    batch, seq_q, heads, heads_kv, *_ = call.shape
-    q_strides, k_strides, v_strides = call.strides
-    sides = (max(-MAX_POSITIONS, min(side or 0, MAX_POSITIONS)) for side in (call.window_left, call.window_right))
-    return (
-        *q_strides, k_strides[0], k_strides[2], v_strides[0], v_strides[2], call.stride_table,
-        (heads if call.slope_dims == 2 else 0) if call.slope_dims else None,
-        batch, heads_kv, seq_q, call.seq_new, call.capacity, splits, *sides, call.diagonal, call.slope_diagonal,
-        call.scale, call.softcap or None,
-    )  # fmt: skip
 
 
 def visible_rows(capacity: int, seq_q: int, window_left: int | None, window_right: int | None) -> int:
@@ -242,107 +238,3 @@ def _dot_precision(dtype: torch.dtype, facts: DeviceFacts, allow_tf32: bool) -> 
     if dtype is torch.float32 and allow_tf32 and facts.is_cuda and facts.capability >= 80:
         return "tf32"
     return "ieee"
-
-
-@functools.cache
-def _launcher(variant: AttendVariant | CombineVariant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(variant), device, device_facts(device))
-
-
-def kernel_source(variant: AttendVariant | CombineVariant) -> KernelSource:
-    """The specialisation of a kernel for a variant, as the launcher and ahead-of-time compilation take it."""
-    parameter: Callable[[str], tuple[str, int]]
-    if isinstance(variant, AttendVariant):
-        function, constants, stages = attend_kernel, _attend_constants(variant), variant.tiles.num_stages
-        parameter, warps = functools.partial(_attend_parameter, variant), variant.tiles.num_warps
-    else:
-        constants = {
-            "HEAD_DIM_V": variant.head_dim_v,
-            "BLOCK_E": tile_width(variant.head_dim_v),
-            "BLOCK_S": variant.cut.block_s,
-        }
-        function, stages, warps = combine_kernel, 2, variant.cut.num_warps
-        parameter = functools.partial(_combine_parameter, variant)
-    return source_of(function, parameter, constants, warps, stages)
-
-
-def source_of(
-    function: Any,
-    parameter: Callable[[str], tuple[str, int]],
-    constants: dict[str, Any],
-    warps: int,
-    stages: int,
-) -> KernelSource:
-    """A specialisation, given type and a dividing power of two of each run-time parameter by its name."""
-    parameters = {name: parameter(name) for name in function.arg_names if name not in constants}
-    constants = constants | {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
-    types, multiples = zip(*parameters.values())
-    return KernelSource(function, types, multiples, constants, warps, stages)
-
-
-def _attend_constants(variant: AttendVariant) -> dict[str, Any]:
-    tiles = variant.tiles
-    return {
-        "STRIDE_K_ROW": variant.row_strides[0],
-        "STRIDE_V_ROW": variant.row_strides[1],
-        "GROUP": variant.group,
-        "PAGE_SIZE": variant.page_size,
-        "HEAD_DIM": variant.head_dim,
-        "HEAD_DIM_V": variant.head_dim_v,
-        "BLOCK_D": tile_width(variant.head_dim),
-        "BLOCK_E": tile_width(variant.head_dim_v),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "CHUNK": tiles.chunk,
-        "HAS_LEFT": variant.has_left,
-        "HAS_RIGHT": variant.has_right,
-        "PARTIAL": variant.partial,
-        "PRECISION": variant.precision,
-    }
-
-
-#: Parameter that a specialisation does not have.
-ABSENT = "constexpr", 1
-
-
-def index_parameter(dtype: torch.dtype | None) -> tuple[str, int]:
-    """That of a pointer to integers."""
-    return ABSENT if dtype is None else ("*" + ELEMENT_TYPES[dtype], 1)
-
-
-def _attend_parameter(variant: AttendVariant, name: str) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    indices = ("lengths_ptr", "entries_ptr", "left_ptr", "table_ptr")
-    if name in indices:
-        return index_parameter(variant.index_dtypes[indices.index(name)])
-    optional = {
-        "slopes_ptr": ("*fp32", variant.slopes),
-        "stride_slopes": ("i32", variant.slopes),
-        "sinks_ptr": ("*fp32", variant.sinks),
-        "softcap": ("fp32", variant.softcap),
-        "diagonal": ("i32", variant.placed),
-        "slope_diagonal": ("i32", variant.slopes_placed),
-    }
-    if name in optional:
-        of, present = optional[name]
-        return (of, 1) if present else ABSENT
-    if name == "lse_ptr":
-        return "*fp32", 1
-    if name == "out_ptr":
-        return ("*fp32" if variant.partial else "*" + ELEMENT_TYPES[variant.dtype]), 16
-    if name.endswith("_ptr"):
-        return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
-    if name == "stride_table":
-        return "i64", 1
-    if name.startswith("stride_"):
-        return "i64", variant.stride_multiple
-    return ("fp32" if name == "scale" else "i32"), 1
-
-
-def _combine_parameter(variant: CombineVariant, name: str) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    if name == "out_ptr":
-        return "*" + ELEMENT_TYPES[variant.dtype], 16
-    if name.endswith("_ptr"):
-        return "*fp32", 16
-    return "i32", 1

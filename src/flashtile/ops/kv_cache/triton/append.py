@@ -15,10 +15,10 @@ from flashtile.ops.common.split_keys.rows import sequence_lengths
 @triton.jit
 def append_kernel(
     q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, entries_ptr, table_ptr,
-    stride_q_batch, stride_q_row, stride_q_head, stride_k_batch, stride_k_row, stride_k_head,
+    length, stride_q_batch, stride_q_row, stride_q_head, stride_k_batch, stride_k_row, stride_k_head,
     stride_v_batch, stride_v_row, stride_v_head, stride_k_outer, stride_k_cache_row, stride_k_cache_head,
     stride_v_outer, stride_v_cache_row, stride_v_cache_head, stride_cos, stride_sin, stride_table,
-    tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions, length,
+    tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,

@@ -32,9 +32,7 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         tensors = (q, rotated, call.k, call.v, call.k_cache, call.v_cache, call.rotary_cos, call.rotary_sin)
         if rotated is None:
             tensors = (*tensors[:6], None, None)
-        launch, programs, scalars = plan.append
-        if programs:
-            launch(programs, *map(pointer, tensors), *indices[:2], indices[3], *scalars, spec.length)
+        plan.append.launch(*map(pointer, tensors), *indices[:2], indices[3], spec.length)
         q = q if rotated is None else rotated
     return attend(
         plan.split, (q, call.k_cache, call.v_cache), indices, call.alibi_slopes, call.sinks, spec.length, device

@@ -1,75 +1,51 @@
-"""What the launches of a call need beside their pointers: the compiled kernels, their cuts, sizes and strides.
-
-A `Plan` is looked up under what the call looks like from outside. A call like an earlier one costs no decision and no
-compilation; how long sequences are is no part of it.
-"""
+"""What the launches of a call need beside their pointers: cuts, sizes and strides. How long sequences are is no part of
+it."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
-from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
-from flashtile.ops.common.split_keys.plan import (
-    ABSENT,
-    Launch,
-    Layout,
-    SplitCall,
-    SplitPlan,
-    index_parameter,
-    layout,
-    source_of,
-    split_plan,
-    visible_rows,
+from flashtile._backends.launch import (
+    GIVEN,
+    Parameter,
+    Plan,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer_to,
+    strides_of,
 )
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
+from flashtile.ops.common.split_keys.plan import Layout, SplitCall, SplitPlan, layout, split_plan, visible_rows
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
-from flashtile.ops.kv_cache.triton.configs import AppendCut, append_cut
+from flashtile.ops.kv_cache.triton.configs import append_cut
 
 _Shape = tuple[int, ...]
 #: (shape, strides) of a tensor, or None for one that is not there.
 _Form = tuple[_Shape, _Shape] | None
 
 
-class Plan(NamedTuple):
-    """The launches of a call. Appending and attending take the length of the sequences as their last argument.
+class CachePlan(NamedTuple):
+    """The launches of a call. Appending and attending are given the length of the sequences last.
 
     Attributes:
         append: None where nothing is appended.
         rotated: where the rotated queries go; None where none are.
     """
 
-    append: Launch | None
+    append: Plan | None
     rotated: Layout | None
     split: SplitPlan
 
 
-class AppendVariant(NamedTuple):
-    """All that decides the appending kernel's machine code on one device."""
-
-    dtype: torch.dtype
-    table_dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    half: int
-    page_size: int
-    index_dtypes: tuple[torch.dtype | None, ...]
-    interleaved: bool
-    banded: bool
-    pointer_multiple: int
-    stride_multiple: int
-    table_multiple: int
-    cut: AppendCut
-
-
-def plan_for(call: CacheCall, spec: CacheSpec) -> Plan:
+def plan_for(call: CacheCall, spec: CacheSpec) -> CachePlan:
     q, k_cache, v_cache, k, v, lengths, entries, left, table, cos, sin, slopes, sinks = call
     addresses = q.data_ptr() | k_cache.data_ptr() | v_cache.data_ptr()
     table_addresses = 0
@@ -93,7 +69,7 @@ def plan_for(call: CacheCall, spec: CacheSpec) -> Plan:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(
     dtype: torch.dtype,
     device: torch.device,
@@ -107,7 +83,7 @@ def _plan(
     misalignments: tuple[int, int],
     spec: CacheSpec,
     allow_tf32: bool,
-) -> Plan:
+) -> CachePlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = (shape for shape, _ in forms)
     strides = [used_strides(shape[:-1], stride) for shape, stride in forms]
@@ -157,7 +133,7 @@ def _plan(
         sinks=has_sinks,
         num_splits=spec.num_splits,
     )
-    return Plan(append, layout(q_shape, dtype) if rotates else None, split_plan(split_call, device))
+    return CachePlan(append, layout(q_shape, dtype) if rotates else None, split_plan(split_call, device))
 
 
 def _append(
@@ -172,80 +148,60 @@ def _append(
     misalignments: tuple[int, int],
     spec: CacheSpec,
     device: torch.device,
-) -> Launch:
+) -> Plan:
     q_form, k_cache_form, v_cache_form = forms
     k_form, v_form = new_forms
     batch, seq_q, heads, head_dim = q_form[0]
     heads_kv, head_dim_v = v_cache_form[0][2:]
     (positions, half), *angle_strides, table_dtype = angles or ((0, 0), 0, 0, torch.float32)
-    in_order = q_form, k_form, v_form, k_cache_form, v_cache_form
-    strides = tuple(stride for shape, all_four in in_order for stride in used_strides(shape[:-1], all_four))
+    tensors = {"q": q_form, "k": k_form, "v": v_form, "k_cache": k_cache_form, "v_cache": v_cache_form}
+    strides = {name: used_strides(shape[:-1], all_four) for name, (shape, all_four) in tensors.items()}
     seq_new = k_form[0][1]
     tokens = seq_new + (seq_q if half else 0)
-    variant = AppendVariant(
-        dtype,
-        table_dtype,
-        head_dim,
-        head_dim_v,
-        half,
-        page_size,
-        (*index_dtypes[:2], index_dtypes[3]),
-        spec.interleaved,
-        spec.banded,
-        power_of_two_factor(misalignments[0]),
-        power_of_two_factor(*strides),
-        power_of_two_factor(misalignments[1], *(stride * table_dtype.itemsize for stride in angle_strides)),
-        append_cut(max(heads, heads_kv) if half else heads_kv, head_dim, head_dim_v, half, device_facts(device)),
-    )
-    scalars = (*strides, *angle_strides, stride_table, tokens, heads, heads_kv, seq_q, seq_new, capacity, positions)
-    return Launch(_launcher(variant, device), batch * tokens, scalars)
-
-
-@functools.cache
-def _launcher(variant: AppendVariant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(variant), device, device_facts(device))
-
-
-def kernel_source(variant: AppendVariant) -> KernelSource:
-    """The specialisation of the appending kernel for a variant, as the launcher and ahead-of-time compilation take
-    it."""
-    parameter = functools.partial(_append_parameter, variant)
-    return source_of(append_kernel, parameter, _append_constants(variant), variant.cut.num_warps, 1)
-
-
-def _append_constants(variant: AppendVariant) -> dict[str, Any]:
-    cut = variant.cut
-    return {
-        "HEAD_DIM": variant.head_dim,
-        "HEAD_DIM_V": variant.head_dim_v,
-        "HALF": variant.half,
+    cut = append_cut(max(heads, heads_kv) if half else heads_kv, head_dim, head_dim_v, half, device_facts(device))
+    apart = power_of_two_factor(*(stride for of_tensor in strides.values() for stride in of_tensor))
+    itemsize = table_dtype.itemsize
+    tables = power_of_two_factor(misalignments[1], *(stride * itemsize for stride in angle_strides))
+    lengths, entries, _, table = map(pointer_to, index_dtypes)
+    stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
+    k_outer, k_row, k_head = strides["k_cache"]
+    v_outer, v_row, v_head = strides["v_cache"]
+    parameters = {
+        **dict.fromkeys((f"{name}_ptr" for name in tensors), pointer_to(dtype, power_of_two_factor(misalignments[0]))),
+        "rotated_ptr": pointer_to(dtype if half else None, 16),
+        **dict.fromkeys(("cos_ptr", "sin_ptr"), pointer_to(table_dtype if half else None, tables)),
+        "lengths_ptr": lengths,
+        "entries_ptr": entries,
+        "table_ptr": table,
+        "length": Parameter("i32", 1, GIVEN),
+        **{
+            name: parameter
+            for of in ("q", "k", "v")
+            for name, parameter in strides_of(of, dict(zip(("batch", "row", "head"), strides[of])), apart).items()
+        },
+        **strides_of("k", {"outer": k_outer, "cache_row": k_row, "cache_head": k_head}, apart),
+        **strides_of("v", {"outer": v_outer, "cache_row": v_row, "cache_head": v_head}, apart),
+        "stride_cos": stride_cos,
+        "stride_sin": stride_sin,
+        "stride_table": int64(stride_table),
+        "tokens": int32(tokens),
+        "heads_q": int32(heads),
+        "heads_kv": int32(heads_kv),
+        "seq_q": int32(seq_q),
+        "seq_new": int32(seq_new),
+        "capacity": int32(capacity),
+        "positions": int32(positions),
+    }
+    constants = {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "HALF": half,
         "BLOCK_H": cut.block_h,
         "BLOCK_HALF": cut.block_half,
         "BLOCK_REST": cut.block_rest,
         "BLOCK_E": cut.block_e,
-        "PAGE_SIZE": variant.page_size,
-        "INTERLEAVED": variant.interleaved,
-        "BANDED": variant.banded,
+        "PAGE_SIZE": page_size,
+        "INTERLEAVED": spec.interleaved,
+        "BANDED": spec.banded,
     }
-
-
-def _append_parameter(variant: AppendVariant, name: str) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    indices = ("lengths_ptr", "entries_ptr", "table_ptr")
-    if name in indices:
-        return index_parameter(variant.index_dtypes[indices.index(name)])
-    if name in ("cos_ptr", "sin_ptr", "rotated_ptr") and not variant.half:
-        return ABSENT
-    if name in ("cos_ptr", "sin_ptr"):
-        return "*" + ELEMENT_TYPES[variant.table_dtype], variant.table_multiple
-    if name == "rotated_ptr":
-        return "*" + ELEMENT_TYPES[variant.dtype], 16
-    if name.endswith("_ptr"):
-        return "*" + ELEMENT_TYPES[variant.dtype], variant.pointer_multiple
-    if name in ("stride_cos", "stride_sin"):
-        return "i64", max(1, variant.table_multiple // variant.table_dtype.itemsize)
-    if name == "stride_table":
-        return "i64", 1
-    if name.startswith("stride_"):
-        return "i64", variant.stride_multiple
-    return "i32", 1
+    return make_plan(append_kernel, parameters, constants, batch * tokens, device, cut.num_warps)
