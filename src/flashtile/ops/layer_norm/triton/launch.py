@@ -210,7 +210,8 @@ def _backward_plan(
     if not any(sums):
         return BackwardPlan(main, 0, None)
     outputs = {f"d{name}_ptr": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
-    parameters = {name: pointer_to(dtype, 16) for name, dtype in {"partial_ptr": torch.float32, **outputs}.items()}
+    tensors = {"partial_ptr": torch.float32, **outputs}
+    parameters = {name: pointer_to(dtype or torch.float32, 16) for name, dtype in tensors.items()}
     constants = {**summed, **_cut(width, REDUCE)}
     strips = -(-width // REDUCE.block_n)
     parameters["programs"] = int32(programs)
@@ -233,12 +234,13 @@ def _plan(
 def _parameters(
     tensors: Mapping[str, torch.dtype | None], strides: Mapping[str, int], misalignment: int, rows: int, spec: NormSpec
 ) -> dict[str, Parameter]:
-    """What forward and backward have in common. `tensors`: the dtype of each by name; `strides`: of their rows."""
+    """What forward and backward have in common. `tensors`: the dtype of each by name; None for one that is not there,
+    which the kernel knows from a constant. `strides`: of their rows."""
     pointers, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
     keep_scale = 1 / (1 - spec.dropout_p)
     return {
-        **{f"{name}_ptr": pointer_to(dtype, pointers) for name, dtype in tensors.items()},
-        "seed_ptr": pointer_to(tensors["dropout_seed"], pointers),
+        **{f"{name}_ptr": pointer_to(dtype or torch.float32, pointers) for name, dtype in tensors.items()},
+        "seed_ptr": pointer_to(tensors["dropout_seed"] or torch.float32, pointers),
         **{f"stride_{name}": int64(stride, apart) for name, stride in strides.items()},
         "rows": int32(rows),
         "threshold": int32(keep_threshold(spec.dropout_p)),

@@ -73,8 +73,9 @@ def _plan(
     parameters = {
         **dict.fromkeys(("x_ptr", "out_ptr"), tensor),
         **dict.fromkeys((f"{name}_ptr" for name in tables), angles),
-        "offsets_ptr": pointer_to(offsets_dtype),
-        "cu_seqlens_ptr": pointer_to(None if sequences is None else sequences[0]),
+        # Constants say which of these and of cos_k and sin_k are there.
+        "offsets_ptr": pointer_to(offsets_dtype or torch.int32),
+        "cu_seqlens_ptr": pointer_to(torch.int32 if sequences is None else sequences[0]),
         **strides_of("x", dict(zip(dimensions, x_strides)), multiple),
         **strides_of("out", dict(zip(dimensions, out_strides)), multiple),
         **{f"stride_{name}": int64(stride, multiple) for name, stride in zip(tables, table_strides)},
