@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -97,8 +97,18 @@ class Call(NamedTuple):
     descales: bool = False
 
 
-def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
-    """The plan of a call on `device`, with the `Variant` in the place of the compiled kernel: `plan(...).launch`."""
+def described(source: KernelSource) -> dict[str, Any]:
+    """What decides a kernel's machine code, by its parameters' names: the value of a constant, None of what is not
+    there, and else the type and a power of two that divides it, such as "i64" or "*bf16 % 16"."""
+    run_time = {
+        name: None if of == "constexpr" else of if multiple == 1 else f"{of} % {multiple}"
+        for name, of, multiple in zip(source.function.arg_names, source.types, source.multiples, strict=False)
+    }
+    return {**source.constants, **run_time}
+
+
+def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:
+    """The plan of a call on `device`."""
     q_shape, k_shape, v_shape = shapes = _shapes(call)
     q_strides = _strides(q_shape, call.row_stride)
     dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
@@ -127,7 +137,6 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Plan:
     with (
         mock.patch.object(triton_plan, "device_facts", return_value=device),
         mock.patch.object(triton_plan, "multiprocessors", return_value=132),
-        mock.patch.object(triton_plan, "_launcher", lambda _kernel, variant, _device: variant),
     ):
         return triton_plan._plan.__wrapped__(
             kernel,
@@ -211,13 +220,13 @@ class Binary(NamedTuple):
     """A compiled kernel.
 
     Attributes:
-        variant: what it was compiled for.
+        source: what it was compiled from.
         shared_memory: bytes of on-chip memory of a program.
         spilled: bytes of a thread's registers that lie in device memory (NVIDIA's stack, AMD's scratch).
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
     """
 
-    variant: triton_plan.Variant | hopper_launch.Variant
+    source: KernelSource | hopper_launch.Variant | BackwardVariant
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
@@ -226,9 +235,9 @@ class Binary(NamedTuple):
 def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
     """The binary that a call launches on an architecture."""
     device = KNOWN_DEVICES[arch]
-    variant = plan(kernel, device, call).launch
-    compiled = compile_source(triton_plan.kernel_source(kernel, variant), device)
-    return Binary(variant, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
+    source = plan(kernel, device, call).kernel.source
+    compiled = compile_source(source, device)
+    return Binary(source, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
 
 
 def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:

@@ -18,8 +18,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import compile_kernel
+from flashtile._backends.launch import KernelSource, compile_kernel
+from flashtile.ops.attention.plans import PLAIN_SIDE
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch, plan
 from flashtile.ops.attention.triton.configs import TileConfig, tile_width
@@ -48,47 +50,27 @@ def make_case(head_dim: int, seq: int, dtype: torch.dtype) -> dict[str, torch.Te
     return {name: torch.randn(shape, device="cuda", dtype=dtype) for name in ("q", "k", "v", "dout")}
 
 
-def variant_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> plan.Variant:
-    precision = "tf32" if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"
-    strides = (HIDDEN,) * len(plan._STRIDED[kernel])
-    return plan.Variant(
-        dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        row_strides=strides,
-        packed=False,
-        has_left=False,
-        has_right=causal,
-        top_left=False,
-        whole=True,
-        all_visible=not causal,
-        dropout=False,
-        has_dlse=False,
-        index_dtypes=None,
-        key_lengths_dtype=None,
-        softcap=False,
-        bias=None,
-        mask=None,
-        alibi=False,
-        block_tile=(0, 0),
-        patterns=False,
-        placed=False,
-        aligned=True,
-        pattern_multiple=16,
-        sinks=False,
-        sums_slopes=False,
-        sums_dtype=torch.float32,
-        precision=precision,
-        pointer_multiple=16,
-        stride_multiple=16,
-        tiles=tiles,
-    )
+def source_of(kernel: str, head_dim: int, causal: bool, dtype: torch.dtype, tiles: TileConfig) -> KernelSource:
+    """What a call of `kernel_call` launches with these tiles. It says nothing of lengths that they divide."""
+    shape = (1, 4096, HIDDEN // head_dim, head_dim)
+    strides = contiguous_strides(shape)
+    spec = AttentionSpec(head_dim**-0.5, None, 0 if causal else None)
+    from_tables, plan.choose_tiles = plan.choose_tiles, lambda *_: tiles
+    try:
+        made = plan._plan.__wrapped__(
+            kernel, dtype, torch.device("cuda", torch.cuda.current_device()), (shape,) * 3,
+            (*(strides,) * 3, None if kernel == "forward" else strides), 0, True, PLAIN_SIDE, spec, False, False, False,
+            torch.backends.cuda.matmul.allow_tf32,
+        )  # fmt: skip
+    finally:
+        plan.choose_tiles = from_tables
+    return made.kernel.source
 
 
 def compile_one(task) -> tuple[int, int] | None:
     """Fills Triton's disk cache, in a process of its own. Returns shared memory, or None if it does not fit."""
     kernel, head_dim, causal, dtype, tiles, facts = task
-    source = plan.kernel_source(kernel, variant_of(kernel, head_dim, causal, dtype, tiles))
+    source = source_of(kernel, head_dim, causal, dtype, tiles)
     try:
         compiled = compile_kernel(source, facts)
         return compiled.metadata.shared if compiled.metadata.shared <= facts.shared_memory else None

@@ -21,8 +21,7 @@ if devices.interpreting():
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
-from flashtile.ops.attention.triton.plan import TableVariant
-from machine_code import Call, compile_call, plan, sass, serialises_products
+from machine_code import Call, compile_call, described, plan, sass, serialises_products
 from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
 
 _KERNELS = ("forward", "dq", "dkdv")
@@ -115,7 +114,10 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
 
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
-_TABLE = TableVariant(_BF16, 1, 16, 8, 16, shared_batch=True, shared_rows=False, shared_columns=False, covered=True)
+_TABLE = {
+    "bias_ptr": "*bf16 % 16", "stride_bias_row": "i64 % 8", "bias_rows": None, "bias_columns": None,
+    "STRIDE_BIAS_COLUMN": 1, "BATCH_FIRST": True, "SHARED_ROWS": False, "SHARED_COLUMNS": False, "MODIFIED": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
@@ -200,66 +202,87 @@ def test_hopper_fetches_a_bias_ahead(kernel: str, width: int) -> None:
 
 
 class _Feature(NamedTuple):
-    """A call, and what of the variant shows that the feature is in it."""
+    """A call, and what of the kernel's parameters shows that the feature is in it (`machine_code.described`)."""
 
     call: Call
     shows: dict[str, Any]
 
 
 _FEATURES = {
-    "all_visible": _Feature(Call(), {"whole": True, "all_visible": True}),
-    "whole": _Feature(Call(window_right=0), {"whole": True, "all_visible": False}),
-    "partial": _Feature(Call(seq_q=4001, seq_k=4001), {"whole": False, "all_visible": False}),
-    "window": _Feature(Call(window_left=99, window_right=9), {"has_left": True, "has_right": True}),
-    "left": _Feature(Call(window_left=99), {"has_left": True, "has_right": False}),
-    "top_left": _Feature(Call(window_right=0, top_left=True), {"top_left": True}),
-    "packed": _Feature(Call(sequences=3), {"packed": True, "index_dtypes": (torch.int32,) * 2}),
+    "all_visible": _Feature(Call(), {"WHOLE": True, "ALL_VISIBLE": True}),
+    "whole": _Feature(Call(window_right=0), {"WHOLE": True, "ALL_VISIBLE": False}),
+    "partial": _Feature(Call(seq_q=4001, seq_k=4001), {"WHOLE": False, "ALL_VISIBLE": False}),
+    "window": _Feature(Call(window_left=99, window_right=9), {"HAS_LEFT": True, "HAS_RIGHT": True}),
+    "left": _Feature(Call(window_left=99), {"HAS_LEFT": True, "HAS_RIGHT": False}),
+    "top_left": _Feature(Call(window_right=0, top_left=True), {"TOP_LEFT": True}),
+    "packed": _Feature(Call(sequences=3), {"PACKED": True, "cu_seqlens_q_ptr": "*i32", "cu_seqlens_k_ptr": "*i32"}),
     "packed_int64": _Feature(
-        Call(sequences=3, index_dtypes=(torch.int32, torch.int64)), {"index_dtypes": (torch.int32, torch.int64)}
+        Call(sequences=3, index_dtypes=(torch.int32, torch.int64)),
+        {"cu_seqlens_q_ptr": "*i32", "cu_seqlens_k_ptr": "*i64"},
     ),
-    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"key_lengths_dtype": torch.int32}),
-    "dropout": _Feature(Call(dropout_p=0.1), {"dropout": True}),
-    "dlse": _Feature(Call(has_dlse=True), {"has_dlse": True}),
-    "wide_rows": _Feature(Call(row_stride=2**23), {"stride_multiple": 16}),
-    "misaligned": _Feature(Call(misalignment=2), {"pointer_multiple": 2}),
-    "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"precision": "tf32"}),
-    "softcap": _Feature(Call(softcap=30.0), {"softcap": True}),
-    "bias": _Feature(Call(bias=_BIAS), {"bias": _TABLE}),
+    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"HAS_KEY_LENGTHS": True, "key_lengths_ptr": "*i32"}),
+    "dropout": _Feature(Call(dropout_p=0.1), {"DROPOUT": True}),
+    "dlse": _Feature(Call(has_dlse=True), {"HAS_DLSE": True}),
+    "wide_rows": _Feature(Call(row_stride=2**23), {"stride_q_batch": "i64 % 16", "STRIDE_Q_ROW": 2**23}),
+    "misaligned": _Feature(Call(misalignment=2), {"q_ptr": "*bf16 % 2"}),
+    "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"PRECISION": "tf32"}),
+    "softcap": _Feature(Call(softcap=30.0), {"softcap": "fp32"}),
+    "bias": _Feature(Call(bias=_BIAS), _TABLE),
     "bias_of_keys": _Feature(
         Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
-        {"bias": TableVariant(_FP32, 1, 4, 4, 16, False, shared_rows=True, shared_columns=False, covered=True)},
+        _TABLE | {"bias_ptr": "*fp32 % 4", "stride_bias_row": "i64 % 4", "BATCH_FIRST": False, "SHARED_ROWS": True},
     ),
     "bias_of_queries": _Feature(
         Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
-        {"bias": _TABLE._replace(column_stride=0, stride_multiple=1, shared_columns=True)},
+        _TABLE | {"stride_bias_row": "i64", "STRIDE_BIAS_COLUMN": 0, "SHARED_COLUMNS": True},
     ),
     "mask": _Feature(
-        Call(mask=_BIAS._replace(dtype=torch.bool)), {"mask": _TABLE._replace(dtype=torch.bool, stride_multiple=16)}
+        Call(mask=_BIAS._replace(dtype=torch.bool)),
+        {"mask_ptr": "*u8 % 16", "stride_mask_row": "i64 % 16", "STRIDE_MASK_COLUMN": 1, "mask_columns": None},
     ),
-    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi": True, "sums_slopes": True}),
-    "bias_past_its_end": _Feature(Call(bias=_BIAS, seq_q=4001), {"bias": _TABLE._replace(covered=False)}),
+    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi_slopes_ptr": "*fp32", "slope_sums_ptr": "*fp32"}),
+    "bias_past_its_end": _Feature(
+        Call(bias=_BIAS, seq_q=4001), _TABLE | {"bias_rows": "i32", "bias_columns": "i32 % 16"}
+    ),
     "sinks": _Feature(Call(sinks=True), {}),
     "hidden_rows": _Feature(Call(window_right=0, sequences=3, sinks=True, hides_rows=True), {}),
-    "block_mask": _Feature(Call(block_tile=(128, 128)), {"block_tile": (128, 128), "patterns": True, "whole": True}),
-    "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"patterns": False}),
-    "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"block_tile": (192, 64)}),
-    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"has_left": True}),
+    "block_mask": _Feature(
+        Call(block_tile=(128, 128)), {"TILE_Q": 128, "TILE_K": 128, "PATTERNS": True, "WHOLE": True}
+    ),
+    "block_mask_of_full_tiles": _Feature(
+        Call(block_tile=(128, 64), patterns=False), {"PATTERNS": False, "block_patterns_ptr": None}
+    ),
+    "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"TILE_Q": 192, "TILE_K": 64}),
+    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"HAS_LEFT": True}),
     "part": _Feature(
         Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),
-        {"placed": True, "aligned": True},
+        {"origin_row": "i32", "ALIGNED": True},
     ),
     "odd_part": _Feature(
-        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"placed": True, "aligned": False}
+        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"origin_row": "i32", "ALIGNED": False}
     ),
     "everything": _Feature(
         Call(
-            head_dim=40, head_dim_v=56, sequences=3, window_left=99, window_right=9, dropout_p=0.1, has_dlse=True,
-            key_lengths_dtype=torch.int64, misalignment=2, row_stride=2**23 + 1, softcap=9.0, bias=_BIAS,
-            mask=_BIAS._replace(dtype=torch.bool), alibi=1, sinks=True, sums_slopes=True,
+            head_dim=40,
+            head_dim_v=56,
+            sequences=3,
+            window_left=99,
+            window_right=9,
+            dropout_p=0.1,
+            has_dlse=True,
+            key_lengths_dtype=torch.int64,
+            misalignment=2,
+            row_stride=2**23 + 1,
+            softcap=9.0,
+            bias=_BIAS,
+            mask=_BIAS._replace(dtype=torch.bool),
+            alibi=1,
+            sinks=True,
+            sums_slopes=True,
         ),
-        {"packed": True, "dropout": True, "pointer_multiple": 2, "stride_multiple": 1, "whole": False},
+        {"PACKED": True, "DROPOUT": True, "q_ptr": "*bf16 % 2", "STRIDE_Q_ROW": 2**23 + 1, "WHOLE": False},
     ),
-}  # fmt: skip
+}
 
 
 def _features() -> list[Any]:
@@ -278,7 +301,9 @@ def _features() -> list[Any]:
 def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
     call, shows = _FEATURES[feature]
     binary = compile_call(kernel, arch, call)
-    assert {name: getattr(binary.variant, name) for name in shows} == shows
+    found = described(binary.source)
+    shows = {name: value for name, value in shows.items() if name in binary.source.function.arg_names}
+    assert {name: found[name] for name in shows} == shows
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
 
 
@@ -286,16 +311,19 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
     """Into contiguous memory, as the kernels that read the copy are fastest; sinks are known then, and only then."""
     device = devices.KNOWN_DEVICES["sm_90"]
     plain, hiding = (plan("dq", device, Call(sinks=True, hides_rows=hides)) for hides in (False, True))
-    assert not plain.launch.hides_rows and not plain.launch.sinks and len(plain.outputs) == 2
-    assert hiding.launch.hides_rows and hiding.launch.sinks
+    for found, of_dout, of_sinks in ((plain, None, None), (hiding, "*bf16 % 16", "*fp32")):
+        parameters = described(found.kernel.source)
+        assert (parameters["quiet_ptr"], parameters["sinks_ptr"]) == (of_dout, of_sinks)
+    assert len(plain.outputs) == 2
     assert hiding.outputs[2] == ((2, 4096, 4, 64), (4096 * 4 * 64, 4 * 64, 64, 1), _BF16)
-    assert plan("dkdv", device, Call(hides_rows=True)).launch == plan("dkdv", device, Call()).launch
+    assert plan("dkdv", device, Call(hides_rows=True)).kernel.source == plan("dkdv", device, Call()).kernel.source
 
 
 def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
     call = Call(bias=Table(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
-    assert compile_call("dbias", "sm_90", call).variant.sums_many
-    assert not plan("dbias", devices.KNOWN_DEVICES["sm_90"], call._replace(seq_q=2**16)).launch.sums_many
+    assert described(compile_call("dbias", "sm_90", call).source)["sharing"] == "i64"
+    fewer = plan("dbias", devices.KNOWN_DEVICES["sm_90"], call._replace(seq_q=2**16)).kernel
+    assert described(fewer.source)["sharing"] == "i32"
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
@@ -303,7 +331,8 @@ def test_8_bit_inputs_compile(arch: str) -> None:
     """Also for GPUs whose compiler does not know the type."""
     call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)
     binary = compile_call("forward", arch, call)
-    assert binary.variant.descales == (True, True, True)
+    found = described(binary.source)
+    assert {found[f"descale_{of}_ptr"] for of in "qkv"} == {"*fp32"}
     assert binary.spilled == 0
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
     if arch == "sm_90":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +17,8 @@ if devices.triton_missing():
 from flashtile.ops.attention.plans import longest_walk, shares_of_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch
-from flashtile.ops.attention.triton.plan import Plan, kernel_source
-from machine_code import Call, plan
+from flashtile.ops.attention.triton.plan import AttentionPlan
+from machine_code import Call, described, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _KERNELS = ("forward", "dq", "dkdv")
@@ -37,15 +40,19 @@ _SIZES = {"forward": 8, "dq": 12, "dkdv": 12}
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_other_sizes_need_no_other_binary(kernel: str, change: dict) -> None:
     call = Call(window_right=0)
-    assert plan(kernel, _HOPPER, call._replace(**change)).launch == plan(kernel, _HOPPER, call).launch
+    assert plan(kernel, _HOPPER, call._replace(**change)).kernel.source == plan(kernel, _HOPPER, call).kernel.source
 
 
 @pytest.mark.parametrize("change", [{"seq_q": 5001, "seq_k": 777}, {"batch": 1}, {"sequences": 5}], ids=str)
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel: str, change: dict) -> None:
     call = Call(sequences=2, seq_q=999, seq_k=1000)
-    variant = plan(kernel, _HOPPER, call._replace(**change)).launch
-    assert variant._replace(tiles=None) == plan(kernel, _HOPPER, call).launch._replace(tiles=None)
+    assert _but_for_tiles(kernel, call._replace(**change)) == _but_for_tiles(kernel, call)
+
+
+def _but_for_tiles(kernel: str, call: Call) -> dict[str, Any]:
+    found = described(plan(kernel, _HOPPER, call).kernel.source)
+    return {name: value for name, value in found.items() if name not in ("BLOCK_M", "BLOCK_N", "CHUNK")}
 
 
 @pytest.mark.parametrize(
@@ -67,8 +74,8 @@ def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel: str, change: 
     ],
 )
 def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_visible: bool) -> None:
-    variant = plan(kernel, _HOPPER, Call()._replace(**change)).launch
-    assert (variant.whole, variant.all_visible) == (whole, all_visible)
+    constants = plan(kernel, _HOPPER, Call()._replace(**change)).kernel.source.constants
+    assert (constants["WHOLE"], constants["ALL_VISIBLE"]) == (whole, all_visible)
 
 
 @pytest.mark.parametrize(
@@ -78,19 +85,17 @@ def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_v
 def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=300)
     result = plan(kernel, _HOPPER, call)
-    tiles = result.launch.tiles
-    block = tiles.block_n if kernel == "dkdv" else tiles.block_m
-    assert result.programs == -(-getattr(call, rows) // block) * 3 * heads
+    block = result.kernel.source.constants["BLOCK_N" if kernel == "dkdv" else "BLOCK_M"]
+    assert result.kernel.programs == -(-getattr(call, rows) // block) * 3 * heads
 
 
 @pytest.mark.parametrize("lengths", [(1000,), (0, 1000, 0), (1,) * 1000, (500, 500), (127, 129, 744)], ids=len)
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths: tuple[int, ...]) -> None:
     result = plan(kernel, _HOPPER, Call(sequences=len(lengths), seq_q=1000, seq_k=1000, heads=3, heads_kv=3))
-    tiles = result.launch.tiles
-    block = tiles.block_n if kernel == "dkdv" else tiles.block_m
-    assert result.programs == (1000 // block + len(lengths) + 1) * 3
-    assert result.programs >= sum(-(-length // block) for length in lengths) * 3
+    block = result.kernel.source.constants["BLOCK_N" if kernel == "dkdv" else "BLOCK_M"]
+    assert result.kernel.programs == (1000 // block + len(lengths) + 1) * 3
+    assert result.kernel.programs >= sum(-(-length // block) for length in lengths) * 3
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths:
     ],
 )
 def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs: bool) -> None:
-    assert (plan(kernel, _HOPPER, Call()._replace(**change)).programs > 0) is runs
+    assert (plan(kernel, _HOPPER, Call()._replace(**change)).kernel.programs > 0) is runs
 
 
 @pytest.mark.parametrize(
@@ -122,15 +127,26 @@ def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
 
 def test_strides_of_a_dense_call() -> None:
     result = plan("forward", _HOPPER, Call(head_dim=64, head_dim_v=32, heads=4, heads_kv=2, row_stride=1000))
-    assert result.launch.row_strides == (1000, 128, 64, 128)
-    assert result.scalars[:8] == (4096 * 1000, 64, 4096 * 128, 64, 4096 * 64, 32, 4096 * 128, 32)
-    assert result.launch.stride_multiple == 8
+    assert _row_strides(result) == (1000, 128, 64, 128)
+    assert result.kernel.scalars[:8] == (4096 * 1000, 64, 4096 * 128, 64, 4096 * 64, 32, 4096 * 128, 32)
+    assert _stride_types(result) == {"i64 % 8"}
+
+
+def _row_strides(found: AttentionPlan) -> tuple[int, ...]:
+    constants = found.kernel.source.constants
+    return tuple(value for name, value in constants.items() if name.startswith("STRIDE_") and name.endswith("_ROW"))
+
+
+def _stride_types(found: AttentionPlan) -> set[str]:
+    """Of the batch and head strides of what has strides in every call."""
+    parameters = described(found.kernel.source)
+    return {parameters[f"stride_{of}_{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
 
 
 def test_strides_of_a_packed_call() -> None:
     result = plan("dkdv", _HOPPER, Call(sequences=2, heads=4))
-    assert result.launch.row_strides == (256,) * 6
-    assert result.scalars[:12] == (0, 64) * 6
+    assert _row_strides(result) == (256,) * 6
+    assert result.kernel.scalars[:12] == (0, 64) * 6
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
@@ -138,15 +154,15 @@ def test_strides_of_dimensions_of_one_do_not_count(kernel: str) -> None:
     """They may be odd. Those that 16 divides stay as they are, so that the binaries of longer sequences serve."""
     call = Call(batch=1, seq_q=1, seq_k=33, heads=1, heads_kv=1)
     odd = plan(kernel, _HOPPER, call._replace(row_stride=77))
-    assert odd.launch.stride_multiple == plan(kernel, _HOPPER, call).launch.stride_multiple == 16
-    assert odd.launch.row_strides[0] == odd.scalars[0] == 0
-    assert plan(kernel, _HOPPER, call).launch.row_strides[0] == 64
+    assert _stride_types(odd) == _stride_types(plan(kernel, _HOPPER, call)) == {"i64 % 16"}
+    assert _row_strides(odd)[0] == odd.kernel.scalars[0] == 0
+    assert _row_strides(plan(kernel, _HOPPER, call))[0] == 64
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
-    sizes = plan(kernel, _HOPPER, call).scalars[_SIZES[kernel] :]
+    sizes = plan(kernel, _HOPPER, call).kernel.scalars[_SIZES[kernel] :]
     shares = (1,) if kernel == "dkdv" else ()
     expected = (3, 6, 3, *shares, 100, 200, 2**29, 7)
     assert sizes[: len(expected)] == expected
@@ -165,9 +181,9 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     )  # fmt: skip
     found = plan("dkdv", _HOPPER, call)
     assert found.shares == shares
-    assert found.scalars[_SIZES["dkdv"] :][:4] == (batch, heads, heads // heads_kv // shares, shares)
+    assert found.kernel.scalars[_SIZES["dkdv"] :][:4] == (batch, heads, heads // heads_kv // shares, shares)
     assert {output.shape for output in found.outputs} == {(batch, seq, heads_kv * shares, 64)}
-    assert found.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).programs * shares
+    assert found.kernel.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).kernel.programs * shares
     assert plan("dq", _HOPPER, call).shares == 1
 
 
@@ -210,7 +226,7 @@ def test_the_longest_walk_of_a_window() -> None:
 )
 def test_precision_of_products(arch: str, dtype: torch.dtype, allow_tf32: bool, precision: str) -> None:
     call = Call(dtype=dtype, allow_tf32=allow_tf32)
-    assert plan("forward", devices.KNOWN_DEVICES[arch], call).launch.precision == precision
+    assert plan("forward", devices.KNOWN_DEVICES[arch], call).kernel.source.constants["PRECISION"] == precision
 
 
 @pytest.mark.parametrize(
@@ -222,9 +238,9 @@ def testpower_of_two_factor(numbers: tuple[int, ...], factor: int) -> None:
 
 def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
     """int32 lengths for the queries say nothing of those for the keys."""
-    variant = plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).launch
-    source = kernel_source("forward", variant)
-    types = dict(zip(source.function.arg_names, source.types, strict=False))
+    types = described(
+        plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).kernel.source
+    )
     assert types["cu_seqlens_q_ptr"] == "*i32"
     assert types["cu_seqlens_k_ptr"] == "*i64"
 
@@ -244,7 +260,8 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
     launched: list[tuple] = []
-    faked = Plan(lambda *given: launched.append(given), 1, (), (((1,), (1,), torch.float32),) * 2)
+    kernel = SimpleNamespace(launch=lambda *given: launched.append(given), programs=1)
+    faked = AttentionPlan(kernel, (((1,), (1,), torch.float32),) * 2)  # type: ignore[arg-type]
     monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
     monkeypatch.setattr(launch, "pointer", lambda tensor: 0 if tensor is None else tensor.data_ptr())
     x = torch.zeros(1, 4, 1, 8, dtype=torch.bfloat16)
@@ -253,5 +270,5 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.Mo
     for out, as_given in ((x, True), (worse, False)):
         lse = torch.zeros(1, 1, 4)
         launch.backward_queries(x, None, x, x, x, out, lse, SideInputs(None, None, 4, 4), AttentionSpec(1.0))
-        read = launched.pop()[4]
+        read = launched.pop()[3]
         assert read % 16 == 0 and (read == out.data_ptr()) is as_given

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile._backends.launch import Parameter, pointer_to, strides_of
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
@@ -98,6 +99,15 @@ def descale_scalars(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, in
         for of, pair in zip("qkv", strides)
         for dimension, stride in zip(("batch", "head"), pair or (None, None))
     }
+
+
+def descale_parameters(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, Parameter]:
+    """The kernels' parameters for the factors of q, k and v, of which each may not be there."""
+    found: dict[str, Parameter] = {}
+    for name, pair in zip(("descale_q", "descale_k", "descale_v"), strides):
+        found[f"{name}_ptr"] = pointer_to(None if pair is None else torch.float32)
+        found |= strides_of(name, dict(zip(("batch", "head"), pair or (None, None))))
+    return found
 
 
 def _table(tensor: Tensor | None) -> Table | None:

@@ -11,7 +11,7 @@ from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
-from flashtile.ops.attention.triton.plan import Plan, plan_for
+from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
 _NO_POINTERS = (pointer(None),) * 10
@@ -23,11 +23,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("forward", q, k, v, None, side, spec)
     out, lse = _outputs(plan, q.device)
-    if plan.programs:
+    if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
         tensors = map(pointer, (q, k, v, out, lse))
-        plan.launch(plan.programs, *tensors, *_side_pointers(side), *map(pointer, side.descales), *plan.scalars)
+        plan.kernel.launch(*tensors, *_side_pointers(side), *map(pointer, side.descales))
     return out, lse
 
 
@@ -66,10 +66,10 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("column_sums", q, k, k, None, side, spec)
     sums = empty(*plan.outputs[0], q.device)
-    if plan.programs:
+    if plan.kernel.programs:
         *lengths, _, bias, mask, slopes, lists, patterns, _ = _side_pointers(side)
         tensors = map(pointer, (q, k, lse, sums))
-        plan.launch(plan.programs, *tensors, *lengths, bias, mask, slopes, lists, patterns, *plan.scalars)
+        plan.kernel.launch(*tensors, *lengths, bias, mask, slopes, lists, patterns)
     return sums
 
 
@@ -94,10 +94,10 @@ def backward_queries(
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet, sinks = (copies[0], side.sinks) if hides_rows else (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
-    if plan.programs:
+    if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
         pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks))
-        plan.launch(plan.programs, *pointers, *plan.scalars)
+        plan.kernel.launch(*pointers)
     return dq, statistics, slope_sums, dout if quiet is None else quiet
 
 
@@ -113,9 +113,9 @@ def backward_keys(
     """Runs the dk/dv kernel on the statistics of the dq kernel. Returns (dk, dv)."""
     plan = plan_for("dkdv", q, k, v, dout, side, spec)
     dk, dv = _outputs(plan, q.device)
-    if plan.programs:
+    if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
-        plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side)[:-1], *plan.scalars)
+        plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1])
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dk, dv
@@ -133,11 +133,11 @@ def backward_bias(
     """Runs the kernel of the bias's gradient on the statistics of the dq kernel. Returns it in the bias's shape."""
     assert side.bias is not None
     plan = plan_for("dbias", q, k, v, dout, side, spec)
-    if not plan.programs:
+    if not plan.kernel.programs:
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
-    plan.launch(plan.programs, *map(pointer, tensors), *_side_pointers(side)[:-1], *plan.scalars)
+    plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1])
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
@@ -164,7 +164,7 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor
     return -(by_head if by_head.dim() == 1 else by_head.sum(0))
 
 
-def _outputs(plan: Plan, device: torch.device) -> list[Tensor]:
+def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:
     return [empty(*layout, device) for layout in plan.outputs]
 
 

@@ -1,14 +1,12 @@
-"""What a launch of the portable kernels needs beside its pointers: the compiled kernel, its tiles, sizes and strides.
+"""What a launch of the portable kernels needs beside its pointers: tiles, sizes and strides.
 
-A `Plan` is looked up under what the call looks like from outside. A call like an earlier one costs no decision and no
-compilation.
+Row strides decide machine code: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
+become constants), and a model has few of them. Lengths, batches and numbers of heads do not.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,15 +14,25 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher
+from flashtile._backends.launch import (
+    ABSENT,
+    Parameter,
+    Plan,
+    float32,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer_to,
+    strides_of,
+)
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
     Table,
     clipped_window,
-    descale_scalars,
-    descale_types,
+    descale_parameters,
     longest_walk,
     shares_of_heads,
     side_shape,
@@ -34,11 +42,12 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs,
 from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.bias_work import BiasWork, cut_work
-from flashtile.ops.attention.triton.blocks import BLOCK_SCALARS, block_scalars
+from flashtile.ops.attention.triton.blocks import block_scalars
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
+    Situation,
     TileConfig,
     choose_tiles,
     dot_precision,
@@ -68,83 +77,42 @@ _STRIDED = {
     "column_sums": ("q", "k"),
 }
 
-#: Element types as the kernels read them: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows.
-_STORED_TYPES = {**ELEMENT_TYPES, torch.bool: "u8", FP8: "u8"}
 #: Where a bias or a mask that broadcasts ends.
 _ENDLESS = 2**30
-#: Where the call lies in a larger one.
-_ORIGIN_SCALARS = tuple(f"origin_{name}" for name in Origin._fields)
 
 
-class TableVariant(NamedTuple):
-    """What decides machine code of a bias or a mask: how it is read, and the directions in which it broadcasts.
+class AttentionPlan(NamedTuple):
+    """The launch of a kernel, and what it writes. `shares`: dk and dv are in so many parts."""
 
-    The number of columns counts as far as it is a multiple of 16: a bounds check that could fall within 16 bytes would
-    keep them from being read together. `covered`: no tile of the kernel ends past it, so that there is no such check.
-    """
-
-    dtype: torch.dtype
-    column_stride: int
-    pointer_multiple: int
-    stride_multiple: int
-    columns_multiple: int
-    shared_batch: bool
-    shared_rows: bool
-    shared_columns: bool
-    covered: bool
-
-
-class Variant(NamedTuple):
-    """All that decides a kernel's machine code on one device.
-
-    Row strides are part of it: with them known, the compiler needs up to 9 % less time in the inner loops (addresses
-    become constants), and a model has few of them. Lengths, batches and numbers of heads are not part of it.
-    """
-
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    row_strides: tuple[int, ...]
-    packed: bool
-    has_left: bool
-    has_right: bool
-    top_left: bool
-    whole: bool
-    all_visible: bool
-    dropout: bool
-    has_dlse: bool
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    key_lengths_dtype: torch.dtype | None
-    softcap: bool
-    bias: TableVariant | None
-    mask: TableVariant | None
-    alibi: bool
-    block_tile: tuple[int, int]
-    patterns: bool
-    placed: bool
-    aligned: bool
-    pattern_multiple: int
-    sinks: bool
-    descales: tuple[bool, ...]
-    sums_slopes: bool
-    hides_rows: bool
-    sums_dtype: torch.dtype
-    sums_many: bool
-    precision: str
-    pointer_multiple: int
-    stride_multiple: int
-    tiles: TileConfig
-
-
-class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`. No programs: nothing to launch. `shares`:
-    dk and dv are in so many parts."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int | float, ...]
+    kernel: Plan
     outputs: tuple[Layout, ...]
     shares: int = 1
+
+
+class _Facts(NamedTuple):
+    """What a plan is made from, beside the strides, and what follows from it.
+
+    Attributes:
+        shapes: of q, k and v.
+        situation, facts: what tiles are chosen by.
+        work: how the gradient of a bias is cut.
+        shares: dk and dv are in so many parts.
+        covered: tiles divide the call, so that none ends past a bias or a mask.
+        whole: the tiles that move divide their sequence, whose length is known.
+    """
+
+    kernel: Kernel
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    batch: int
+    side: SideShape
+    spec: AttentionSpec
+    situation: Situation
+    tiles: TileConfig
+    work: BiasWork
+    shares: int
+    covered: bool
+    whole: bool
 
 
 def plan_for(
@@ -158,7 +126,7 @@ def plan_for(
     has_dlse: bool = False,
     sums_slopes: bool = False,
     hides_rows: bool = False,
-) -> Plan:
+) -> AttentionPlan:
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     dout_stride = None
     if dout is not None:
@@ -181,7 +149,7 @@ def plan_for(
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(
     kernel: Kernel,
     dtype: torch.dtype,
@@ -196,7 +164,7 @@ def _plan(
     sums_slopes: bool,
     hides_rows: bool,
     allow_tf32: bool,
-) -> Plan:
+) -> AttentionPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
@@ -227,100 +195,161 @@ def _plan(
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
     outputs = _output_layouts(kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows)
-    variant = Variant(
-        dtype,
-        head_dim,
-        head_dim_v,
-        tuple(row for _, row, _ in triples),
-        packed,
-        spec.window_left is not None,
-        spec.window_right is not None,
-        spec.top_left,
-        whole,
-        whole and not spec.banded and drops_masks(situation),
-        side.dropout,
-        has_dlse,
-        side.index_dtypes,
-        side.key_lengths_dtype,
-        spec.softcap > 0,
-        _table_variant(side.bias, covered),
-        _table_variant(side.mask, covered),
-        side.alibi > 0,
-        block_tile,
-        side.blocks is not None and side.blocks[1] > 0,
-        spec.origin is not None,
-        spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
-        power_of_two_factor(side.pattern_misalignment),
-        side.sinks and (kernel == "forward" or hides_rows),
-        tuple(strides is not None for strides in side.descales),
-        sums_slopes,
-        hides_rows,
-        outputs[0].dtype if kernel == "dbias" else torch.float32,
-        work.many,
-        dot_precision(dtype, facts, allow_tf32),
-        power_of_two_factor(misalignment),
-        power_of_two_factor(*(stride for triple in triples for stride in triple)),
-        tiles,
-    )
-    scalars = {
-        **{
-            f"stride_{name}_{of}": stride
-            for name, (batch_stride, _, head_stride) in zip(_STRIDED[kernel], triples)
-            for of, stride in (("batch", batch_stride), ("head", head_stride))
-        },
-        **{"batch": batch, "heads": heads, "group": heads // heads_kv // shares, "shares": shares},
-        **{"rows_q": rows_q, "rows_k": rows_k},
-        **dict(zip(("window_left", "window_right"), clipped_window(spec))),
-        "keep_threshold": keep_threshold(spec.dropout_p),
-        "scale": spec.scale,
-        "keep_scale": 1 / (1 - spec.dropout_p),
-        "softcap": spec.softcap or None,
-        **_table_scalars("bias", side.bias),
-        **_table_scalars("mask", side.mask),
-        "stride_alibi_batch": heads if side.alibi == 2 else 0,
-        **block_scalars(kernel, spec, rows_q, rows_k, side.blocks),
-        **dict(zip(_ORIGIN_SCALARS, spec.origin or (None,) * len(_ORIGIN_SCALARS))),
-        **descale_scalars(side.descales),
-        **(work.scalars(side.bias) if kernel == "dbias" and side.bias else {}),
+    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, covered, whole)
+    parameters = {
+        **_tensors(call, misalignment, outputs, sums_slopes, hides_rows),
+        **_strides(kernel, triples),
+        **_scalars(call),
+    }
+    constants = {
+        **_constants(call, dot_precision(dtype, facts, allow_tf32), has_dlse),
+        **{f"STRIDE_{name.upper()}_ROW": row for name, (_, row, _) in zip(_STRIDED[kernel], triples)},
     }
     check_programs("q", programs * shares)
-    run_time = [name for name in _KERNELS[kernel].arg_names if name in scalars]
-    launch = _launcher(kernel, variant, device)
-    return Plan(launch, programs * shares, tuple(scalars[name] for name in run_time), outputs, shares)
+    cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
+    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
+    return AttentionPlan(plan, outputs, shares)
 
 
-def _table_variant(table: Table | None, covered: bool) -> TableVariant | None:
+def _tensors(
+    call: _Facts, misalignment: int, outputs: tuple[Layout, ...], sums_slopes: bool, hides_rows: bool
+) -> dict[str, Parameter]:
+    """The pointers. Of lengths and dropout's seed constants say whether they are there."""
+    side, dtype = call.side, call.dtype
+    index_q, index_k = side.index_dtypes or (torch.int32, torch.int32)
+    pointers = power_of_two_factor(misalignment)
+    tensor, statistics = pointer_to(_stored(dtype), pointers), pointer_to(torch.float32)
+    patterns = side.blocks is not None and side.blocks[1] > 0
+    sinks = side.sinks and (call.kernel == "forward" or hides_rows)
+    return {
+        **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
+        "out_ptr": pointer_to(_stored(out_dtype(dtype)), pointers),
+        "lse_ptr": statistics,
+        "dlse_ptr": statistics,
+        "statistics_ptr": pointer_to(torch.float32, 16),
+        "sums_ptr": pointer_to(outputs[0].dtype if call.kernel == "dbias" else torch.float32, 16),
+        "slope_sums_ptr": pointer_to(torch.float32 if sums_slopes else None),
+        "quiet_ptr": pointer_to(dtype if hides_rows else None, 16),
+        "cu_seqlens_q_ptr": pointer_to(index_q),
+        "cu_seqlens_k_ptr": pointer_to(index_k),
+        "key_lengths_ptr": pointer_to(side.key_lengths_dtype or torch.int32),
+        "dropout_seed_ptr": pointer_to(torch.int64),
+        **_table("bias", side.bias, call.covered),
+        **_table("mask", side.mask, call.covered),
+        "alibi_slopes_ptr": pointer_to(torch.float32 if side.alibi else None),
+        "sinks_ptr": pointer_to(torch.float32 if sinks else None),
+        "block_lists_ptr": pointer_to(torch.int32 if call.spec.block_shape else None),
+        "block_patterns_ptr": pointer_to(
+            torch.uint8 if patterns else None, power_of_two_factor(side.pattern_misalignment)
+        ),
+        **descale_parameters(side.descales),
+    }
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    """As kernels read it: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows."""
+    return torch.uint8 if dtype in (torch.bool, FP8) else dtype
+
+
+def _strides(kernel: Kernel, triples: list[tuple[int, int, int]]) -> dict[str, Parameter]:
+    """Those that are no constants."""
+    multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
+    return {
+        name: parameter
+        for of, (batch, _, head) in zip(_STRIDED[kernel], triples)
+        for name, parameter in strides_of(of, {"batch": batch, "head": head}, multiple).items()
+    }
+
+
+def _scalars(call: _Facts) -> dict[str, Parameter]:
+    (rows_q, heads, _), (rows_k, heads_kv, _) = call.shapes[0][-3:], call.shapes[2][-3:]
+    spec, side, work = call.spec, call.side, call.work
+    left, right = clipped_window(spec)
+    origin = spec.origin or (None,) * len(Origin._fields)
+    return {
+        "batch": int32(call.batch),
+        "heads": int32(heads),
+        "group": int32(heads // heads_kv // call.shares),
+        "shares": int32(call.shares),
+        "rows_q": int32(rows_q),
+        "rows_k": int32(rows_k),
+        "window_left": int32(left),
+        "window_right": int32(right),
+        "keep_threshold": int32(keep_threshold(spec.dropout_p)),
+        "scale": float32(spec.scale),
+        "keep_scale": float32(1 / (1 - spec.dropout_p)),
+        "softcap": float32(spec.softcap or None),
+        "stride_alibi_batch": int32(None if not side.alibi else heads if side.alibi == 2 else 0),
+        **{name: int32(value) for name, value in block_scalars(call.kernel, spec, rows_q, rows_k, side.blocks).items()},
+        **{f"origin_{name}": int32(value) for name, value in zip(Origin._fields, origin)},
+        **{name: int32(value) for name, value in (work.scalars(side.bias) if side.bias else {}).items()},
+        # In 64 bits where the loop counts past 32.
+        "sharing": (int64 if work.many else int32)(work.sharing),
+    }
+
+
+def _constants(call: _Facts, precision: str, has_dlse: bool) -> dict[str, Any]:
+    (*_, head_dim), (*_, head_dim_v) = call.shapes[0], call.shapes[2]
+    spec, side, tiles = call.spec, call.side, call.tiles
+    bias = None if side.bias is None else side.bias.shape
+    tile_q, tile_k = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
+    # Where a bias is the same for all batch entries, tiles that read the same of it follow one another.
+    shared_batch, shared_rows, shared_columns = (bias is not None and bias[at] == 1 for at in (0, 2, 3))
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": tile_width(head_dim),
+        "BLOCK_E": tile_width(head_dim_v),
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "CHUNK": tiles.chunk,
+        "PACKED": side.sequences is not None,
+        "HAS_LEFT": spec.window_left is not None,
+        "HAS_RIGHT": spec.window_right is not None,
+        "TOP_LEFT": spec.top_left,
+        "WHOLE": call.whole,
+        "ALL_VISIBLE": call.whole and not spec.banded and drops_masks(call.situation),
+        "HAS_KEY_LENGTHS": side.key_lengths_dtype is not None,
+        "DROPOUT": side.dropout,
+        "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
+        "HAS_DLSE": has_dlse,
+        "PRECISION": precision,
+        "MODIFIED": spec.softcap > 0 or side.modified,
+        "STRIDE_BIAS_COLUMN": _column_stride(side.bias),
+        "STRIDE_MASK_COLUMN": _column_stride(side.mask),
+        "TILE_Q": tile_q,
+        "TILE_K": tile_k,
+        "PATTERNS": side.blocks is not None and side.blocks[1] > 0,
+        "BATCH_FIRST": shared_batch and not shared_rows,
+        "SHARED_ROWS": shared_rows,
+        "SHARED_COLUMNS": shared_columns,
+    }
+
+
+def _column_stride(table: Table | None) -> int:
+    return 0 if table is None or table.shape[-1] == 1 else table.strides[-1]
+
+
+def _table(name: str, table: Table | None, covered: bool) -> dict[str, Parameter]:
+    """The parameters of a bias or a mask: strides, 0 where it broadcasts, and ends.
+
+    The number of columns decides machine code as far as it is a multiple of 16: a bounds check that could fall within
+    16 bytes would keep them from being read together. `covered`: no tile of the kernel ends past the table, so that
+    there is no such check.
+    """
     if table is None:
-        return None
+        strides = dict.fromkeys(("batch", "head", "row"))
+        absent = {f"{name}_{of}": int32(None) for of in ("rows", "columns")}
+        return {f"{name}_ptr": ABSENT, **strides_of(name, strides), **absent}
     itemsize = table.dtype.itemsize
-    strides = [stride for size, stride in zip(table.shape[:-1], table.strides) if size > 1]
-    shared_rows, shared_columns = table.shape[-2] == 1, table.shape[-1] == 1
-    column_stride = 0 if shared_columns else table.strides[-1]
-    multiples = power_of_two_factor(table.misalignment), power_of_two_factor(*(stride * itemsize for stride in strides))
-    return TableVariant(
-        table.dtype,
-        column_stride,
-        multiples[0],
-        max(1, multiples[1] // itemsize),
-        16 if shared_columns else power_of_two_factor(table.shape[-1]),
-        table.shape[0] == 1,
-        shared_rows,
-        shared_columns,
-        covered,
-    )
-
-
-def _table_scalars(name: str, table: Table | None) -> dict[str, int | None]:
-    """Strides (0 where it broadcasts) and ends of a bias or a mask, as the kernels' parameters; None without."""
-    if table is None:
-        return dict.fromkeys((f"stride_{name}_batch", f"stride_{name}_head", f"stride_{name}_row")) | dict.fromkeys(
-            (f"{name}_rows", f"{name}_columns")
-        )
-    batch, head, row = (stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3]))
+    used = [stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3])]
+    multiple = max(1, power_of_two_factor(*(stride * itemsize for stride in used)) // itemsize)
     rows, columns = (size if size != 1 else _ENDLESS for size in table.shape[2:])
     return {
-        **{f"stride_{name}_batch": batch, f"stride_{name}_head": head, f"stride_{name}_row": row},
-        **{f"{name}_rows": rows, f"{name}_columns": columns},
+        f"{name}_ptr": pointer_to(_stored(table.dtype), power_of_two_factor(table.misalignment)),
+        **strides_of(name, dict(zip(("batch", "head", "row"), used)), multiple),
+        f"{name}_rows": int32(None if covered else rows),
+        f"{name}_columns": int32(None if covered else columns, power_of_two_factor(columns)),
     }
 
 
@@ -379,107 +408,3 @@ def _stride_triples(
 
 def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
     return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
-
-
-@functools.cache
-def _launcher(kernel: Kernel, variant: Variant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(kernel, variant), device, device_facts(device))
-
-
-def kernel_source(kernel: Kernel, variant: Variant) -> KernelSource:
-    """The specialisation of a kernel for a variant, as the launcher and ahead-of-time compilation take it."""
-    function = _KERNELS[kernel]
-    constants = {
-        **{
-            f"STRIDE_{name.upper()}_ROW": stride
-            for name, stride in zip(_STRIDED[kernel], variant.row_strides, strict=True)
-        },
-        "HEAD_DIM": variant.head_dim,
-        "HEAD_DIM_V": variant.head_dim_v,
-        "BLOCK_D": tile_width(variant.head_dim),
-        "BLOCK_E": tile_width(variant.head_dim_v),
-        "BLOCK_M": variant.tiles.block_m,
-        "BLOCK_N": variant.tiles.block_n,
-        "CHUNK": variant.tiles.chunk,
-        "PACKED": variant.packed,
-        "HAS_LEFT": variant.has_left,
-        "HAS_RIGHT": variant.has_right,
-        "TOP_LEFT": variant.top_left,
-        "WHOLE": variant.whole,
-        "ALL_VISIBLE": variant.all_visible,
-        "HAS_KEY_LENGTHS": variant.key_lengths_dtype is not None,
-        "DROPOUT": variant.dropout,
-        "ALIGNED": variant.aligned,
-        "HAS_DLSE": variant.has_dlse,
-        "PRECISION": variant.precision,
-        "MODIFIED": variant.softcap or variant.alibi or variant.bias is not None or variant.mask is not None,
-        "STRIDE_BIAS_COLUMN": variant.bias.column_stride if variant.bias else 0,
-        "STRIDE_MASK_COLUMN": variant.mask.column_stride if variant.mask else 0,
-        "TILE_Q": variant.block_tile[0],
-        "TILE_K": variant.block_tile[1],
-        "PATTERNS": variant.patterns,
-        "BATCH_FIRST": variant.bias is not None and variant.bias.shared_batch and not variant.bias.shared_rows,
-        "SHARED_ROWS": variant.bias is not None and variant.bias.shared_rows,
-        "SHARED_COLUMNS": variant.bias is not None and variant.bias.shared_columns,
-    }
-    names = function.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    parameters = {name: _parameter(name, variant) for name in names if name not in constants}
-    constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
-    types, multiples = zip(*parameters.values())
-    tiles = variant.tiles
-    return KernelSource(function, types, multiples, constants, tiles.num_warps, tiles.num_stages, tiles.max_registers)
-
-
-def _parameter(name: str, variant: Variant) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    cu_seqlens_q_dtype, cu_seqlens_k_dtype = variant.index_dtypes or (torch.int32, torch.int32)
-    index_dtypes = {
-        "cu_seqlens_q_ptr": cu_seqlens_q_dtype,
-        "cu_seqlens_k_ptr": cu_seqlens_k_dtype,
-        "key_lengths_ptr": variant.key_lengths_dtype or torch.int32,
-        "dropout_seed_ptr": torch.int64,
-    }
-    if name in index_dtypes:
-        return "*" + ELEMENT_TYPES[index_dtypes[name]], 1
-    absent = "constexpr", 1
-    for of, table in (("bias", variant.bias), ("mask", variant.mask)):
-        if name == f"{of}_ptr":
-            return ("*" + _STORED_TYPES[table.dtype], table.pointer_multiple) if table else absent
-        if name.startswith(f"stride_{of}_"):
-            return ("i64", table.stride_multiple) if table else absent
-        if name in (f"{of}_rows", f"{of}_columns"):
-            multiple = table.columns_multiple if table and name.endswith("columns") else 1
-            return ("i32", multiple) if table and not table.covered else absent
-    of_descales = descale_types(variant.descales)
-    if name in of_descales:
-        return of_descales[name], 1
-    if name == "block_patterns_ptr":
-        return ("*u8", variant.pattern_multiple) if variant.patterns else absent
-    optional = {
-        "alibi_slopes_ptr": ("*fp32", variant.alibi),
-        "block_lists_ptr": ("*i32", any(variant.block_tile)),
-        **dict.fromkeys(BLOCK_SCALARS, ("i32", any(variant.block_tile))),
-        **dict.fromkeys(_ORIGIN_SCALARS, ("i32", variant.placed)),
-        "stride_alibi_batch": ("i32", variant.alibi),
-        "sinks_ptr": ("*fp32", variant.sinks),
-        "slope_sums_ptr": ("*fp32", variant.sums_slopes),
-        "softcap": ("fp32", variant.softcap),
-    }
-    if name in optional:
-        of, present = optional[name]
-        return (of, 1) if present else absent
-    if name == "quiet_ptr":
-        return ("*" + ELEMENT_TYPES[variant.dtype], 16) if variant.hides_rows else absent
-    if name == "sums_ptr":
-        return "*" + ELEMENT_TYPES[variant.sums_dtype], 16
-    if name == "sharing":
-        return ("i64" if variant.sums_many else "i32"), 1
-    if name in ("statistics_ptr", "lse_ptr", "dlse_ptr"):
-        return "*fp32", 16 if name == "statistics_ptr" else 1
-    if name.endswith("_ptr"):
-        dtype = out_dtype(variant.dtype) if name == "out_ptr" else variant.dtype
-        return "*" + _STORED_TYPES[dtype], variant.pointer_multiple
-    if name.startswith("stride_"):
-        return "i64", variant.stride_multiple
-    return ("fp32" if name.endswith("scale") else "i32"), 1
