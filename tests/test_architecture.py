@@ -143,8 +143,9 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            allowed = COMMON_ON_BACKENDS if module[2] == COMMON else {"explain", "select", "triton", "hopper", "split"}
-            return "" if part in allowed else "only kernels, select and explain need device facts"
+            own = {"explain", "select", "plans", "triton", "hopper", "split"}
+            allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
+            return "" if part in allowed else "only kernels, plans, select and explain need it"
         if target != "ops":
             return "operations import operations only"
         return _forbidden_within_operation(module, name)
