@@ -7,6 +7,7 @@ scripts are loaded. A test holds the committed files to what this script draws.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from flashtile import BlockMask, patterns
 from flashtile.bench.cases import Case
 from flashtile.bench.tables import table_of
 
@@ -366,6 +368,48 @@ def block_sparsity() -> Picture:
     return picture
 
 
+def _masks() -> dict[str, BlockMask]:
+    """Every pattern of `flashtile.patterns`, of 24 or 25 tokens or blocks."""
+    return {
+        "causal": patterns.causal(24),
+        "sliding_window": patterns.sliding_window(24, left=5, right=0),
+        "with global tokens": patterns.sliding_window(24, left=2, right=2, global_tokens=2),
+        "prefix_lm": patterns.prefix_lm(24, 9),
+        "documents": patterns.documents(lengths=[7, 4, 10, 3]),
+        "documents & causal": patterns.documents(lengths=[7, 4, 10, 3]) & patterns.causal(24),
+        "tree": patterns.tree([6, 5, 4, 6, 3], [-1, 0, 1, 0, 3]),
+        "dilated": patterns.dilated(24, 3, 3, 3),
+        "strided": patterns.strided(24, 5),
+        "fixed": patterns.fixed(24, 6, 2),
+        "neighborhood, 5 × 5": patterns.neighborhood((5, 5), 3),
+        "neighborhood, dilated": patterns.neighborhood(24, 4, 3),
+        "big_bird": patterns.big_bird(24 * 16, 16),
+        "butterfly": patterns.butterfly(24 * 16, 16),
+        "~ sliding_window": ~patterns.sliding_window(24, left=4, right=4),
+    }
+
+
+def block_masks() -> Picture:
+    """What every ready-made mask shows."""
+    masks, across, side, step_x, step_y = _masks(), 5, 120, 148, 160
+    picture = Picture(30 + across * step_x, 24 + -(-len(masks) // across) * step_y, "The ready-made block masks")
+    for number, (name, mask) in enumerate(masks.items()):
+        x, y = 24 + number % across * step_x, 36 + number // across * step_y
+        picture.text(x, y - 8, name, 12.5, anchor="start")
+        picture.box(x, y, side, side, EMPTY)
+        dense = mask.to_dense()[0, 0]
+        shown = dense[:: max(dense.shape[0] // 24, 1), :: max(dense.shape[0] // 24, 1)]
+        cell = side / shown.shape[0]
+        for row, line in enumerate(shown.tolist()):
+            start = 0
+            for seen, run in itertools.groupby(line):
+                length = len(list(run))
+                if seen:
+                    picture.box(x + start * cell, y + row * cell, length * cell, cell - 0.5, SCORES, radius=0)
+                start += length
+    return picture
+
+
 def recorded_speeds() -> dict[tuple[str, int, bool, str], float]:
     """TFLOP/s by (phase, head_dim, causal, implementation), of 8,192 tokens."""
     record = json.loads((ROOT / "benchmarks" / "results" / "h200-attention.json").read_text("utf-8"))
@@ -404,7 +448,7 @@ def attention_speed() -> Picture:
 
 PICTURES: tuple[Callable[[], Picture], ...] = (
     memory_hierarchy, traffic, forward_tiles, online_softmax, recomputation, split_of_work, block_sparsity,
-    hopper_roles, attention_speed,
+    block_masks, hopper_roles, attention_speed,
 )  # fmt: skip
 
 

@@ -51,6 +51,31 @@ def test_from_dense_and_from_predicate(shape, tile):
     assert BlockMask.from_flex(mask.to_flex()) == mask
 
 
+@pytest.mark.parametrize("tiles", [((64, 64), (64, 64)), ((64, 128), (192, 64)), ((16, 256), (128, 128))], ids=str)
+@pytest.mark.parametrize("shapes", [((1, 1), (1, 1)), ((2, 1), (1, 3)), ((2, 3), (2, 3))], ids=str)
+def test_combined(shapes, tiles):
+    dense = [blocky((*shape, 300, 210), seed) for seed, shape in enumerate(shapes)]
+    first, second = (BlockMask.from_dense(one, tile) for one, tile in zip(dense, tiles))
+    check_mask(first & second, dense[0] & dense[1])
+    check_mask(first | second, dense[0] | dense[1])
+    check_mask(~first, ~dense[0])
+    assert ~~first == first and (first & ~first).entries == 0
+    assert (~(first | second)).to_dense().equal((~first & ~second).to_dense())
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "message"),
+    [
+        (BlockMask.from_dense(blocky((1, 1, 100, 71))), ValueError, "&: expected two masks of one size, got seq_k 70"),
+        (BlockMask.from_dense(blocky((3, 1, 100, 70))), ValueError, "&: expected two masks of one size, got batch 2"),
+        (blocky((2, 1, 100, 70)), TypeError, "unsupported operand"),
+    ],
+)
+def test_masks_that_do_not_combine(other, error, message):
+    with pytest.raises(error, match=message):
+        BlockMask.from_dense(blocky((2, 1, 100, 70))) & other
+
+
 def test_a_matrix_stands_for_every_batch_and_head():
     dense = blocky((1, 1, 100, 70))
     assert BlockMask.from_dense(dense[0, 0]) == BlockMask.from_dense(dense)

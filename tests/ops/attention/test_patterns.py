@@ -9,8 +9,10 @@ import re
 import pytest
 import torch
 
+import flashtile
 from flashtile import BlockMask, patterns
 from flashtile.ops.attention import tile_lists
+from flashtile.testing import assert_same
 from mask_checks import check_mask, dense_of
 
 SIZES = (1, 63, 150, 210)
@@ -142,6 +144,120 @@ def test_prefix_lm(lengths):
     check_mask(patterns.prefix_lm(150, lengths, tile=(64, 64)), expected)
 
 
+@pytest.mark.parametrize("tile", [(64, 64), (16, 256)], ids=str)
+@pytest.mark.parametrize("left, right, dilation", [(0, 0, 3), (3, 0, 2), (2, 5, 7), (100, 0, 3), (4, 4, 1), (1, 1, 90)])
+def test_dilated(left, right, dilation, tile):
+    def visible(b, h, q, k):
+        return (q - k) % dilation == 0 and -right * dilation <= q - k <= left * dilation
+
+    check_mask(patterns.dilated(333, left, right, dilation, tile=tile), dense_of(visible, 1, 1, 333, 333))
+
+
+def neighbours(length, kernel, dilation, causal):
+    """For each coordinate the ones that it sees, walked out as NATTEN defines them."""
+    seen = []
+    for place in range(length):
+        line = range(place % dilation, length, dilation)
+        number = line.index(place)
+        if causal:
+            seen.append({line[other] for other in range(max(number - kernel + 1, 0), number + 1)})
+            continue
+        window = list(range(number - kernel // 2, number - kernel // 2 + kernel))
+        while window[0] < 0:
+            window = [other + 1 for other in window]
+        while window[-1] >= len(line):
+            window = [other - 1 for other in window]
+        seen.append({line[other] for other in window})
+    return seen
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 64)], ids=str)
+@pytest.mark.parametrize(
+    "size, kernel, dilation, causal",
+    [
+        (150, 7, 1, False),
+        (150, 4, 1, False),
+        (151, 5, 6, False),
+        (151, 8, 3, True),
+        ((9, 17), 3, 1, False),
+        ((13, 16), (5, 4), (2, 3), (False, True)),
+        ((3, 70), (3, 31), (1, 2), False),
+        ((4, 6, 10), (3, 3, 5), (1, 2, 1), (True, False, False)),
+        ((6, 5, 7), (6, 5, 7), 1, False),
+        ((1, 1, 100), (1, 1, 9), 1, True),
+    ],
+)
+def test_neighborhood(size, kernel, dilation, causal, tile):
+    sizes = (size,) if isinstance(size, int) else size
+
+    def of_each(value):
+        return value if isinstance(value, tuple) else (value,) * len(sizes)
+
+    seen = [neighbours(*axis) for axis in zip(sizes, of_each(kernel), of_each(dilation), of_each(causal))]
+    places = list(itertools.product(*map(range, sizes)))
+
+    def visible(b, h, q, k):
+        return all(its in near[own] for own, its, near in zip(places[q], places[k], seen))
+
+    mask = patterns.neighborhood(size, kernel, dilation, causal, tile=tile)
+    check_mask(mask, dense_of(visible, 1, 1, len(places), len(places)))
+
+
+TREES = [
+    ([5], [-1]),
+    ([70, 3, 60, 1, 90], [-1, 0, 0, 2, 1]),
+    ([2, 2, 1, 2], [-1, 0, 1, 0]),
+    ([40, 50, 30, 0, 20, 64], [-1, -1, 0, 1, 3, 0]),
+    ([100, 100], [-1, -1]),
+]
+
+
+def paths(lengths, parents):
+    """The tokens of each sequence from its root to a segment without children."""
+    starts = [sum(lengths[:segment]) for segment in range(len(lengths))]
+    every = []
+    for leaf in sorted(set(range(len(lengths))) - set(parents)):
+        segments, segment = [], leaf
+        while segment >= 0:
+            segments.insert(0, segment)
+            segment = parents[segment]
+        every.append([starts[s] + i for s in segments for i in range(lengths[s])])
+    return every
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("lengths, parents", TREES, ids=str)
+def test_tree(lengths, parents, tile):
+    pairs = {(q, k) for path in paths(lengths, parents) for i, q in enumerate(path) for k in path[: i + 1]}
+    tokens = sum(lengths)
+    mask = patterns.tree(lengths, parents, tile=tile)
+    check_mask(mask, dense_of(lambda b, h, q, k: (q, k) in pairs, 1, 1, tokens, tokens))
+    positions = patterns.tree_positions(lengths, parents).tolist()
+    assert all([positions[token] for token in path] == list(range(len(path))) for path in paths(lengths, parents))
+
+
+@pytest.mark.parametrize("lengths, parents", TREES, ids=str)
+def test_a_tree_gives_what_its_sequences_give_alone(lengths, parents):
+    """Also gradients, which are the sums over the sequences that share a token."""
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, tokens, 2, 16, generator=generator, dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+    out = flashtile.attention(*leaves, block_mask=patterns.tree(lengths, parents))
+    dout = torch.zeros_like(out)
+    summed = [torch.zeros_like(leaf) for leaf in leaves]
+    for path in paths(lengths, parents):
+        alone = [leaf[:, path].detach().requires_grad_() for leaf in leaves]
+        expected = flashtile.attention(*alone, causal=True)
+        assert_same(out[:, path], expected)
+        upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+        dout[:, path] += upstream
+        for total, grad in zip(summed, torch.autograd.grad(expected, alone, upstream)):
+            total[:, path] += grad
+    for grad, total in zip(torch.autograd.grad(out, leaves, dout), summed):
+        assert_same(grad, total)
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -154,6 +270,9 @@ def test_prefix_lm(lengths):
         lambda: patterns.big_bird(0),
         lambda: patterns.documents(ids=torch.zeros(3, 0, dtype=torch.int64)),
         lambda: patterns.prefix_lm(0, [1, 2]),
+        lambda: patterns.dilated(0, 1, 1, 2),
+        lambda: patterns.tree([], []),
+        lambda: patterns.tree([0, 0], [-1, 0]),
     ],
 )
 def test_nothing_to_see(build):
@@ -177,10 +296,21 @@ PICTURED = {
         lambda: patterns.documents(lengths=[2, 3, 1], causal=True),
     ],
     "prefix_lm": [lambda: patterns.prefix_lm(5, 3)],
+    "dilated": [lambda: patterns.dilated(7, 2, 0, 2)],
+    "neighborhood": [
+        lambda: patterns.neighborhood(6, 3),
+        lambda: patterns.neighborhood(6, 2, 2),
+        lambda: patterns.neighborhood(6, 3, causal=True),
+    ],
+    "tree": [lambda: patterns.tree([2, 2, 1, 2], [-1, 0, 1, 0])],
 }
 
 
-@pytest.mark.parametrize("name", patterns.__all__)
+def test_every_pattern_has_a_picture():
+    assert set(PICTURED) == set(patterns.__all__) - {"tree_positions"}
+
+
+@pytest.mark.parametrize("name", PICTURED)
 def test_pictures_are_true(name):
     """Every picture in a docstring, side by side ones from left to right."""
     text = inspect.getdoc(getattr(patterns, name))
@@ -204,6 +334,10 @@ def test_pictures_are_true(name):
         (lambda: patterns.big_bird(65536), 0),
         (lambda: patterns.documents(lengths=[1000] * 65, causal=True), 5 * 512),
         (lambda: patterns.prefix_lm(65536, 1000), 2 * 512),
+        (lambda: patterns.dilated(65536, 16, 0, 64), 20),
+        (lambda: patterns.neighborhood((256, 256), 13), 30 * 512),
+        (lambda: patterns.neighborhood((16, 64, 64), (3, 5, 5)), 20 * 512),
+        (lambda: patterns.tree([4096] * 16, [-1, *[0] * 8, *[1] * 7]), 3 * 512),
     ],
 )
 def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
@@ -236,6 +370,19 @@ def test_long_patterns_look_at_few_tiles(build, examined, monkeypatch):
         (lambda: patterns.big_bird(5, window_blocks=2), ValueError, "window_blocks: expected an odd number, got 2"),
         (lambda: patterns.big_bird(5, random_blocks=-1), ValueError, "random_blocks: expected at least 0, got -1"),
         (lambda: patterns.big_bird(5, heads=0), ValueError, "heads: expected at least 1, got 0; None is one pattern"),
+        (lambda: patterns.dilated(5, -1, 0, 2), ValueError, "left: expected at least 0, got -1"),
+        (lambda: patterns.dilated(5, 1, 0, 0), ValueError, "dilation: expected at least 1, got 0; 1 is a band without"),
+        (lambda: patterns.neighborhood(5, 6), ValueError, "kernel_size: expected kernel_size · dilation of at most 5"),
+        (lambda: patterns.neighborhood((5, 5), (3, 3, 3)), ValueError, "kernel_size: expected one value, or one for"),
+        (lambda: patterns.neighborhood((5, 5), 3.0), TypeError, "kernel_size: expected an int, got 3.0"),
+        (lambda: patterns.neighborhood(5, 3, causal=1), TypeError, "causal: expected True or False, got 1"),
+        (lambda: patterns.neighborhood((), 3), ValueError, "size: expected at least one dimension, got none"),
+        (lambda: patterns.tree([3], [0]), ValueError, "parents: expected segments before segment 0, or -1, got 0"),
+        (lambda: patterns.tree([3], [-2]), ValueError, "parents: expected at least -1, got -2; -1 begins a sequence"),
+        (lambda: patterns.tree([3, -1], [-1, 0]), ValueError, "lengths: expected at least 0, got -1"),
+        (lambda: patterns.tree([3, 4], [-1]), ValueError, "parents: expected one for each of the 2 lengths, got 1"),
+        (lambda: patterns.tree(torch.ones(2), [-1]), TypeError, "lengths: expected a list of ints, got Tensor"),
+        (lambda: patterns.tree_positions([3], 5), TypeError, "parents: expected a list of ints, got int"),
         (lambda: patterns.documents(), ValueError, "lengths, ids: expected one of them, got neither"),
         (
             lambda: patterns.documents(lengths=[1], ids=torch.zeros(1, dtype=torch.int64)),

@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flashtile.ops.attention.block_mask_arguments import (
+    as_four,
+    checked_elements,
+    checked_layout,
+    checked_shape,
+    checked_tiles,
+    resolved_device,
+    stored_tile,
+)
 from flashtile.ops.attention.tile_lists import (
     FULL,
-    STORED_TILE,
     Bounds,
     Elements,
     Grid,
@@ -30,22 +38,24 @@ from flashtile.ops.attention.tile_lists import (
 )
 from flashtile.ops.attention.tile_sources import (
     Predicate,
+    Source,
     anywhere,
+    both,
+    either,
     flex_blocks,
     flex_list,
+    inverted,
     looked_up,
     of_flex,
+    of_kinds,
     of_layout,
     of_listed_masks,
     of_predicate,
 )
-from flashtile.ops.common.checks import check_device, check_tensors
+from flashtile.ops.common.checks import check_tensors
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-
-#: A user's tile is a multiple of this.
-USER_TILE = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +74,8 @@ class BlockMask:
         tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; all are
             different.
 
-    Two masks are equal if their shape, tile and visible pairs are equal. Comparing them synchronises.
+    Masks combine with `&`, `|` and `~`. Two masks are equal if their shape, tile and visible pairs are equal. Comparing
+    them synchronises.
 
     Reference:
         Dao et al., "FlashAttention" (2022), section 3.3: block-sparse FlashAttention.
@@ -89,7 +100,7 @@ class BlockMask:
             ValueError: mask has another rank, or tile is not a multiple of 16.
         """
         check_tensors(mask=mask)
-        mask = _as_four("mask", mask, "seq_q, seq_k")
+        mask = as_four("mask", mask, "seq_q, seq_k")
         batch, heads, seq_q, seq_k = mask.shape
         grid = Grid((batch, heads, seq_q, seq_k), stored_tile(tile))
         return from_bounds(grid, mask.device, anywhere, looked_up(mask, grid.tile))
@@ -121,15 +132,15 @@ class BlockMask:
             ValueError: tile is not a multiple of 16, or a shape does not fit the others.
         """
         small, stored = tile, stored_tile(tile)
-        named = _checked_layout(layout, tile, *checked_shape(1, 1, seq_q, seq_k)[2:])
+        named = checked_layout(layout, tile, *checked_shape(1, 1, seq_q, seq_k)[2:])
         batch, heads = named.shape[:2]
         elements = None
         if element_mask is not None:
             check_tensors(element_mask=element_mask)
             if element_mask.dim() == 3:
-                elements = of_listed_masks(_checked_tiles(element_mask, named, tile), named, stored)
+                elements = of_listed_masks(checked_tiles(element_mask, named, tile), named, stored)
             else:
-                element_mask = _checked_elements(element_mask, named, seq_q, seq_k)
+                element_mask = checked_elements(element_mask, named, seq_q, seq_k)
                 batch, heads = torch.broadcast_shapes((batch, heads), element_mask.shape[:2])
                 elements = looked_up(element_mask, stored)
         grid = Grid((batch, heads, seq_q, seq_k), stored)
@@ -349,6 +360,45 @@ class BlockMask:
                 return f"it was built for {name} {own}, the call has {other}; build it for {other}"
         return None
 
+    def __and__(self, other: BlockMask) -> BlockMask:
+        """The pairs that both masks show, in tiles that are multiples of both masks' tiles.
+
+        Building reads values on the host, as every builder does. A batch or heads of 1 fits any number.
+
+        Raises:
+            ValueError: the masks differ in seq_q, seq_k, batch, heads or device.
+        """
+        return self._combined(other, "&", both) if isinstance(other, BlockMask) else NotImplemented
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        """The pairs that one of the masks shows or both do; otherwise as `&`."""
+        return self._combined(other, "|", either) if isinstance(other, BlockMask) else NotImplemented
+
+    def __invert__(self) -> BlockMask:
+        """The pairs that the mask hides."""
+        return from_bounds(self.grid, self.device, *inverted(self._source(self.tile)))
+
+    def _combined(self, other: BlockMask, sign: str, combine: Callable[[Source, Source], Source]) -> BlockMask:
+        names = ("batch", "heads", "seq_q", "seq_k")
+        for number, (name, own, its) in enumerate(zip(names, self.shape, other.shape)):
+            if own != its and (number > 1 or 1 not in (own, its)):
+                raise ValueError(
+                    f"{sign}: expected two masks of one size, got {name} {own} and {its}; build both for the same call"
+                )
+        if self.device != other.device:
+            raise ValueError(
+                f"{sign}: expected two masks on one device, got {self.device} and {other.device}; use mask.to(device)"
+            )
+        batch, heads = (max(sizes) if min(sizes) else 0 for sizes in zip(self.shape[:2], other.shape[:2]))
+        tile = math.lcm(self.tile[0], other.tile[0]), math.lcm(self.tile[1], other.tile[1])
+        grid = Grid((batch, heads, *self.shape[2:]), tile)
+        return from_bounds(grid, self.device, *combine(self._source(tile), other._source(tile)))
+
+    def _source(self, tile: tuple[int, int]) -> Source:
+        """What a mask with larger tiles is built from."""
+        table = self.kind_table().view(*self.shape[:2], self.grid.tiles_q, self.grid.tiles_k)
+        return of_kinds(table, self.masks_with_ends().bool(), tile)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
             return NotImplemented
@@ -397,80 +447,3 @@ pytree.register_pytree_node(
 def from_bounds(grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements) -> BlockMask:
     """A mask from what is known of the tiles of a grid, and the elements of those in doubt."""
     return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
-
-
-def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
-    for name, size in (("batch", batch), ("heads", heads), ("seq_q", seq_q), ("seq_k", seq_k)):
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name}: expected an int, got {size!r}; pass a number")
-        if size < 0:
-            raise ValueError(f"{name}: expected a size of at least 0, got {size}; pass the length of the call")
-    return batch, heads, seq_q, seq_k
-
-
-def resolved_device(device: torch.device | str | None) -> torch.device:
-    return torch.get_default_device() if device is None else torch.device(device)
-
-
-def stored_tile(tile: tuple[int, int]) -> tuple[int, int]:
-    """The tile of the lists for that of a user."""
-    ints = isinstance(tile, (tuple, list)) and all(isinstance(n, int) and not isinstance(n, bool) for n in tile)
-    if not ints or len(tile) != 2:
-        raise TypeError(f"tile: expected a pair of ints (tile_q, tile_k), got {tile!r}; (128, 128) is usual")
-    if not all(size > 0 and size % USER_TILE == 0 for size in tile):
-        raise ValueError(f"tile: expected multiples of {USER_TILE}, got {tuple(tile)}; round them up")
-    return math.lcm(tile[0], STORED_TILE), math.lcm(tile[1], STORED_TILE)
-
-
-def _as_four(name: str, mask: Tensor, dims: str) -> Tensor:
-    """A bool matrix, or one for each batch entry and head, with all four dimensions."""
-    if mask.dtype is not torch.bool:
-        raise TypeError(f"{name}: expected dtype bool, True = visible, got {mask.dtype}; use {name} != 0")
-    if mask.dim() not in (2, 4):
-        raise ValueError(
-            f"{name}: expected shape [{dims}] or [batch, heads, {dims}], got {tuple(mask.shape)}; "
-            "a batch or heads of 1 stands for any number"
-        )
-    return mask if mask.dim() == 4 else mask[None, None]
-
-
-def _checked_layout(layout: Tensor, tile: tuple[int, int], seq_q: int, seq_k: int) -> Tensor:
-    """Which tiles a layout names, bool with all four dimensions."""
-    check_tensors(layout=layout)
-    if layout.is_floating_point() or layout.is_complex():
-        raise TypeError(f"layout: expected dtype bool or an integer, got {layout.dtype}; use layout != 0")
-    expected = -(-seq_q // tile[0]), -(-seq_k // tile[1])
-    named = _as_four("layout", layout != 0, "tiles_q, tiles_k")
-    if named.shape[2:] != expected:
-        raise ValueError(
-            f"layout: expected {expected} tiles of {tuple(tile)} for {seq_q} queries and {seq_k} keys, "
-            f"got {tuple(named.shape[2:])}; check tile, seq_q and seq_k"
-        )
-    return named
-
-
-def _checked_tiles(masks: Tensor, named: Tensor, tile: tuple[int, int]) -> Tensor:
-    """An element mask for each tile that a layout names."""
-    if masks.dtype is not torch.bool:
-        raise TypeError(f"element_mask: expected dtype bool, True = visible, got {masks.dtype}; use element_mask != 0")
-    expected = int(named.sum()), *tile
-    if masks.shape != expected:
-        raise ValueError(
-            f"element_mask: expected {expected}, a mask for each tile that the layout names, got {tuple(masks.shape)}; "
-            "order them as layout.nonzero() does"
-        )
-    check_device("element_mask", masks, named.device, "layout")
-    return masks
-
-
-def _checked_elements(mask: Tensor, named: Tensor, seq_q: int, seq_k: int) -> Tensor:
-    """An element mask of every pair, beside a layout."""
-    mask = _as_four("element_mask", mask, "seq_q, seq_k")
-    fits = all(own == other or 1 in (own, other) for own, other in zip(mask.shape[:2], named.shape[:2]))
-    if not fits or mask.shape[2:] != (seq_q, seq_k):
-        raise ValueError(
-            f"element_mask: expected {seq_q} × {seq_k} pairs, and the batch and heads of layout, "
-            f"{tuple(named.shape[:2])}, or 1, got {tuple(mask.shape)}; cut or expand it"
-        )
-    check_device("element_mask", mask, named.device, "layout")
-    return mask

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,67 @@ def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
     tiles_q, tiles_k = matrix.shape[2] // tile[0], matrix.shape[3] // tile[1]
     by_tile = matrix.reshape(batch, heads, tiles_q, tile[0], tiles_k, tile[1]).transpose(3, 4)
     return lambda tiles: by_tile[tiles.batch * (batch > 1), tiles.head * (heads > 1), tiles.q_tile, tiles.k_tile]
+
+
+class Source(NamedTuple):
+    """What `tile_lists.build` needs: what is known of tiles, and the elements of those in doubt."""
+
+    bounds: Callable[[Tiles], Bounds]
+    elements: Elements
+
+
+def of_kinds(table: Tensor, masks: Tensor, tile: tuple[int, int]) -> Source:
+    """A mask that is there already, in tiles of `tile`, which hold one or several of its own.
+
+    `table` `[batch | 1, heads | 1, tiles_q, tiles_k]` says which of `masks` `[kinds, own tile_q, own tile_k]` each of
+    its tiles has. The last two are an empty and a full one.
+    """
+    per_tile = tile[0] // masks.shape[1], tile[1] // masks.shape[2]
+    kinds, empty, full = looked_up(table, per_tile), masks.shape[0] - 2, masks.shape[0] - 1
+
+    def bounds(tiles: Tiles) -> Bounds:
+        kind = kinds(tiles).flatten(-2)
+        # One tile of a kind looks like the next one.
+        key = kind.squeeze(-1) if per_tile == (1, 1) else None
+        return Bounds((kind != empty).any(dim=-1), (kind == full).all(dim=-1), key)
+
+    def elements(tiles: Tiles) -> Tensor:
+        # [tiles, n, m, own tile_q, own tile_k]
+        return masks[kinds(tiles)].transpose(2, 3).reshape(-1, *tile)
+
+    return Source(bounds, elements)
+
+
+def both(first: Source, second: Source) -> Source:
+    """The pairs that both show."""
+
+    def bounds(tiles: Tiles) -> Bounds:
+        a, b = first.bounds(tiles), second.bounds(tiles)
+        assert a.certain is not None and b.certain is not None
+        return Bounds(a.possible & b.possible, a.certain & b.certain, _paired(a.key, b.key))
+
+    return Source(bounds, lambda tiles: first.elements(tiles) & second.elements(tiles))
+
+
+def either(first: Source, second: Source) -> Source:
+    """The pairs that one of them shows."""
+    return inverted(both(inverted(first), inverted(second)))
+
+
+def inverted(source: Source) -> Source:
+    """The pairs that a mask hides."""
+
+    def bounds(tiles: Tiles) -> Bounds:
+        known = source.bounds(tiles)
+        assert known.certain is not None
+        return Bounds(~known.certain, ~known.possible, known.key)
+
+    return Source(bounds, lambda tiles: ~source.elements(tiles))
+
+
+def _paired(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """A number for each pair of kinds, of which there are fewer than 2**30."""
+    return None if first is None or second is None else first * 2**30 + second
 
 
 def of_layout(

@@ -1,12 +1,27 @@
 """Known patterns of block-sparse attention, as `BlockMask`s.
 
-A pattern knows which tiles its edges pass through and evaluates only these. A mask over 65,536 tokens takes a second or
-less on a CPU. In the pictures queries go down, keys go to the right, and `x` is visible.
+A pattern knows which tiles its edges pass through and evaluates only these. Patterns combine with `&`, `|` and `~`. In
+the pictures queries go down, keys go to the right, and `x` is visible.
 """
 
 from flashtile.ops.attention.patterns.bands import causal, prefix_lm, sliding_window
 from flashtile.ops.attention.patterns.blocks import big_bird, butterfly
+from flashtile.ops.attention.patterns.neighborhoods import neighborhood
 from flashtile.ops.attention.patterns.packing import documents
-from flashtile.ops.attention.patterns.periodic import fixed, strided
+from flashtile.ops.attention.patterns.periodic import dilated, fixed, strided
+from flashtile.ops.attention.patterns.trees import tree, tree_positions
 
-__all__ = ["big_bird", "butterfly", "causal", "documents", "fixed", "prefix_lm", "sliding_window", "strided"]
+__all__ = [
+    "big_bird",
+    "butterfly",
+    "causal",
+    "dilated",
+    "documents",
+    "fixed",
+    "neighborhood",
+    "prefix_lm",
+    "sliding_window",
+    "strided",
+    "tree",
+    "tree_positions",
+]

@@ -7,7 +7,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask, checked_shape
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask_arguments import checked_shape
 from flashtile.ops.attention.patterns.pieces import TILE, Device, check_count, integers, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 from flashtile.ops.common.checks import check_choice

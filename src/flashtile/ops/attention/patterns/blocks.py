@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask, checked_shape, resolved_device, stored_tile
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask_arguments import checked_shape, resolved_device, stored_tile
 from flashtile.ops.attention.patterns.pieces import Device, check_count, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask, stored_tile
-from flashtile.ops.attention.patterns.pieces import TILE, Device, integers, made
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask_arguments import stored_tile
+from flashtile.ops.attention.patterns.pieces import TILE, Device, extremes, integers, made
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Tiles
 from flashtile.ops.common.checks import check_tensors, raise_not_bool
 
@@ -51,8 +52,8 @@ def documents(
     batch, seq = ids.shape
     shape = (batch, 1, seq, seq)
     grid = Grid(shape, stored_tile(tile))
-    least_q, most_q = _extremes(ids, grid.tile[0])
-    least_k, most_k = _extremes(ids, grid.tile[1])
+    least_q, most_q = extremes(ids, grid.tile[0])
+    least_k, most_k = extremes(ids, grid.tile[1])
 
     def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         document = ids[batch, q]
@@ -90,12 +91,3 @@ def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, de
     check_tensors(ids=ids)
     ids = integers("ids", ids, (1, 2), "[seq] or [batch, seq]", device)
     return ids if ids.dim() == 2 else ids[None]
-
-
-def _extremes(ids: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """The least and the greatest id in each tile, `[batch, tiles]`."""
-    batch, seq = ids.shape
-    if seq % tile:
-        ids = torch.cat((ids, ids[:, -1:].expand(batch, -seq % tile)), dim=1)
-    by_tile = ids.reshape(batch, -(-seq // tile), tile)
-    return by_tile.amin(dim=2), by_tile.amax(dim=2)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask, stored_tile
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.block_mask_arguments import stored_tile
 from flashtile.ops.attention.patterns.pieces import TILE, Device, check_count, made
 from flashtile.ops.attention.tile_lists import Bounds, Tiles
 from flashtile.ops.common.checks import raise_not_bool
@@ -65,6 +66,61 @@ def strided(
         distance = tiles.first_q - tiles.first_k
         far = stride + 2 * max(stored_tile(tile))
         return Bounds(possible, certain, torch.where(distance.abs() <= far, distance, far + 1 + distance % stride))
+
+    return made((1, 1, seq, seq), tile, device, bounds, visible)
+
+
+def dilated(
+    seq: int,
+    left: int,
+    right: int,
+    dilation: int,
+    *,
+    tile: tuple[int, int] = TILE,
+    device: Device = None,
+) -> BlockMask:
+    """A band around the diagonal with gaps: every `dilation`-th token, `left` of them before the query.
+
+    ::
+
+        left=2, right=0, dilation=2     x . . . . . .
+                                        . x . . . . .
+                                        x . x . . . .
+                                        . x . x . . .
+                                        x . x . x . .
+                                        . x . x . x .
+                                        . . x . x . x
+
+    Key `j` is visible to query `i` if `i - j` is a multiple of the dilation, at most `left · dilation` and at least
+    `-right · dilation`. In `neighborhood`, windows are shifted inwards at the ends; here they are cut off.
+
+    Args:
+        seq: number of tokens.
+        left: how many keys are visible before the query.
+        right: how many keys are visible after the query.
+        dilation: distance between two visible keys.
+        tile: tile of the lists, multiples of 16.
+        device: device of the result.
+
+    Raises:
+        TypeError, ValueError: a size or the tile is wrong.
+
+    Reference:
+        Beltagy, Peters, Cohan, "Longformer: The Long-Document Transformer" (2020), section 3.1: dilated sliding window.
+    """
+    for name, count in (("left", left), ("right", right)):
+        check_count(name, count, 0, "it is a number of keys")
+    check_count("dilation", dilation, 1, "1 is a band without gaps")
+
+    def visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        back = q - k
+        return (back % dilation == 0) & (back <= left * dilation) & (back >= -right * dilation)
+
+    def bounds(tiles: Tiles) -> Bounds:
+        least, most = tiles.first_q - tiles.last_k, tiles.last_q - tiles.first_k
+        possible = (least <= left * dilation) & (most >= -right * dilation)
+        # A tile looks like all at the same distance from the diagonal.
+        return Bounds(possible, None, tiles.first_q - tiles.first_k)
 
     return made((1, 1, seq, seq), tile, device, bounds, visible)
 

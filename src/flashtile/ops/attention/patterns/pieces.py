@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.block_mask import BlockMask, checked_shape, from_bounds, resolved_device, stored_tile
+from flashtile.ops.attention.block_mask import BlockMask, from_bounds
+from flashtile.ops.attention.block_mask_arguments import checked_shape, resolved_device, stored_tile
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
 from flashtile.ops.attention.tile_sources import Predicate, of_predicate
 from flashtile.ops.common.checks import INDEX_DTYPES
@@ -52,3 +53,12 @@ def integers(
     if tensor.dim() not in ranks:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}; reshape it")
     return tensor
+
+
+def extremes(numbers: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+    """The least and the greatest of numbers `[batch, seq]` in each tile, `[batch, tiles]`."""
+    batch, seq = numbers.shape
+    if seq % tile:
+        numbers = torch.cat((numbers, numbers[:, -1:].expand(batch, -seq % tile)), dim=1)
+    by_tile = numbers.reshape(batch, -(-seq // tile), tile)
+    return by_tile.amin(dim=2), by_tile.amax(dim=2)
