@@ -768,17 +768,17 @@ def _instructions(binary: Binary) -> list[str]:
 def test_machine_code(form: str) -> None:
     call = (FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS)[form]
     binary = compile_hopper(call)
-    config = binary.variant.config
+    config = binary.source.config
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
     allowed = _SPILLS_OF_SCORES if form.endswith("scores") else 0
     assert binary.spilled <= max(_SPILLS[config.consumers], allowed)
     assert not serialises_products(binary)
-    _assert_softmax_overlaps_products(_instructions(binary), binary.variant)
-    _assert_consumers_take_turns(_instructions(binary), binary.variant)
-    if not (binary.variant.has_left or binary.variant.has_right or call.block_tile):
-        _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.variant)
+    _assert_softmax_overlaps_products(_instructions(binary), binary.source)
+    _assert_consumers_take_turns(_instructions(binary), binary.source)
+    if not (binary.source.has_left or binary.source.has_right or call.block_tile):
+        _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.source)
     if call.block_tile:
-        _assert_bits_of_a_row_come_at_once(_instructions(binary), binary.variant)
+        _assert_bits_of_a_row_come_at_once(_instructions(binary), binary.source)
 
 
 def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.Variant) -> None:
@@ -857,7 +857,7 @@ def _assert_bits_of_a_row_come_at_once(instructions: list[str], variant: launch.
 def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
     """Scores of 8-bit products are the operands of 16-bit ones, and no weight moves to another thread."""
     binary = compile_hopper(FP8_FORMS[form])
-    lines, config = _instructions(binary), binary.variant.config
+    lines, config = _instructions(binary), binary.source.config
     assert sum("QGMMA" in line for line in lines) == config.consumers * 2 * 4
     assert sum("HGMMA" in line for line in lines) == config.consumers * 2 * config.block_n // 16
     assert not any("PRMT" in line for line in lines)
@@ -1063,7 +1063,7 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
 def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
     binary = compile_hopper(call)
-    assert binary.variant.index_dtypes == index_dtypes and binary.variant.top_left
+    assert binary.source.index_dtypes == index_dtypes and binary.source.top_left
 
 
 @pytest.mark.parametrize("form", ["16-full", "96-full", "192x128-full", "fp8-128"])
