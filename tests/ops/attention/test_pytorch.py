@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
+from flashtile.ops.attention import api
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import assert_same
@@ -762,3 +764,38 @@ def test_operator_is_not_differentiable_by_itself() -> None:
     sides = len(SideInputs._fields)
     recorded, _ = run_attention(*inputs, SideInputs(*rest[:sides]), AttentionSpec(*rest[sides:]), "cpu")
     assert recorded.requires_grad
+
+
+@pytest.mark.unpoisoned
+def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    build = api.AttentionSpec
+
+    def noted(*fields: Any) -> AttentionSpec:
+        spec = build(*fields)
+        asked.append(spec.deterministic)
+        return spec
+
+    monkeypatch.setattr(api, "AttentionSpec", noted)
+    q = torch.randn(1, 8, 2, 16)
+    for mode in (False, True, False):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            flashtile.attention(q, q, q)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [False, True, False]
+
+
+@pytest.mark.unpoisoned
+def test_a_compiled_call_is_traced_anew_in_deterministic_mode() -> None:
+    counter = CompileCounter()
+    attend = torch.compile(lambda q: flashtile.attention(q, q, q), backend=counter, fullgraph=True)
+    q = torch.randn(1, 8, 2, 16)
+    for mode in (False, True, False, True):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            attend(q)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert counter.frame_count == 2

@@ -141,6 +141,7 @@ def attention(
         descale_v: the same for v.
         return_lse: also return the log-sum-exp of each row's scores.
         deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
+            `torch.use_deterministic_algorithms(True)` has the same effect.
         backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend
             or raise. "split" has no backward, and "hopper" not for every call; another backend then computes the
             gradients.
@@ -324,6 +325,11 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def deterministic_mode() -> bool:
+    """Whether the program asked all of PyTorch for results that are the same in every run."""
+    return torch.are_deterministic_algorithms_enabled()
+
+
 def build_spec(
     q: Tensor,
     causal: bool,
@@ -344,6 +350,7 @@ def build_spec(
     if -_LEAST_SCALE < scale < _LEAST_SCALE and q.dtype is not torch.float64:
         scale = 0.0
     softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
+    deterministic = deterministic or deterministic_mode()
     return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
 
 
