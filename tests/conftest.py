@@ -76,8 +76,8 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
     PyTorch's own fill is used: it reaches `torch.empty`, `empty_like`, `new_empty` and `empty_strided` on every
     device and in every thread, and `torch.compile` knows it. It is active only in deterministic mode, whose warnings
-    about other operations are of no interest here. Attention does not follow that mode here, because its gradients in no
-    fixed order are tested too.
+    about other operations are of no interest here. Attention does not follow that mode here, because its gradients in
+    no fixed order are tested too.
     """
     wanted = _POISONED_TESTS in request.node.path.parents and not request.node.get_closest_marker("unpoisoned")
     if not wanted:
