@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DEVICE_MARKS := gpu or hopper or multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu lint format docs dist clean
+.PHONY: help setup run test test-rest test-all test-gpu lint format docs dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/make \1|\2/' | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -21,13 +21,22 @@ run: $(STAMP) ## train a small model on flashtile and on plain attention, compar
 	@echo "==> flashtile demo"
 	@$(BIN)/flashtile demo
 
-test: $(STAMP) ## all tests that need no GPU: the ordinary ones, then Triton's kernels in its interpreter
-	@status=0; \
-	echo "==> tests on the CPU"; \
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not ($(DEVICE_MARKS) or interpreter)" || status=1; \
-	echo "==> Triton kernels in the interpreter"; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) -m interpreter || status=1; \
+# Both halves of a part: the ordinary tests, then Triton's kernels in its interpreter, which needs a process of its own.
+run_part = @status=0; \
+	echo "==> tests on the CPU: the $(1) part"; \
+	$(BIN)/python -m pytest -n $(WORKERS) --part $(1) $(2) -m "not ($(DEVICE_MARKS) or interpreter)" || status=1; \
+	echo "==> Triton kernels in the interpreter: the $(1) part"; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --part $(1) -m interpreter || status=1; \
 	exit $$status
+
+test: $(STAMP) ## the quick tests, without a GPU: one case of each, every public function and kernel (4 minutes on two cores)
+	$(call run_part,quick,--complete)
+
+test-rest: $(STAMP) ## the tests that `make test` leaves out
+	$(call run_part,rest)
+
+test-all: $(STAMP) ## all tests that need no GPU: `make test`, then `make test-rest`
+	@status=0; $(MAKE) test || status=1; $(MAKE) test-rest || status=1; exit $$status
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	@$(BIN)/python -m pytest -m "$(DEVICE_MARKS)"
@@ -56,13 +65,13 @@ clean: ## remove .venv and caches
 # The stamp is written last, so an interrupted installation starts again, and a finished one is not repeated until
 # what it was made from changes. A GPU build of torch brings its own Triton; only where there is none is ours installed.
 $(STAMP): pyproject.toml requirements-dev.txt
-	@echo "==> setting up $(VENV) (once; torch is a large download)"
+	@echo "==> setting up $(VENV), once: $(TORCH), $(TRITON) and the packages of requirements-dev.txt"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "flashtile needs Python 3.10 or newer; set PYTHON=")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
 	  echo "Python has no working venv module; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
-	@$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt "$(TORCH)"
+	@$(BIN)/pip install --disable-pip-version-check -r requirements-dev.txt "$(TORCH)"
 	@case "$$(uname -s)" in Linux) $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("triton"))' \
-	  || $(BIN)/pip install --quiet --disable-pip-version-check "$(TRITON)";; esac
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	  || $(BIN)/pip install --disable-pip-version-check "$(TRITON)";; esac
+	@$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 	@echo "==> installed"

@@ -1,8 +1,10 @@
-"""What every test shares: which tests this machine can run, threads per worker, and poisoned memory."""
+"""What every test shares: which tests run, and on this machine can; threads per worker; and poisoned memory."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -12,11 +14,21 @@ import pytest
 import torch
 import torch.utils.deterministic
 
+import flashtile
+import selection
+
 _POISONED_TESTS = Path(__file__).parent / "ops"
 
 hypothesis.settings.register_profile("flashtile", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=1000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "flashtile"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", choices=("quick", "rest"), help="a part of the tests (tests/selection.py); default: all")
+    parser.addoption(
+        "--complete", action="store_true", help="fail unless all public names are used and all kernels compile"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,13 +38,28 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips, with the reason, the tests whose hardware or environment is not there."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips, with the reason, the tests whose hardware or environment is not there; leaves out the other part."""
     reasons = {mark: reason for mark, reason in _unavailable().items() if reason}
     for item in items:
         for mark, reason in reasons.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if part := config.getoption("part"):
+        parts = selection.parts(items)
+        items[:] = parts.pop(part)
+        config.hook.pytest_deselected(items=[item for others in parts.values() for item in others])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests are objects that live to the end, so the garbage collector need not look at them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _unavailable() -> dict[str, str]:
@@ -90,3 +117,27 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+# Every kernel compiles in a run with --complete; test_selection.py looks at the names
+
+_COMPILED_BY_WORKERS: set[str] = set()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist reports which kernels it compiled. A run with --complete fails unless these are all."""
+    machine_code = sys.modules.get("machine_code")
+    compiled = machine_code.COMPILED if machine_code else set()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["compiled"] = sorted(compiled)
+    elif session.config.option.complete:
+        missing = selection.kernels(flashtile) - compiled - _COMPILED_BY_WORKERS
+        if missing:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            print(f"\nno test of this run compiles {', '.join(sorted(missing))}")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """A worker has ended."""
+    _COMPILED_BY_WORKERS.update(getattr(node, "workeroutput", {}).get("compiled", ()))

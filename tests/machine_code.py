@@ -29,9 +29,13 @@ from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
+from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+#: Full names of the kernels that this process has compiled.
+COMPILED: set[str] = set()
 
 
 class WrongCodeError(AssertionError):
@@ -47,6 +51,7 @@ def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
         WrongCodeError: something was found.
     """
     compiled = compile_kernel(source, device)
+    COMPILED.add(full_name(source.function))
     if device.is_cuda:
         found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
         if found:

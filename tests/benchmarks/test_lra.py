@@ -115,6 +115,7 @@ def test_dots_are_ends_of_one_path_or_of_two(label):
             assert all(math.dist(p, q) >= _SMALL.distance for b in second for p in a for q in b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "limits"), [(listops.make_listops, _SHORT), (pathfinder.make_pathfinder, _SMALL)], ids=["listops", "path"]
 )
@@ -210,6 +211,7 @@ def test_the_script_writes_a_record(task, tmp_path, capsys):
     assert capsys.readouterr().out.count("accuracy") == len(record["rows"])
 
 
+@pytest.mark.slow
 def test_a_model_learns(tmp_path):
     """Expressions of a few tokens, of which the model soon knows more than by chance."""
     output = tmp_path / "record.json"

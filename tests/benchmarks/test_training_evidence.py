@@ -154,6 +154,7 @@ def test_bert_that_does_not_learn_gets_no_speed(case):
     assert row["ms"] is None and row["why"].startswith("wrong result: token_loss_after: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_under_autocast_right_and_wrong_are_far_apart(case, tmp_path, monkeypatch, seed):
     """In six layers rounding adds up. It leaves right models a speed by no luck, and wrong ones none."""

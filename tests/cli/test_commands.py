@@ -111,6 +111,7 @@ def test_doctor_fails_when_the_default_backend_does(monkeypatch):
     assert "RuntimeError: cpu is ill" in result.output and "does not work" in result.output
 
 
+@pytest.mark.slow
 def test_doctor_checks_kernels():
     result = invoke("doctor", "--check-kernels")
     assert result.exit_code == 0, result.output

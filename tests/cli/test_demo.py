@@ -83,6 +83,15 @@ def test_demo_writes_everything_and_agrees(book, tmp_path):
         assert (output / picture).read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_call_that_took_no_new_memory_is_drawn(tmp_path):
+    """The process may have had enough of it already; then there is no ratio."""
+    pytest.importorskip("matplotlib")
+    from flashtile.cli.demo.plot import draw_scaling
+
+    draw_scaling(results(points=[Point("flashtile", 64, 2.0, 0), Point("plain", 64, 5.0, 2**20)]), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_demo_detects_a_wrong_attention(book, tmp_path):
     attentions = {"flashtile": not_causal, "plain": plain_attention}
     options = Options(book, tmp_path / "output", steps=2, pictures=False)

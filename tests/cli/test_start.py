@@ -42,6 +42,7 @@ def test_other_programs_get_the_operators_with_the_import(run_without):
     assert run_without((), "-c", found).stdout == "flashtile.attention_forward.default\n"
 
 
+@pytest.mark.slow
 def test_names_loaded_late_are_those_loaded_at_once(run_without):
     listed = "print(sorted(flashtile.__all__), all(hasattr(flashtile, name) for name in flashtile.__all__))"
     late = f"import sys; sys.argv = ['flashtile']; import flashtile; assert 'torch' not in sys.modules; {listed}"

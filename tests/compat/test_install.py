@@ -251,6 +251,7 @@ def test_version():
 """
 
 
+@pytest.mark.slow
 def test_pytest_plugin(tmp_path, real):
     (tmp_path / "conftest.py").write_text("import flash_attn\nassert flash_attn.__version__ == '1.0.9'\n", "utf-8")
     (tmp_path / "test_it.py").write_text(TEST, "utf-8")

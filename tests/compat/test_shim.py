@@ -94,6 +94,7 @@ TOGETHER = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TOGETHER)
 def test_builds_installs_and_serves(case, tmp_path):
     pytest.importorskip("hatchling", reason="the build backend of the distributions")

@@ -79,6 +79,7 @@ def test_rates_are_those_of_the_record():
     assert (H200.forward, H200.backward) == pytest.approx((rates["fwd"] * 1e12, rates["bwd"] * 1e12), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_script_prints_tables_and_compares_with_a_record(tmp_path):
     row = {
         "impl": "flashtile-ring", "phase": "fwd", "ms": 1.0, "efficiency": 0.9,

@@ -151,6 +151,7 @@ def test_a_terminal_gets_a_bar_and_the_same_lines(train, monkeypatch, capsys):
     assert "6/6" in shown
 
 
+@pytest.mark.slow
 def test_compiled_is_the_same(train, tmp_path, monkeypatch):
     """`torch.compile` stops short of generating C++."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -158,6 +159,7 @@ def test_compiled_is_the_same(train, tmp_path, monkeypatch):
     assert_close(tmp_path / "eager", tmp_path / "compiled")
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpoints(train, text, tmp_path):
     assert train("one", "--batch=8") == 0
     two = partial(arguments_of, text, tmp_path)

@@ -175,6 +175,7 @@ def test_keys_chosen_by_an_indexer_are_refused_by_name() -> None:
         model(**packed_tokens())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_packed_sequences_with_a_position_bias(rows: int) -> None:
     config = config_of("InklingTextConfig", **decoder(num_key_value_heads=4), pad_token_id=0)

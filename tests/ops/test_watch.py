@@ -40,6 +40,7 @@ except FloatingPointError as error:
 """
 
 
+@pytest.mark.slow
 def test_without_environment_variables_nothing_is_watched():
     module = types.ModuleType("m")
     assert watch.watched("attention", "cpu", module) is module

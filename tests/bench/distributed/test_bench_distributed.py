@@ -12,6 +12,7 @@ from flashtile.bench.distributed.cases import PHASES, cases_of
 from flashtile.bench.distributed.profile import covered, line, summary
 
 
+@pytest.mark.slow
 def test_a_record_of_two_processes(tmp_path, capfd):
     output = tmp_path / "record.json"
     assert main(["--output", str(output), "--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]) == 0

@@ -33,6 +33,7 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
 
 def test_forward_and_backward_may_be_of_two_backends() -> None:
     found = _explain(device="sm_90")
+    assert isinstance(found, flashtile.Explanation)
     assert [(kernel.name, kernel.backend) for kernel in found.kernels] == [
         ("forward", "hopper"), ("backward", "hopper"),
     ]  # fmt: skip

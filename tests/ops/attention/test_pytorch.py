@@ -187,6 +187,7 @@ def test_compiled_equals_eager(options: dict[str, Any], backend: str) -> None:
     assert_same(results(compiled, dense_inputs()), results(function, dense_inputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_by_the_default_compiler() -> None:
     def function(x: Tensor) -> Tensor:

@@ -124,6 +124,7 @@ def test_online_softmax_in_steps() -> None:
     state = None
     for part in (slice(0, 4), slice(4, 4), slice(4, 10)):
         state = flashtile.online_softmax(scores[..., part], values[..., part, :], state)
+        assert isinstance(state, flashtile.OnlineSoftmax)
     out, lse = state.finish()
     expected = torch.softmax(scores, -1).nan_to_num(0) @ values
     assert_same(out, expected)
