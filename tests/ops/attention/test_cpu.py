@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import flashtile
 from flashtile.ops.attention import cpu, reference
-from flashtile.ops.attention.cpu import tiles
+from flashtile.ops.attention.cpu import tiles, torch_flash
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 
@@ -106,25 +106,69 @@ def test_nothing_to_see(case, small_tiles):
     check(case, "cpu")
 
 
+#: What PyTorch's flash attention serves both ways, where there is no gradient of lse.
+SERVED = {
+    "plain": {},
+    "scale": {"arguments": {"scale": -0.2}},
+    "causal": {"arguments": {"causal": True}},
+    "more_keys": {"seq_q": 50, "arguments": {"causal": True}},
+    "more_queries": {"seq_k": 40, "arguments": {"causal": True}},
+    "top_left": {"seq_q": 40, "arguments": {"causal": True, "align": "top_left"}},
+    "right_of_the_diagonal": {"seq_q": 60, "arguments": {"window": (None, 20)}},
+    "left_of_the_diagonal": {"seq_k": 110, "arguments": {"window": (None, 0), "align": "top_left"}},
+    "row": {"seq_q": 1, "arguments": {"causal": True}},
+    "row_in_a_window": {"seq_q": 1, "arguments": {"window": (30, 0)}},
+    "row_top_left": {"seq_q": 1, "arguments": {"window": (None, 6), "align": "top_left"}},
+    "key_lengths": {"batch": 4, "key_lengths": (70, 0, 150, 150)},
+    "causal_key_lengths": {"batch": 3, "key_lengths": (70, 150, 0), "arguments": {"causal": True}},
+    "row_of_key_lengths": {"batch": 3, "seq_q": 1, "key_lengths": (1, 150, 0)},
+    "packed": {"lengths_q": (40, 0, 9, 1), "lengths_k": (33, 17, 0, 140)},
+    "causal_packed": {"lengths_q": (40, 5, 9, 1), "lengths_k": (33, 17, 9, 140), "arguments": {"causal": True}},
+    "packed_key_lengths": {
+        "lengths_q": (40, 3, 9), "lengths_k": (33, 17, 9), "key_lengths": (29, 0, 9), "arguments": {"causal": True},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def no_tiles(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("the tiles computed a call that PyTorch's flash attention serves")
+
+    monkeypatch.setattr(cpu.tiled, "forward", refuse)
+    monkeypatch.setattr(cpu.tiled, "backward", refuse)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"scale": -0.2}, {"scale": 0.0}], ids=str)
-def test_plain_calls_without_gradient_of_lse(dtype, arguments):
-    """What PyTorch's flash attention serves both ways: only there is no gradient of lse."""
-    case = replace(BASE, seq_q=150, seq_k=150, dtype=dtype, arguments=arguments)
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("changes", SERVED.values(), ids=SERVED)
+def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, changes, no_tiles, monkeypatch):
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
+    case = replace(BASE, **{"seq_q": 150, "seq_k": 150, "heads_kv": heads_kv, "dtype": dtype, **changes})
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    for name, value in actual.items():
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name])
+        assert value.is_contiguous()
+
+
+def test_zeros_as_gradient_of_lse_are_none(no_tiles):
+    """`torch.compile` passes zeros."""
+    case = replace(BASE, heads_kv=2)
     inputs = make_inputs(case)
     inputs.dlse.zero_()
-    for name, actual in _run_without_lse(case, inputs, "cpu", dtype).items():
-        oracle = _run_without_lse(case, inputs, "reference", torch.float64)[name]
-        eager = _run_without_lse(case, inputs, "reference", dtype)[name]
-        assert_close(f"{case}: {name}", actual, oracle, eager)
-        assert actual.is_contiguous()
+    assert_same(run(case, inputs, "cpu"), _run_without_lse(case, inputs, "cpu", case.dtype))
 
 
 def _run_without_lse(case, inputs, backend, dtype):
+    """Results of a call whose lse gets no gradient; its backward reads it."""
     qkv = [t.to(dtype).requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out = flashtile.attention(*qkv, **case.arguments, backend=backend)
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+    out, lse = function(*qkv, **inputs.tensors, **case.keywords(), return_lse=True, backend=backend)
     grads = torch.autograd.grad(out, qkv, inputs.dout.to(dtype))
-    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), (out.detach(), lse.detach(), *grads)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,26 +186,62 @@ SHAPE = (2, 64, 4, 32)
 LENGTHS = torch.tensor([3, 4])
 
 
+ONE = (2, 1, 4, 32)
+
+
 @pytest.mark.parametrize("spec, side, q_shape, k_shape, v_shape, dtype, served, says", [
-    (SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "plain"),
-    (CAUSAL, SIDE, SHAPE, SHAPE, SHAPE, torch.bfloat16, True, "plain"),
-    (SPEC, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float64, True, "plain"),
-    (CAUSAL._replace(top_left=True), SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "plain"),
-    (CAUSAL, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, False, "top left"),
+    (SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
+    (CAUSAL, SIDE, SHAPE, SHAPE, SHAPE, torch.bfloat16, True, "rectangles"),
+    (SPEC, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float64, True, "rectangles"),
+    (CAUSAL._replace(top_left=True), SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "rectangles"),
+    (CAUSAL, SIDE, SHAPE, (2, 9, 4, 32), (2, 9, 4, 32), torch.float32, True, "rectangles"),
+    (SPEC._replace(window_right=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
     (SPEC._replace(window_left=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "windows"),
-    (SPEC._replace(window_right=3), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "windows"),
+    (SPEC._replace(window_left=3), SIDE, ONE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
+    (CAUSAL._replace(scale=-0.2), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "negative scale"),
+    (CAUSAL._replace(scale=-0.2), SIDE, ONE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
+    (SPEC._replace(scale=0.0), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "all scores are 0"),
     (SPEC._replace(dropout_p=0.1), SIDE, SHAPE, SHAPE, SHAPE, torch.float32, False, "dropout"),
-    (SPEC, SIDE._replace(key_lengths=LENGTHS), SHAPE, SHAPE, SHAPE, torch.float32, False, "key lengths"),
-    (SPEC, SIDE._replace(cu_seqlens_q=LENGTHS), SHAPE[1:], SHAPE[1:], SHAPE[1:], torch.float32, False, "packed"),
-    (SPEC, SIDE, SHAPE, (2, 64, 2, 32), (2, 64, 2, 32), torch.float32, False, "query head"),
+    (SPEC, SIDE._replace(key_lengths=LENGTHS), SHAPE, SHAPE, SHAPE, torch.float32, True, "rectangles"),
+    (SPEC, SIDE._replace(cu_seqlens_q=LENGTHS), SHAPE[1:], SHAPE[1:], SHAPE[1:], torch.float32, True, "rectangles"),
+    (SPEC._replace(window_left=3), SIDE._replace(cu_seqlens_q=LENGTHS), ONE[1:], SHAPE[1:], SHAPE[1:], torch.float32,
+     False, "windows"),
+    (SPEC, SIDE, SHAPE, (2, 64, 2, 32), (2, 64, 2, 32), torch.float32, True, "rectangles"),
     (SPEC, SIDE, SHAPE, SHAPE, (2, 64, 4, 16), torch.float32, False, "head_dim"),
-    (SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float16, False, "float16"),
     (SPEC, SIDE, (0, 64, 4, 32), (0, 64, 4, 32), (0, 64, 4, 32), torch.float32, False, "empty"),
 ])  # fmt: skip
 def test_served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype, served, says):
     answer, reason = cpu.served_by_torch(spec, side, q_shape, k_shape, v_shape, dtype)
     assert answer is served
     assert says in reason
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_float16_goes_to_pytorch_where_the_cpu_multiplies_it(fast, monkeypatch):
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: fast)
+    assert cpu.served_by_torch(SPEC, SIDE, SHAPE, SHAPE, SHAPE, torch.float16)[0] is fast
+
+
+@given(
+    seq_q=st.integers(1, 12), seq_k=st.integers(1, 12), keys=st.integers(1, 12), right=st.none() | st.integers(-3, 14),
+    left=st.none() | st.integers(-3, 14), top_left=st.booleans(),
+)  # fmt: skip
+def test_parts_hold_what_is_visible(seq_q, seq_k, keys, right, left, top_left):
+    spec = AttentionSpec(1.0, left if seq_q == 1 else None, right, top_left)
+    keys = min(keys, seq_k)
+    diagonal = 0 if top_left else seq_k - seq_q
+    visible = tiles._band(seq_q, seq_k, keys, spec)
+    found = torch.zeros(seq_q, keys, dtype=torch.int64)
+    for part in torch_flash.parts(tiles.Segment(slice(0, 1), slice(0, seq_q), slice(0, keys), visible, 0, diagonal)):
+        shown = torch.ones(part.rows.stop - part.rows.start, part.keys.stop - part.keys.start, dtype=torch.int64)
+        found[part.rows, part.keys] += shown.tril() if part.causal else shown
+    distance = torch.arange(keys) - torch.arange(seq_q)[:, None] - diagonal
+    expected = torch.ones(seq_q, keys, dtype=torch.bool)
+    if spec.window_left is not None:
+        expected &= distance >= -spec.window_left
+    if right is not None:
+        expected &= distance <= right
+    assert torch.equal(found, expected.long())
 
 
 def test_rows_past_the_last_sequence(small_tiles):
@@ -191,22 +271,27 @@ def test_padding_may_be_anything(packed, small_tiles):
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("heads_kv", [2, 1], ids=["torch", "tiles"])
-def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, small_tiles):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("heads_kv", [2, 1])
+@pytest.mark.parametrize("seq_q", [70, 30])
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "tiles"])
+def test_nan_and_inf_propagate_as_in_float64(which, value, dtype, heads_kv, seq_q, by_torch, small_tiles, monkeypatch):
     """Not as in the eager computation of the same dtype: PyTorch's bfloat16 products have more NaN on CPUs with AMX."""
-    case = AttentionCase(batch=1, seq_q=70, seq_k=70, heads_kv=heads_kv, dtype=dtype, arguments={"causal": True})
+    if not by_torch:
+        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
+    case = AttentionCase(batch=1, seq_q=seq_q, seq_k=70, heads_kv=heads_kv, dtype=dtype, arguments={"causal": True})
     inputs = make_inputs(case)
-    getattr(inputs, which)[0, 40, 0, 3] = value
+    first = 40 - (70 - seq_q)  # the row whose last key is number 40
+    getattr(inputs, which)[0, max(0, first) if which == "q" else 40, 0, 3] = value
     actual = flashtile.attention(inputs.q, inputs.k, inputs.v, causal=True, return_lse=True, backend="cpu")
     wide = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
     expected = flashtile.attention(*wide, causal=True, return_lse=True, backend="reference")
-    rows = slice(40, None)  # those that see the value; what a hidden one does to the others is nobody's promise
+    rows = slice(max(0, first), None)  # those that see it; what a hidden one does to the others is nobody's promise
     assert torch.equal(actual[0][:, rows].isfinite(), expected[0][:, rows].isfinite())
     assert torch.equal(actual[1][..., rows].isnan(), expected[1][..., rows].isnan())
     assert torch.equal(actual[1][..., rows].isposinf(), expected[1][..., rows].isposinf())
     if which != "v":
-        assert actual[0][:, :40].isfinite().all()
+        assert actual[0][:, : rows.start].isfinite().all()
 
 
 def test_blind_rows_pass_nothing_on(small_tiles):
@@ -222,8 +307,11 @@ def test_blind_rows_pass_nothing_on(small_tiles):
     assert (results["dq"][:, :20] == 0).all()
 
 
-@pytest.mark.parametrize("heads_kv", [4, 2], ids=["torch", "tiles"])
-def test_broadcast_and_strided_inputs(heads_kv, small_tiles):
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("by_torch", [True, False], ids=["torch", "tiles"])
+def test_broadcast_and_strided_inputs(heads_kv, by_torch, small_tiles, monkeypatch):
+    if not by_torch:
+        monkeypatch.setattr(cpu, "served_by_torch", lambda *_: (False, "flashtile tiles: the test wants them"))
     q = torch.randn(2, 90, 1, 24).expand(2, 90, 4, 24)
     k = torch.randn(1, heads_kv, 24, 90).permute(0, 3, 1, 2).expand(2, -1, -1, -1)
     v = torch.randn(2, 90, heads_kv, 48)[..., ::2]

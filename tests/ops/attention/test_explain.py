@@ -8,6 +8,7 @@ import torch
 import flashtile
 from flashtile import patterns
 from flashtile._backends.devices import KNOWN_DEVICES
+from flashtile.ops.attention.cpu import torch_flash
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -147,7 +148,8 @@ def test_bad_lengths_raise_as_the_call_itself(cu_seqlens, arguments, error, mess
         flashtile.explain(rows, rows, rows, cu_seqlens, **arguments)
 
 
-def test_under_autocast_it_tells_of_the_dtype_that_the_call_has() -> None:
+def test_under_autocast_it_tells_of_the_dtype_that_the_call_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: False)
     rows = torch.empty(1, 10, 2, 64)
     with torch.autocast("cpu", torch.float16):
         found = flashtile.explain(rows, rows, rows, causal=True)

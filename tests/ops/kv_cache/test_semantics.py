@@ -187,10 +187,12 @@ def test_autocast_casts_nothing() -> None:
     q, k, v = qkv()
     with torch.autocast("cpu", torch.bfloat16):
         assert flashtile.attention_with_kv_cache(q, k, v).dtype is torch.float64
-        narrow = flashtile.attention_with_kv_cache(*(t.to(torch.float32) for t in (q, k, v)))
-        assert narrow.dtype is torch.float32
-        with pytest.raises(TypeError, match="k_cache: expected the dtype of q"):
-            flashtile.attention_with_kv_cache(q.float(), k.bfloat16(), v.bfloat16())
+        single = [t.to(torch.float32) for t in (q, k, v)]
+        found = flashtile.attention_with_kv_cache(*single)
+    assert found.dtype is torch.float32
+    assert_same(found, flashtile.attention_with_kv_cache(*single))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="k_cache: expected the dtype of q"):
+        flashtile.attention_with_kv_cache(q.float(), k.bfloat16(), v.bfloat16())
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -257,15 +257,15 @@ def check_values(call: CacheCall, spec: CacheSpec) -> None:
     """Checks lengths, indices and pages: always on a CPU, on a GPU with FLASHTILE_CHECK_VALUES=1."""
     if not readable(call.q) or not call.q.shape[0]:
         return
-    before = lengths_before(call, spec)
-    shortest, longest = int(before.min()), int(before.max()) + call.seq_new
+    lengths = [spec.length] if call.cache_lengths is None else call.cache_lengths.tolist()
+    shortest, longest = min(lengths), max(lengths) + call.seq_new
     if shortest < 0:
         raise ValueError(f"cache_lengths: expected lengths of at least 0, got {shortest}")
     if longest > call.capacity:
         _raise_too_long(call.seq_new, longest - call.seq_new, call.capacity)
     if call.rotary_cos is not None:
         rows = max(call.seq_new, call.q.shape[1] if spec.banded else min(1, call.q.shape[1]))
-        _check_table_length(call.rotary_cos, int(before.max()) + rows if rows else 0)
+        _check_table_length(call.rotary_cos, longest - call.seq_new + rows if rows else 0)
     if call.cache_left_padding is not None and int(call.cache_left_padding.min()) < 0:
         raise ValueError(
             f"cache_left_padding: expected first rows of at least 0, got {int(call.cache_left_padding.min())}"
@@ -273,8 +273,8 @@ def check_values(call: CacheCall, spec: CacheSpec) -> None:
     if call.cache_batch_indices is not None:
         _check_range("cache_batch_indices", "entries", call.cache_batch_indices, call.k_cache.shape[0])
     if call.block_table is not None and longest:
-        used = torch.arange(call.block_table.shape[1], device=before.device) * call.k_cache.shape[1]
-        pages = call.block_table[used < (before + call.seq_new)[:, None]]
+        used = torch.arange(call.block_table.shape[1], device=call.q.device) * call.k_cache.shape[1]
+        pages = call.block_table[used < (lengths_before(call, spec) + call.seq_new)[:, None]]
         if pages.numel():
             _check_range("block_table", "pages", pages, call.k_cache.shape[0])
 

@@ -1,7 +1,7 @@
 """The CPU backend: new rows of all sequences at once, then the CPU kernels of `flashtile.attention`.
 
-Sequences that lie in one piece of the cache, with the same length and first row, are one call of it; others come one by
-one, because there the diagonal ends at another row. Pages are gathered.
+Neighbouring sequences that have the same rows of a cache without pages are one call of it. Others are a call each,
+because their diagonals end at different rows. Keys and values are read where they are, unless pages are out of order.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from flashtile.ops.rotary.api import apply_rotary
 
 
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
-    """(out, lse); shapes as in `flashtile.attention_with_kv_cache`. All parts of the keys are computed in turn, so
-    `num_splits` has nothing to say."""
-    q = call.q
-    batch, seq_q, heads, _ = q.shape
-    out = q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1])
-    lse = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
+    """(out, lse); shapes as in `flashtile.attention_with_kv_cache`. `num_splits` is not used: PyTorch's threads work on
+    different heads."""
+    if torch.is_autocast_enabled("cpu"):
+        # `flashtile.attention` would cast; a cache never is.
+        with torch.autocast("cpu", enabled=False):
+            return forward(call, spec)
     before = lengths_before(call, spec)
     _append(call, spec, before)
-    rotated = _rotated_queries(call, spec, before)
-    for sequences, keys, values in _pieces(call, before + call.seq_new):
-        slopes = call.alibi_slopes
-        out[sequences], lse[sequences] = attention(
-            rotated[sequences],
+    q, slopes = _rotated_queries(call, spec, before), call.alibi_slopes
+    results = [
+        attention(
+            q[sequences],
             keys,
             values,
             window=(spec.window_left, spec.window_right),
@@ -41,7 +40,16 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
             return_lse=True,
             backend="cpu",
         )
-    return out, lse
+        for sequences, keys, values in _pieces(call, [length + call.seq_new for length in before.tolist()])
+    ]
+    if len(results) == 1:
+        return results[0]
+    if not results:
+        batch, seq_q, heads, _ = q.shape
+        lse = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
+        return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), lse
+    out, lse = zip(*results)
+    return torch.cat(out), torch.cat(lse)
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
@@ -55,7 +63,7 @@ def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
 
 def _rotated_queries(call: CacheCall, spec: CacheSpec, before: Tensor) -> Tensor:
     q = call.q
-    if spec.banded or not q.numel():
+    if spec.banded or not q.numel() or call.rotary_cos is None:
         return _rotated(q, call, spec, before)
     # All rows at one position: as heads of a single row.
     return _rotated(q.flatten(1, 2)[:, None], call, spec, before).view(q.shape)
@@ -67,25 +75,32 @@ def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: Tensor) -> T
     return apply_rotary(x, call.rotary_cos, call.rotary_sin, spec.interleaved, seqlen_offsets=position, backend="cpu")
 
 
-def _pieces(call: CacheCall, lengths: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Sequences, and their keys and values `[sequences, length, heads, head_dim]`."""
-    batch, page_size = lengths.shape[0], call.k_cache.shape[1]
+def _pieces(call: CacheCall, totals: list[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Sequences, and their keys and values `[sequences, length, heads, head_dim]`. `totals`: their lengths."""
+    batch = len(totals)
     left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
-    entries = None if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
-    spans = [slice(min(first, end), end) for first, end in zip(left, lengths.tolist())]
-    if call.block_table is None and entries is None:
-        for span, group in groupby(range(batch), lambda sequence: (spans[sequence].start, spans[sequence].stop)):
-            members = list(group)
-            sequences, rows = slice(members[0], members[-1] + 1), slice(*span)
-            yield sequences, call.k_cache[sequences, rows], call.v_cache[sequences, rows]
+    spans = [slice(min(first, end), end) for first, end in zip(left, totals)]
+    if call.block_table is not None:
+        for sequence, rows in enumerate(spans):
+            pages = call.block_table[sequence, : -(-rows.stop // call.k_cache.shape[1])]
+            keys, values = _in_order(pages, call.k_cache, call.v_cache)
+            yield slice(sequence, sequence + 1), keys[:, rows], values[:, rows]
         return
-    for sequence, rows in enumerate(spans):
-        one = slice(sequence, sequence + 1)
-        if call.block_table is None:
-            assert entries is not None
-            entry = slice(entries[sequence], entries[sequence] + 1)
-            yield one, call.k_cache[entry, rows], call.v_cache[entry, rows]
-            continue
-        pages = call.block_table[sequence, : -(-rows.stop // page_size)].long()
-        keys, values = (cache[pages].flatten(0, 1)[None, rows] for cache in (call.k_cache, call.v_cache))
-        yield one, keys, values
+    entries = list(range(batch)) if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
+    # Neighbours in the batch that are neighbours in the cache have the same difference of both numbers.
+    alike = groupby(range(batch), lambda b: (spans[b].start, spans[b].stop, entries[b] - b))
+    for (start, stop, shift), group in alike:
+        members = list(group)
+        sequences = slice(members[0], members[-1] + 1)
+        where = slice(sequences.start + shift, sequences.stop + shift), slice(start, stop)
+        yield sequences, call.k_cache[where], call.v_cache[where]
+
+
+def _in_order(pages: Tensor, *caches: Tensor) -> Iterator[Tensor]:
+    """The rows of some pages of each cache, `[1, rows, heads, head_dim]`: a view where the pages follow one another."""
+    numbers = pages.tolist()
+    first, count = numbers[0] if numbers else 0, len(numbers)
+    in_one_piece = numbers == list(range(first, first + count))
+    for cache in caches:
+        chosen = cache[first : first + count] if in_one_piece else cache.index_select(0, pages)
+        yield chosen.flatten(0, 1)[None]

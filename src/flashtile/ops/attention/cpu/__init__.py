@@ -1,4 +1,4 @@
-"""The CPU backend: PyTorch's own flash attention for plain calls, tiles in PyTorch for all the others."""
+"""The CPU backend: PyTorch's own flash attention where it computes the same, tiles in PyTorch for all other calls."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInpu
 __all__ = ["backward", "column_sums", "forward", "served_by_torch"]
 
 
-#: At least as many elements as a vector register of any processor holds.
-_LONGEST_VECTOR = 128
-
-
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """(out, lse) of a call on the CPU; shapes as in `flashtile.attention` and `attention_varlen`."""
     if q.dtype is FP8:
         out, lse = forward(*dequantized(q, k, v, side), spec)
         return out.to(out_dtype(FP8)), lse
     if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        out, lse = torch_flash.forward(q, k, v, spec)
-        # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a
-        # visible key: out = 0 and lse = 0, a value that hardly any other row has.
-        if k.shape[1] >= _LONGEST_VECTOR or not (lse == 0).any():
-            return out, lse
+        found = torch_flash.forward(q, k, v, side, spec)
+        if found is not None:
+            return found
     return tiled.forward(q, k, v, side, spec)
 
 
@@ -44,6 +38,8 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """The gradients of a call on the CPU from its outputs and their gradients."""
+    if dlse is not None and not dlse.any():
+        dlse = None  # torch.compile passes zeros where nothing comes through lse
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        return Gradients(*torch_flash.backward(dout, q, k, v, out, lse, spec))
+        return Gradients(*torch_flash.backward(dout, q, k, v, out, lse, side, spec))
     return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
