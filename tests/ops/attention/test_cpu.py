@@ -154,6 +154,68 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, change
         assert value.is_contiguous()
 
 
+@pytest.fixture
+def always_split(monkeypatch):
+    monkeypatch.setattr(torch_flash, "_SPLIT_KEYS", range(24, 49))
+    monkeypatch.setattr(torch_flash, "_USUAL_SPLIT", 32)
+    monkeypatch.setattr(torch_flash, "_LEAST_SPLIT_BYTES", 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads_kv", [4, 2, 1])
+@pytest.mark.parametrize("seq_q, seq_k", [(1, 48), (1, 150), (1, 151), (3, 149), (8, 96)])
+def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tiles, monkeypatch):
+    """149 and 151 are primes: no split divides them."""
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
+    calls, forward_op = [], torch_flash._forward_op
+
+    def counted(q, *rest, **scale):
+        calls.append(q.shape[0])
+        return forward_op(q, *rest, **scale)
+
+    monkeypatch.setattr(torch_flash, "_forward_op", counted)
+    case = replace(BASE, batch=1, seq_q=seq_q, seq_k=seq_k, heads_kv=heads_kv, dtype=dtype)
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    assert calls == {48: [2], 150: [5], 151: [4, 1], 149: [4, 1], 96: [2]}[seq_k]
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    for name, value in actual.items():
+        assert_close(f"{case}: {name}", value, oracle[name], eager[name])
+        assert value.is_contiguous()
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("seq_k", [150, 151])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nan_and_inf_in_splits(which, value, seq_k, dtype, always_split):
+    case = AttentionCase(batch=1, seq_q=1, seq_k=seq_k, dtype=dtype)
+    inputs = make_inputs(case)
+    getattr(inputs, which)[0, -1, 0, 3] = value
+    actual = flashtile.attention(inputs.q, inputs.k, inputs.v, return_lse=True, backend="cpu")
+    wide = (tensor.double() for tensor in (inputs.q, inputs.k, inputs.v))
+    expected = flashtile.attention(*wide, return_lse=True, backend="reference")
+    assert torch.equal(actual[0].isfinite(), expected[0].isfinite())
+    assert torch.equal(actual[1].isnan(), expected[1].isnan())
+    assert torch.equal(actual[1].isposinf(), expected[1].isposinf())
+
+
+@pytest.mark.parametrize("shape, heads_kv, seq_q, threads, pays", [
+    ((1, 2048), 8, 1, 1, True),  # 8 MiB
+    ((1, 512), 8, 1, 1, False),  # 2 MiB
+    ((1, 512), 1, 1, 2, True),  # one key/value head for two threads
+    ((1, 511), 1, 1, 2, False),
+    ((2, 2048), 8, 1, 1, False),
+    ((1, 2048), 8, 33, 1, False),
+])  # fmt: skip
+def test_when_splitting_pays(shape, heads_kv, seq_q, threads, pays, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    batch, seq_k = shape
+    q, k = torch.empty(batch, seq_q, 8, 64, device="meta"), torch.empty(batch, seq_k, heads_kv, 64, device="meta")
+    assert torch_flash._splitting_pays(q, k) is pays
+
+
 def test_zeros_as_gradient_of_lse_are_none(no_tiles):
     """`torch.compile` passes zeros."""
     case = replace(BASE, heads_kv=2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashtile.ops.attention import checks
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.operator import run_attention
+from flashtile.ops.attention.operator import run_attention, run_unrecorded
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.spec import BACKENDS, FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
@@ -298,6 +298,24 @@ def attention_varlen(
     return (out, lse) if return_lse else out
 
 
+def forward_of_checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: Window,
+    scale: float,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) for operations that have checked and resolved these arguments of `attention`, within an operator of
+    their own: without checks, autocast and autograd, which cost as much host time as a small call."""
+    side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, None, alibi_slopes, sinks)
+    scale = _representable_scale(scale, q.dtype)
+    return run_unrecorded(q, k, v, side, AttentionSpec(scale, *window, softcap=softcap), backend)
+
+
 def checked_qkv(
     q: Tensor, k: Tensor, v: Tensor, layout: tuple[str, ...], eight_bits: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -347,11 +365,15 @@ def build_spec(
         checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)
     scale = checks.resolve_scale(scale, q.shape[-1])
-    if -_LEAST_SCALE < scale < _LEAST_SCALE and q.dtype is not torch.float64:
-        scale = 0.0
+    scale = _representable_scale(scale, q.dtype)
     softcap = 0.0 if softcap is None else checks.resolve_softcap(softcap)
     deterministic = deterministic or deterministic_mode()
     return AttentionSpec(scale, left, right, align == "top_left", dropout_p, deterministic, softcap)
+
+
+def _representable_scale(scale: float, dtype: torch.dtype) -> float:
+    """0 for a scale that float32 flushes."""
+    return 0.0 if -_LEAST_SCALE < scale < _LEAST_SCALE and dtype is not torch.float64 else scale
 
 
 def lengths_of(

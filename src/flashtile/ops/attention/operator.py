@@ -84,6 +84,13 @@ def _run_forward(
     return _forward_op(q, k, v, *side, *spec, backend)
 
 
+def run_unrecorded(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> tuple[Tensor, Tensor]:
+    """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it."""
+    return _forward(q, k, v, side, spec, backend, plain_side(side))
+
+
 def run_backward(
     dout: Tensor,
     dlse: Tensor | None,

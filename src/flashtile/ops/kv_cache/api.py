@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 
+import torch
 from torch import Tensor
 
 from flashtile.ops.common.backends import BACKENDS
@@ -150,14 +151,16 @@ def attention_with_kv_cache(
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)
     checks.check_choice("backend", backend, BACKENDS)
-    checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
+    if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
+        checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
     checks.check_caches(q, k_cache, v_cache, block_table is not None)
     checks.check_appended(q, k_cache, v_cache, k, v)
     checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
-    checks.check_no_gradient(
-        q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
+    if torch.is_grad_enabled():
+        checks.check_no_gradient(
+            q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
+            alibi_slopes=alibi_slopes, sinks=sinks,
+        )  # fmt: skip
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
     seq_new = None if k is None else k.shape[1]
     length, lengths = checks.resolve_lengths(cache_lengths, q, capacity, seq_new)

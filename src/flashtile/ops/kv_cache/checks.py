@@ -243,8 +243,6 @@ def resolve_splits(num_splits: int | None) -> int:
 
 def check_no_gradient(**tensors: Tensor | None) -> None:
     """Raises where autograd would have to record the call."""
-    if not torch.is_grad_enabled():
-        return
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise ValueError(

@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import attention
+from flashtile.ops.attention.api import forward_of_checked
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lengths_before, lse_dtype, places
 from flashtile.ops.rotary.api import apply_rotary
 
@@ -20,36 +20,32 @@ from flashtile.ops.rotary.api import apply_rotary
 def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
     """(out, lse); shapes as in `flashtile.attention_with_kv_cache`. `num_splits` is not used: PyTorch's threads work on
     different heads."""
-    if torch.is_autocast_enabled("cpu"):
-        # `flashtile.attention` would cast; a cache never is.
-        with torch.autocast("cpu", enabled=False):
-            return forward(call, spec)
-    before = lengths_before(call, spec)
-    _append(call, spec, before)
-    q, slopes = _rotated_queries(call, spec, before), call.alibi_slopes
+    q, slopes = call.q, call.alibi_slopes
+    if call.k is not None:
+        before = lengths_before(call, spec)
+        _append(call, spec, before)
+        q = _rotated_queries(call, spec, before)
     results = [
-        attention(
+        forward_of_checked(
             q[sequences],
             keys,
             values,
-            window=(spec.window_left, spec.window_right),
-            scale=spec.scale,
-            softcap=spec.softcap,
-            alibi_slopes=slopes[sequences] if slopes is not None and slopes.dim() == 2 else slopes,
-            sinks=call.sinks,
-            return_lse=True,
-            backend="cpu",
+            (spec.window_left, spec.window_right),
+            spec.scale,
+            spec.softcap,
+            slopes[sequences] if slopes is not None and slopes.dim() == 2 else slopes,
+            call.sinks,
+            "cpu",
         )
-        for sequences, keys, values in _pieces(call, [length + call.seq_new for length in before.tolist()])
+        for sequences, keys, values in _pieces(call, spec)
     ]
     if len(results) == 1:
         return results[0]
     if not results:
         batch, seq_q, heads, _ = q.shape
-        lse = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
-        return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), lse
-    out, lse = zip(*results)
-    return torch.cat(out), torch.cat(lse)
+        empty = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
+        return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), empty
+    return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:
@@ -75,24 +71,30 @@ def _rotated(x: Tensor, call: CacheCall, spec: CacheSpec, position: Tensor) -> T
     return apply_rotary(x, call.rotary_cos, call.rotary_sin, spec.interleaved, seqlen_offsets=position, backend="cpu")
 
 
-def _pieces(call: CacheCall, totals: list[int]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Sequences, and their keys and values `[sequences, length, heads, head_dim]`. `totals`: their lengths."""
-    batch = len(totals)
-    left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
-    spans = [slice(min(first, end), end) for first, end in zip(left, totals)]
-    if call.block_table is not None:
-        for sequence, rows in enumerate(spans):
-            pages = call.block_table[sequence, : -(-rows.stop // call.k_cache.shape[1])]
-            keys, values = _in_order(pages, call.k_cache, call.v_cache)
-            yield slice(sequence, sequence + 1), keys[:, rows], values[:, rows]
+def _pieces(call: CacheCall, spec: CacheSpec) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Sequences, and their keys and values `[sequences, length, heads, head_dim]`."""
+    batch = call.q.shape[0]
+    lengths = [spec.length] * batch if call.cache_lengths is None else call.cache_lengths.tolist()
+    ends = [length + call.seq_new for length in lengths]
+    if call.block_table is call.cache_batch_indices is call.cache_left_padding is None and len(set(ends)) == 1:
+        # The commonest call: it need not be searched for runs of alike sequences.
+        yield slice(0, batch), call.k_cache[:, : ends[0]], call.v_cache[:, : ends[0]]
         return
-    entries = list(range(batch)) if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
+    left = [0] * batch if call.cache_left_padding is None else call.cache_left_padding.tolist()
+    spans = [(min(first, end), end) for first, end in zip(left, ends)]
+    if call.block_table is not None:
+        for sequence, (start, end) in enumerate(spans):
+            pages = call.block_table[sequence, : -(-end // call.k_cache.shape[1])]
+            keys, values = _in_order(pages, call.k_cache, call.v_cache)
+            yield slice(sequence, sequence + 1), keys[:, start:end], values[:, start:end]
+        return
+    entries = range(batch) if call.cache_batch_indices is None else call.cache_batch_indices.tolist()
     # Neighbours in the batch that are neighbours in the cache have the same difference of both numbers.
-    alike = groupby(range(batch), lambda b: (spans[b].start, spans[b].stop, entries[b] - b))
-    for (start, stop, shift), group in alike:
-        members = list(group)
-        sequences = slice(members[0], members[-1] + 1)
-        where = slice(sequences.start + shift, sequences.stop + shift), slice(start, stop)
+    alike = groupby(range(batch), lambda b: (spans[b], entries[b] - b))
+    for ((start, end), shift), members in alike:
+        first, *others = members
+        sequences = slice(first, first + 1 + len(others))
+        where = slice(sequences.start + shift, sequences.stop + shift), slice(start, end)
         yield sequences, call.k_cache[where], call.v_cache[where]
 
 

@@ -7,6 +7,7 @@ the first. A call that consists of such rectangles is cut into them. Letters as 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,15 @@ _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 
 #: At least as many elements as a vector register of any processor holds.
 _LONGEST_VECTOR = 128
+
+#: Fewest and most keys of a split, and the number where none between them divides the keys. PyTorch's kernel reads 512
+#: keys of one head, then those of the next head lie far away; in splits of 512 their lines are in the L2 already.
+_SPLIT_KEYS = range(256, 769)
+_USUAL_SPLIT = 512
+#: Most rows, queries times heads of a group, of a call whose keys are split: with more, products take the time.
+_MOST_SPLIT_ROWS = 32
+#: Bytes of keys and values from which a single thread gains more than merging costs (about 30 µs).
+_LEAST_SPLIT_BYTES = 2**22
 
 
 def served_by_torch(
@@ -121,37 +131,43 @@ def parts(segment: tiles.Segment) -> Iterator[Part]:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a call that is `served_by_torch`; None where PyTorch's result cannot be told from a wrong one."""
+    causal = _one_rectangle(side, spec, q.shape[-3], k.shape[-3])
+    if causal is not None:
+        split = not causal and _splitting_pays(q, k)
+        whole = _attend_split(q, k, v, spec.scale) if split else _attend(q, k, v, causal, spec.scale)
+        return None if whole is None else (whole.out.contiguous(), whole.lse.contiguous())
     if side.packed:
         q, k, v = q[None], k[None], v[None]
-    out = lse = None
+    # Rows that no segment owns, or that see no key, keep these values.
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype))
     for segment in tiles.segments(q, k, side, spec):
         found: _Statistics | None = None
         for part in parts(segment):
-            more = _attend(q[part.batches, part.rows], *_of_keys(part, k, v), part.causal, spec.scale)
-            if more is None:
-                return None
-            found = more if found is None else _merged(found, more)
-            if found is not more and found.lse.isnan().any():
+            keys, values = k[part.batches, part.keys], v[part.batches, part.keys]
+            more = _attend(q[part.batches, part.rows], keys, values, part.causal, spec.scale)
+            found = more if found is None or more is None else _merged(found, more)
+            if found is None or (found is not more and found.lse.isnan().any()):
                 # PyTorch's lse of a part whose scores are all -inf is NaN, and so is that of a part with NaN.
                 return None
-        if found is None:
-            continue
-        if found.out.shape[:2] == q.shape[:2]:
-            out, lse = found
-            break
-        if out is None or lse is None:
-            # Rows that no segment owns, or that see no key, keep these values.
-            out = torch.zeros(q.shape, dtype=q.dtype)
-            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=found.lse.dtype)
-        out[part.batches, part.rows] = found.out
-        lse[part.batches, :, part.rows] = found.lse
-    if out is None or lse is None:
+        if found is not None:
+            out[part.batches, part.rows] = found.out
+            lse[part.batches, :, part.rows] = found.lse
+    return (out[0], lse[0]) if side.packed else (out, lse)
+
+
+def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> bool | None:
+    """Whether a call is one causal rectangle (True), one in which every row sees every key (False), or neither (None).
+    The commonest calls are one: this saves them the work of finding out."""
+    if side.packed or side.key_lengths is not None:
         return None
-    return (out[0], lse[0]) if side.packed else (out.contiguous(), lse.contiguous())
-
-
-def _of_keys(part: Part, *tensors: Tensor) -> list[Tensor]:
-    return [tensor[part.batches, part.keys] for tensor in tensors]
+    _, left, right, top_left, *_ = spec
+    first, last = (0, seq_q - 1) if top_left else (seq_k - seq_q, seq_k - 1)  # the keys on the diagonal
+    if left is not None and left < last:
+        return None
+    if right is None or first + right >= seq_k - 1:
+        return False
+    return True if first + right == 0 else None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Statistics | None:
@@ -164,14 +180,44 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Sta
     # key: out = 0 and lse = 0, a value that hardly any other row has.
     if k.shape[1] < _LONGEST_VECTOR and (lse == 0).any():
         return None
-    if out.dtype in (torch.bfloat16, torch.float16):
-        # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
-        infinite = lse == float("inf")
-        if infinite.any():
-            out.masked_fill_(infinite.unsqueeze(-1), float("nan"))
+    # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
+    if out.dtype in (torch.bfloat16, torch.float16) and not math.isfinite(lse.sum().item()):
+        out.masked_fill_((lse == float("inf")).unsqueeze(-1), float("nan"))
     if stacked:
         return _Statistics(_unstacked(out, group), lse.reshape(lse.shape[0], -1, lse.shape[2] // group))
     return _Statistics(out.transpose(1, 2), lse)
+
+
+def _splitting_pays(q: Tensor, k: Tensor) -> bool:
+    """Whether to split the keys of a call without a diagonal, q `[b, R, H, D]` and k `[b, C, Hkv, D]`."""
+    batch, keys, heads_kv, head_dim = k.shape
+    if batch > 1 or q.shape[1] * (q.shape[2] // heads_kv) > _MOST_SPLIT_ROWS or keys < 2 * _SPLIT_KEYS.start:
+        return False
+    # PyTorch's kernel gives the rows of a key/value head to one thread.
+    return 2 * keys * heads_kv * head_dim * k.itemsize >= _LEAST_SPLIT_BYTES or heads_kv < torch.get_num_threads()
+
+
+def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics | None:
+    """As `_attend` for few rows of one sequence: splits of the keys are batch entries of one call, merged by lse."""
+    keys, heads_kv, head_dim = k.shape[1:]
+    group = q.shape[2] // heads_kv
+    counts = range(max(2, -(-keys // _SPLIT_KEYS[-1])), keys // _SPLIT_KEYS[0] + 1)
+    count = next((count for count in counts if not keys % count), keys // _USUAL_SPLIT)
+    size = keys // count if not keys % count else _USUAL_SPLIT
+    stacked = _stacked(q, group)
+    splits = [t[0, : count * size].view(count, size, heads_kv, head_dim).transpose(1, 2) for t in (k, v)]
+    out, lse = _forward_op(stacked.expand(count, -1, -1, -1), *splits, 0.0, False, scale=scale)
+    if count * size < keys:
+        rest = [t[:, count * size :].transpose(1, 2) for t in (k, v)]
+        last_out, last_lse = _forward_op(stacked, *rest, 0.0, False, scale=scale)
+        if (last_lse == 0).any():
+            return None  # see `_attend`
+        out, lse = torch.cat((out, last_out)), torch.cat((lse, last_lse))
+    total = lse.logsumexp(0, keepdim=True)
+    if not math.isfinite(total.sum().item()):
+        return None  # NaN, or infinite scores: see `_attend` and `forward`
+    out = (out * (lse - total).exp_().unsqueeze(-1)).sum(0, keepdim=True).to(q.dtype)
+    return _Statistics(_unstacked(out, group), total.reshape(1, -1, q.shape[1]))
 
 
 def _merged(first: _Statistics, second: _Statistics) -> _Statistics:
@@ -197,28 +243,20 @@ def backward(
     spec: AttentionSpec,
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of a call that is `served_by_torch`, without a gradient of lse."""
+    causal = _one_rectangle(side, spec, q.shape[-3], k.shape[-3])
+    if causal is not None:
+        return tuple(grad.contiguous() for grad in _gradients(dout, q, k, v, out, lse, causal, spec.scale))
     if side.packed:
         dout, q, k, v, out, lse = (t[None] for t in (dout, q, k, v, out, lse))
-    pieces = [part for segment in tiles.segments(q, k, side, spec) for part in parts(segment)]
-    if len(pieces) == 1 and _covers(pieces[0], q, k):
-        grads = _gradients(dout, q, k, v, out, lse, pieces[0].causal, spec.scale)
-        return tuple(grad[0] if side.packed else grad.contiguous() for grad in grads)
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype) for t in (q, k, v))
-    for part in pieces:
-        of_rows = [t[part.batches, part.rows] for t in (dout, q, out)]
-        of_keys = _of_keys(part, k, v)
-        lse_of_rows = lse[part.batches, :, part.rows]
-        of_part = _gradients(of_rows[0], of_rows[1], *of_keys, of_rows[2], lse_of_rows, part.causal, spec.scale)
-        dq[part.batches, part.rows] += of_part[0]
-        for grad, found in zip((dk, dv), of_part[1:]):
-            grad[part.batches, part.keys] = found
+    for segment in tiles.segments(q, k, side, spec):
+        for part in parts(segment):
+            rows, keys = (part.batches, part.rows), (part.batches, part.keys)
+            lse_of_rows = lse[part.batches, :, part.rows]
+            of_part = _gradients(dout[rows], q[rows], k[keys], v[keys], out[rows], lse_of_rows, part.causal, spec.scale)
+            dq[rows] += of_part[0]
+            dk[keys], dv[keys] = of_part[1:]
     return (dq[0], dk[0], dv[0]) if side.packed else (dq, dk, dv)
-
-
-def _covers(part: Part, q: Tensor, k: Tensor) -> bool:
-    """Whether a part is the whole call."""
-    sizes = (part.batches, q.shape[0]), (part.rows, q.shape[1]), (part.keys, k.shape[1])
-    return all(span.stop - span.start == size for span, size in sizes)
 
 
 def _gradients(
