@@ -7,7 +7,7 @@ import torch
 
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config
-from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
+from flashtile.ops.attention.hopper.parameters import ScoreVariant
 from machine_code import Call
 
 _HEADS = {

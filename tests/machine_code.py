@@ -23,8 +23,8 @@ from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper import widening
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config
 from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -194,15 +194,17 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
     return ((0, 0) if call.descales else None,) * 3
 
 
-def hopper_plan(call: Call) -> hopper_launch.Plan:
-    """The plan of a forward of the Hopper kernels, with the `Variant` in the place of the compiled kernel."""
+def hopper_config(call: Call) -> HopperConfig:
+    """How the forward of the Hopper kernels is cut for a call."""
+    band = call.window_left is not None, call.window_right is not None
+    return choose_config(call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype)
+
+
+def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
+    """The plan of a forward of the Hopper kernels."""
     shapes = _shapes(call)
     window = (call.window_left, call.window_right)
-    with (
-        mock.patch.object(hopper_launch, "multiprocessors", return_value=132),
-        mock.patch.object(hopper_launch, "_launcher", lambda variant, _device: variant),
-        mock.patch.object(widening, "_launcher", lambda head_dim_v, _device: head_dim_v),
-    ):
+    with mock.patch.object(hopper_launch, "multiprocessors", return_value=132):
         return hopper_launch._plan.__wrapped__(
             call.dtype,
             torch.device("cuda", 0),
@@ -231,7 +233,7 @@ class Binary(NamedTuple):
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
     """
 
-    source: KernelSource | hopper_launch.Variant | BackwardVariant
+    source: KernelSource
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
@@ -262,15 +264,16 @@ def disassemble(cubin: bytes) -> str:
 
 def compile_hopper(call: Call) -> Binary:
     """The binary that a forward of the Hopper kernels launches."""
-    variant = hopper_plan(call).launch
-    compiled = compile_source(hopper_launch.kernel_source(variant), KNOWN_DEVICES["sm_90"])
-    return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
+    source = hopper_plan(call).kernel.source
+    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
+    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
 def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
     """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    compiled = compile_source(hopper_backward_launch.backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
-    return Binary(variant, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
+    source = hopper_backward_launch.backward_source(kernel, variant)
+    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
+    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 
 
 def _stack(cubin: bytes) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 import random
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from flashtile._backends.launch import KernelSource
+from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan, plan_of
 from flashtile._backends.tma import Layout
 from flashtile.ops.attention import hopper as package
 from gluon_emulator import language
@@ -26,6 +25,10 @@ from gluon_emulator.memory import Descriptor, Memory, dtype_of
 from gluon_emulator.values import BY_SIGNATURE, Pointer, Value, as_value
 
 _LANGUAGE = "flashtile._backends.gluon"
+
+
+#: The type of a parameter that is a TMA descriptor.
+_DESC = "tensordesc"
 
 
 class EmulatedHopper:
@@ -46,11 +49,11 @@ class EmulatedHopper:
         self._counter = torch.zeros(2, dtype=torch.int32)
         self.modules = _copies()
         changes = {
-            "make_launcher": lambda source, device, facts: functools.partial(self._launch, source),
+            "make_plan": lambda *described, **cut: self._emulated(make_plan(*described, **cut)),
+            "plan_of": lambda *described: self._emulated(plan_of(*described)),
             "chunks_maker": _describe_chunks,
-            "descriptor_type": lambda dtype, box, swizzled=True: "tensordesc",
+            "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
             "multiprocessors": lambda device: multiprocessors,
-            "device_facts": lambda device: None,
             "_counter": lambda device: self._counter,
         }
         for module in self.modules.values():
@@ -72,6 +75,11 @@ class EmulatedHopper:
         with self._memory:
             return function(*arguments)
 
+    def _emulated(self, plan: Plan) -> Plan:
+        if plan.programs:
+            plan.launch = lambda *given: self._launch(plan.source, plan.programs, *given, *plan.scalars)
+        return plan
+
     def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
         function, names = source.function, source.function.arg_names
         assert len(arguments) == len(source.types)
@@ -88,7 +96,7 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
     if of == "constexpr":
         assert not argument, f"{name} is compiled away, and is given"
         return None
-    if of == "tensordesc":
+    if of == _DESC:
         return argument
     if of.startswith("*"):
         argument = argument or 0  # None is an address too

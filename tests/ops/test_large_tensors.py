@@ -6,7 +6,6 @@ Tensors are on the meta device, which has sizes and strides and no memory, and w
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -64,13 +63,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of the kernels that were launched; fails where a number does not fit."""
     _LAUNCHED.clear()
 
-    def make_launcher(source: KernelSource, *_: Any) -> Callable[..., None]:
+    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], _: Any) -> Callable[..., None]:
         types = list(_types_of(source))
 
-        def launch(programs: int, *arguments: Any) -> None:
+        def launch(*given: Any) -> None:
             name = source.function.__name__
             assert 0 < programs < 2**31, f"{name}: {programs} programs"
-            for at, (of, argument) in enumerate(zip(types, arguments, strict=True)):
+            for at, (of, argument) in enumerate(zip(types, (*given, *scalars), strict=True)):
                 if of in _BITS:
                     limit = 2 ** (_BITS[of] - 1)
                     assert -limit <= argument < limit, f"{name}: argument {at} of type {of} is {argument}"
@@ -78,14 +77,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         return launch
 
-    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], _: Any) -> Callable[..., None]:
-        launch = make_launcher(source)
-        return lambda *given: launch(programs, *given, *scalars)
-
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    for name, module in list(sys.modules.items()):
-        if name.startswith("flashtile.ops.") and hasattr(module, "make_launcher"):
-            monkeypatch.setattr(module, "make_launcher", make_launcher)
     hopper_gpu = SimpleNamespace(major=9, minor=0, shared_memory_per_block_optin=227 * 1024, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper_gpu)
     monkeypatch.setattr(torch.version, "hip", None)

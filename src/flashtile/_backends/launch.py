@@ -61,8 +61,13 @@ class Parameter(NamedTuple):
     value: Any = GIVEN
 
 
-#: A pointer that a specialisation does not use. A launch is given something in its place.
+#: A parameter that a specialisation does not use. A launch is given something in its place.
 ABSENT = Parameter("constexpr")
+
+
+def optional(present: bool, parameter: Parameter) -> Parameter:
+    """A parameter that only some specialisations use."""
+    return parameter if present else ABSENT
 
 
 def pointer_to(dtype: torch.dtype | None, multiple: int = 1) -> Parameter:
@@ -190,11 +195,18 @@ def make_plan(
         TypeError: a parameter is not described.
     """
     source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    values = [parameters[name].value for name in function.arg_names[: len(source.types)]]
-    given = sum(value is GIVEN for value in values)
-    scalars = tuple(values[given:])
-    assert GIVEN not in scalars, f"{function.__name__}: what a launch is given comes before what the plan has"
-    return Plan(source, programs, scalars, device)
+    values = {name: parameter.value for name, parameter in parameters.items() if parameter.value is not GIVEN}
+    return plan_of(source, values, programs, device)
+
+
+def plan_of(source: KernelSource, values: Mapping[str, Any], programs: int, device: torch.device) -> Plan:
+    """The plan of a specialisation. `values`: of the parameters that are the same for all launches, by name. The others
+    come first, and each launch is given them."""
+    names = source.function.arg_names[: len(source.types)]
+    given = sum(name not in values for name in names)
+    late = [name for name in names[given:] if name not in values]
+    assert not late, f"{source.function.__name__}: what a launch is given comes before what the plan has, but {late}"
+    return Plan(source, programs, tuple(values[name] for name in names[given:]), device)
 
 
 _Made = TypeVar("_Made")
@@ -245,40 +257,13 @@ def _target(device: DeviceFacts) -> GPUTarget:
     return GPUTarget("hip", device.arch, device.warp_size)
 
 
-def make_launcher(source: KernelSource, device: torch.device, facts: DeviceFacts) -> Callable[..., None]:
-    """A function `launch(programs, *run_time_arguments)` that enqueues the kernel on the device's current stream.
-
-    Pointer arguments are what `pointer` returns. Compiles on the way, unless Triton's disk cache has the kernel.
-    """
-    name = source.function.__name__
-    _log_kernel(name, source, device)
-    if interpreting():
-        return functools.partial(_interpret, source)
-    with torch.cuda.device(device):
-        compiled = compile_kernel(source, facts)
-        run = _direct_run(compiled)
-    constants = tuple(source.constants[name] for name in source.function.arg_names[len(source.types) :])
-    index = device.index
-    current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + name
-
-    def launch(programs: int, *arguments: Any) -> None:
-        if current_device() == index and not (always_named or profiling()):
-            run(programs, current_stream(index), arguments, constants)
-        else:
-            with torch.cuda.device(index), observe.named(range_name):
-                run(programs, current_stream(index), arguments, constants)
-
-    return launch
-
-
 def make_launch(
     source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device
 ) -> Callable[..., None]:
     """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
     if interpreting():
         _log_kernel(source.function.__name__, source, device)
-        return functools.partial(_interpret_bound, source, programs, scalars)
+        return functools.partial(_interpret, source, programs, scalars)
     enqueue, before = _loaded(source, device)
     after = (*scalars, *(source.constants[name] for name in source.function.arg_names[len(source.types) :]))
     index = device.index
@@ -333,27 +318,6 @@ def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
     )
 
 
-def _direct_run(compiled: CompiledKernel) -> Callable[[int, int, tuple, tuple], None]:
-    """Enqueues a loaded kernel: `run(programs, stream, arguments, constants)`.
-
-    Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
-    the one version whose C function is known here, that is called directly, which saves a microsecond.
-    """
-    launcher = compiled.run  # loads the binary
-    function, metadata = compiled.function, compiled.packed_metadata
-    if not (TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
-        return lambda programs, stream, arguments, constants: launcher(
-            programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants
-        )
-    assert not launcher.global_scratch_size and not launcher.profile_scratch_size
-    enqueue = _c_function(launcher.launch)
-    flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    fixed = (function, *flags, None, None, metadata, None, None, None)
-    return lambda programs, stream, arguments, constants: enqueue(
-        programs, 1, 1, stream, *fixed, *arguments, *constants
-    )
-
-
 def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
     """Triton 3.6 wraps the launch of a kernel with TMA descriptors in a function that encodes them on every call. The
     arguments here hold them encoded (`tma.descriptor_maker`)."""
@@ -361,14 +325,10 @@ def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
     return wrapped.get("launcher", launch)
 
 
-def _interpret(source: KernelSource, programs: int, *arguments: Any) -> None:
+def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
     names = source.function.arg_names[len(source.types) :]
     with observe.named(_RANGE + source.function.__name__):
-        source.function[(programs,)](*arguments, **{name: source.constants[name] for name in names})
-
-
-def _interpret_bound(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
-    _interpret(source, programs, *given, *scalars)
+        source.function[(programs,)](*given, *scalars, **{name: source.constants[name] for name in names})
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from flashtile._backends.alignment import used_strides
-from flashtile._backends.launch import ELEMENT_TYPES, TRITON_3_6
+from flashtile._backends.launch import ABSENT, ELEMENT_TYPES, TRITON_3_6, Parameter
 
 #: CUDA's CUtensorMapDataType.
 _DATA_TYPES = {torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # 0: bytes
@@ -61,6 +61,11 @@ def swizzle_bytes(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = Tru
 def descriptor_type(dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True) -> str:
     """The type of a kernel parameter, as Triton writes it."""
     return f"tensordesc<{ELEMENT_TYPES[dtype]}[{', '.join(map(str, box))}],{_shared_layout(dtype, box, swizzled)!r}>"
+
+
+def descriptor_parameter(dtype: torch.dtype, box: tuple[int, ...] | None, swizzled: bool = True) -> Parameter:
+    """A descriptor, which each launch is given; None: the specialisation has none."""
+    return ABSENT if box is None else Parameter(descriptor_type(dtype, box, swizzled))
 
 
 def descriptor_maker(

@@ -26,7 +26,7 @@ from flashtile import BlockMask, patterns
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import KernelSource, pointer
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.hopper import (
     backward_launch,
@@ -38,7 +38,7 @@ from flashtile.ops.attention.hopper import (
     launch,
     pieces,
 )
-from flashtile.ops.attention.hopper.widening import widen_source
+from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -47,6 +47,8 @@ from machine_code import (
     compile_hopper,
     compile_hopper_backward,
     compile_source,
+    described,
+    hopper_config,
     hopper_plan,
     instructions,
     sass,
@@ -202,8 +204,11 @@ def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
 )
 def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) -> None:
     """Neither in a window nor over a block mask, whose tiles 192 rows do not divide."""
-    variant = hopper_plan(_CALL._replace(**{"dtype": configs.FP8, **change})).launch
-    assert (variant.config.consumers, variant.config.block_n) == (consumers, 64 if consumers == 3 else 128)
+    call = _CALL._replace(**{"dtype": configs.FP8, **change})
+    config, source = hopper_config(call), hopper_plan(call).kernel.source
+    assert source.constants["CONSUMERS"] == config.consumers == consumers
+    assert config.block_n == (64 if consumers == 3 else 128)
+    assert f"[1, {config.block_n}, 1, " in dict(zip(source.function.arg_names, source.types, strict=False))["k_desc"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
@@ -235,7 +240,7 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype
 )
 def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
     plan = hopper_plan(_CALL._replace(**change))
-    assert (plan.programs, plan.dynamic) == (programs, dynamic)
+    assert (plan.kernel.programs, plan.dynamic) == (programs, dynamic)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +250,7 @@ def test_programs_and_order(change: dict, programs: int, dynamic: bool) -> None:
 )
 def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     call = _CALL._replace(window_right=0)
-    assert hopper_plan(call._replace(**change)).launch == hopper_plan(call).launch
+    assert hopper_plan(call._replace(**change)).kernel.source == hopper_plan(call).kernel.source
 
 
 @pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])
@@ -268,7 +273,7 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:
     call = _CALL._replace(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=200, window_left=2**40, window_right=7)
-    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale, *_ = hopper_plan(call).scalars
+    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale, *_ = hopper_plan(call).kernel.scalars
     assert (batch, heads, group, rows_q, rows_k, tiles, lines) == (3, 6, 3, 1000, 200, 8, 18)
     assert (left, right) == (2**29, 7)
     assert scale == pytest.approx(128**-0.5 * 1.4426950408889634)
@@ -288,12 +293,11 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     sizes = mask.lists.shape[0], mask.tile_masks.shape[0]
     device = torch.device("cuda", 0)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "_launcher", lambda *_: None)
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backward_launch, "_launcher", lambda *_: None)
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
-        scalars = launch._plan.__wrapped__(*head, tuple(strides[:3]), None, None, 500, spec, blocks=sizes).scalars
+        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), None, None, 500, spec, blocks=sizes)
+        scalars = plan.kernel.scalars
         names = launch.attention_forward_kernel.arg_names
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
@@ -335,7 +339,7 @@ def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
 
     def chosen(**changes: int) -> bool:
         call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-        return _main_variant(*call, **changes).cut_last
+        return _main_constants(*call, **changes)["CUT_LAST"]
 
     assert chosen() is cut_last
     assert not chosen(alibi=2)
@@ -361,8 +365,8 @@ def test_long_walks_of_heads_that_share_keys_turn(
     rows: int, keys: int, heads: int, heads_kv: int, spec: dict[str, Any], turns: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    variant = _main_variant(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert variant.turns is turns
+    constants = _main_constants(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
+    assert constants["TURNS"] is turns
 
 
 @pytest.mark.parametrize(
@@ -383,7 +387,7 @@ def test_walks_beyond_the_cache_begin_where_others_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert plan.main.launch.meets is plan.begin.launch.meets is meets
+    assert plan.main.source.constants["MEETS"] is plan.begin.source.constants["MEETS"] is meets
     assert plan.turns_at - plan.counter_at >= 4 * (1 + 64 * heads_kv if meets else 1)  # 64 sequences
 
 
@@ -423,16 +427,16 @@ def test_statistics_in_units_of_a_tiny_scale_are_no_operands(
     scale: float, multiplied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Divided by it lse might be more than a bfloat16 holds."""
-    variant = _main_variant(512, 512, 2, 2, 128, AttentionSpec(scale), monkeypatch)
-    assert variant.config.statistics_multiplied is multiplied
+    constants = _main_constants(512, 512, 2, 2, 128, AttentionSpec(scale), monkeypatch)
+    assert constants["STATISTICS_MULTIPLIED"] is multiplied
 
 
-def _main_variant(
+def _main_constants(
     rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: AttentionSpec,
     monkeypatch: pytest.MonkeyPatch, **changes: int,
-) -> backward_variant.BackwardVariant:  # fmt: skip
+) -> dict[str, Any]:  # fmt: skip
     """What a backward compiles for its main kernel."""
-    return _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes).main.launch
+    return _main_plan(rows, keys, heads, heads_kv, head_dim, spec, monkeypatch, **changes).main.source.constants
 
 
 def _main_plan(
@@ -441,7 +445,6 @@ def _main_plan(
 ) -> backward_launch.BackwardPlan:  # fmt: skip
     """On 132 multiprocessors; by default so many walks that none is divided."""
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(backward_launch, "_launcher", lambda kernel, variant, device: variant)
     shapes = [torch.Size((batch, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
     strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
     call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
@@ -768,20 +771,20 @@ def _instructions(binary: Binary) -> list[str]:
 def test_machine_code(form: str) -> None:
     call = (FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS)[form]
     binary = compile_hopper(call)
-    config = binary.source.config
+    config = hopper_config(call)
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
     allowed = _SPILLS_OF_SCORES if form.endswith("scores") else 0
     assert binary.spilled <= max(_SPILLS[config.consumers], allowed)
     assert not serialises_products(binary)
-    _assert_softmax_overlaps_products(_instructions(binary), binary.source)
-    _assert_consumers_take_turns(_instructions(binary), binary.source)
-    if not (binary.source.has_left or binary.source.has_right or call.block_tile):
-        _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), binary.source)
+    _assert_softmax_overlaps_products(_instructions(binary), call)
+    _assert_consumers_take_turns(_instructions(binary), call)
+    if call.window_left is call.window_right is call.block_tile is None:
+        _assert_loops_without_a_band_are_in_one_piece(_instructions(binary), call)
     if call.block_tile:
-        _assert_bits_of_a_row_come_at_once(_instructions(binary), binary.source)
+        _assert_bits_of_a_row_come_at_once(_instructions(binary), call)
 
 
-def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.Variant) -> None:
+def _assert_softmax_overlaps_products(instructions: list[str], call: Call) -> None:
     """In the loop over key tiles, the exponentials that the row says stand before the wait for `p v`, and after that
     for the scores. ptxas may move one or two more there.
 
@@ -789,35 +792,36 @@ def _assert_softmax_overlaps_products(instructions: list[str], variant: launch.V
     half as many exponentials as columns, and with float16 weights two that rescale. Each consumer has its own copy of
     the code.
     """
-    config = variant.config
+    config = hopper_config(call)
     signs = {"GMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     found = [len(before) for before in re.findall(r"H+W(e*)W", events)]
-    least = config.ahead // 2 + (2 if variant.dtype is torch.float16 else 0)
+    least = config.ahead // 2 + (2 if call.dtype is torch.float16 else 0)
     assert len(found) == config.consumers
     assert not config.ahead or all(least <= count <= least + 2 for count in found)
 
 
-def _assert_consumers_take_turns(instructions: list[str], variant: launch.Variant) -> None:
+def _assert_consumers_take_turns(instructions: list[str], call: Call) -> None:
     """Where they do, each opens the next one's barrier once in a loop, as soon as its products are under way, and the
     last the first one's before it; with a band also where it leaves out key tiles."""
-    config = variant.config
+    config = hopper_config(call)
     signs = {"GMMA": "H", "BAR.ARV": "t", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     loops = config.consumers * config.in_turn
     assert len(re.findall("HtW", events)) == loops
     once = loops + config.in_turn
-    skips = (variant.has_left or variant.has_right) and variant.block_tile is None and config.block_m > config.block_n
+    band = call.window_left is not None or call.window_right is not None
+    skips = band and call.block_tile is None and config.block_m > config.block_n
     assert events.count("t") > once if skips and config.in_turn else events.count("t") == once
 
 
-def _assert_loops_without_a_band_are_in_one_piece(instructions: list[str], variant: launch.Variant) -> None:
+def _assert_loops_without_a_band_are_in_one_piece(instructions: list[str], call: Call) -> None:
     """Between their products (scores, a wait for values, `p v`) and the exponentials there is no branch. With float16
     weights there is one, for references that rise."""
     signs = {"GMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "BRA": "b"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    piece = "HbH+Wb" if variant.dtype is torch.float16 else "HbH+W+e"
-    assert len(re.findall(piece, events)) == variant.config.consumers
+    piece = "HbH+Wb" if call.dtype is torch.float16 else "HbH+W+e"
+    assert len(re.findall(piece, events)) == hopper_config(call).consumers
 
 
 def _loops(form: str) -> list[list[str]]:
@@ -846,18 +850,19 @@ def test_warps_vote_for_themselves(form: str) -> None:
         assert not re.search(r"\bBAR\.|SYNCS|GMMA|WARPGROUP", apart)
 
 
-def _assert_bits_of_a_row_come_at_once(instructions: list[str], variant: launch.Variant) -> None:
+def _assert_bits_of_a_row_come_at_once(instructions: list[str], call: Call) -> None:
     """Each consumer reads those of its first tile and, in the loop, those of the others: for each of a thread's two
     rows a load of as many bits as the tile has keys."""
-    loads = sum(f"LDG.E.{variant.config.block_n}" in line for line in instructions)
-    assert loads == 4 * variant.config.consumers
+    config = hopper_config(call)
+    loads = sum(f"LDG.E.{config.block_n}" in line for line in instructions)
+    assert loads == 4 * config.consumers
 
 
 @pytest.mark.parametrize("form", ["fp8-128-short", "fp8-128"])
 def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
     """Scores of 8-bit products are the operands of 16-bit ones, and no weight moves to another thread."""
     binary = compile_hopper(FP8_FORMS[form])
-    lines, config = _instructions(binary), binary.source.config
+    lines, config = _instructions(binary), hopper_config(FP8_FORMS[form])
     assert sum("QGMMA" in line for line in lines) == config.consumers * 2 * 4
     assert sum("HGMMA" in line for line in lines) == config.consumers * 2 * config.block_n // 16
     assert not any("PRMT" in line for line in lines)
@@ -865,7 +870,9 @@ def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
 
 @pytest.mark.parametrize("head_dim_v", [8, 96, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
-    compiled = compile_source(widen_source(head_dim_v), _SM_90)
+    shape = torch.Size((2, 100, 4, head_dim_v))
+    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0)).plan
+    compiled = compile_source(plan.source, _SM_90)
     assert spilled_bytes(compiled.asm, _SM_90) == 0
     moves = re.findall(r"(LDG|STG)\.E\.(\w+)", instructions(compiled.asm))
     assert moves.count(("LDG", "64")) == moves.count(("STG", "128")) == 8 == len(moves) // 2
@@ -975,11 +982,12 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     head_dim, head_dim_v, arguments, packed = _LAUNCHED_BACKWARDS[name]
     launched = {}
 
-    def launcher(kernel: str, variant, device: torch.device):
-        source = backward_launch.backward_source(kernel, variant)
+    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device):
         widths = [_arguments_of(of) for of in source.types]
+        kernel = source.function.__name__.removeprefix("attention_").removesuffix("_kernel")
 
-        def launch(programs: int, *passed) -> None:
+        def launch(*given) -> None:
+            passed = (*given, *scalars)
             assert len(passed) == sum(widths)
             starts = itertools.accumulate(widths, initial=0)
             firsts = {name: passed[start] for name, start, _ in zip(source.function.arg_names, starts, widths)}
@@ -987,7 +995,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
 
         return launch
 
-    monkeypatch.setattr(backward_launch, "_launcher", launcher)
+    monkeypatch.setattr(backend_launch, "make_launch", make_launch)
+    monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "_plan", backward_launch._plan.__wrapped__)
     monkeypatch.setattr(
         tma.triton.runtime.driver,
@@ -1010,7 +1019,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and configs.aligned(grad)
-    main, begin = launched["main"], launched["begin"]
+    main, begin = launched["backward"], launched["begin"]
     assert ("quiet_ptr" in begin) == ("blocks" in name or "hidden" in name)
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
@@ -1063,7 +1072,10 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
 def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
     binary = compile_hopper(call)
-    assert binary.source.index_dtypes == index_dtypes and binary.source.top_left
+    found = described(binary.source)
+    types = {torch.int32: "*i32", torch.int64: "*i64"}
+    assert (found["cu_seqlens_q_ptr"], found["cu_seqlens_k_ptr"]) == tuple(types[of] for of in index_dtypes)
+    assert found["TOP_LEFT"]
 
 
 @pytest.mark.parametrize("form", ["16-full", "96-full", "192x128-full", "fp8-128"])
@@ -1083,10 +1095,11 @@ def test_descriptors_are_encoded_as_the_kernel_expects(
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
     plan = hopper_plan((FORMS | FP8_FORMS)[form]._replace(sequences=sequences))
-    compiled = compile_source(launch.kernel_source(plan.launch), _SM_90)
+    compiled = compile_source(plan.kernel.source, _SM_90)
     wanted = compiled.metadata.tensordesc_meta
-    for make, boxes in zip(plan.makers, launch._boxes(plan.launch)):
-        assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (boxes[1] is None)
+    tails = plan.kernel.source.types[1 : 2 * len(plan.makers) : 2]
+    for make, tail in zip(plan.makers, tails, strict=True):
+        assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (tail == "constexpr")
     assert [(how[1], how[2], how[4]) for how in told] == [
         (meta["swizzle"], meta["elem_size"], meta["block_size"]) for meta in wanted
     ]

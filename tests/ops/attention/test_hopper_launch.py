@@ -20,10 +20,11 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import backward_launch, configs, launch, widening
+from flashtile.ops.attention.hopper import backward_launch, configs, launch
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -73,13 +74,13 @@ def launched() -> Any:
     """Arguments of launches by the name of the kernel and of the parameter; each is checked against its parameter."""
     found: dict[str, _Launched] = {}
 
-    def make_launcher(source: KernelSource, device: torch.device, facts: devices.DeviceFacts) -> Any:
+    def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device) -> Any:
         names = source.function.arg_names
         assert set(source.constants) >= set(names[len(source.types) :])
 
-        def record(programs: int, *arguments: Any) -> None:
+        def record(*given: Any) -> None:
             assert 0 < programs < 2**31
-            rest, by_name = list(arguments), {}
+            rest, by_name = [*given, *scalars], {}
             for name, of, multiple in zip(names, source.types, source.multiples, strict=False):
                 by_name[name] = value = rest.pop(0)
                 if of == "constexpr" or (name == "counter_ptr" and value is None):
@@ -103,21 +104,16 @@ def launched() -> Any:
         return descriptor, *descriptor.layout.shape, *descriptor.layout.strides
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (launch, widening, backward_launch):
-            patched.setattr(module, "make_launcher", make_launcher)
-            patched.setattr(module, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
+        patched.setattr(backend_launch, "make_launch", make_launch)
         for module in (launch, backward_launch):
             patched.setattr(module, "multiprocessors", lambda device: 132)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
         patched.setattr(tma, "_encoded", described)
         patched.setattr(tma, "_described", described)
-        caches = (launch._plan, launch._launcher, widening._launcher, backward_launch._plan, backward_launch._launcher)
-        for cache in caches:
-            cache.cache_clear()
+        backend_launch.clear_plans()
         yield found
-        for cache in caches:
-            cache.cache_clear()
+        backend_launch.clear_plans()
 
 
 @st.composite

@@ -79,28 +79,6 @@ def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
 
 
-def descale_types(there: tuple[bool, ...]) -> dict[str, str]:
-    """Types of the kernels' parameters for the factors of q, k and v; "constexpr" of those that are not there."""
-    return {
-        name: of if present else "constexpr"
-        for tensor, present in zip("qkv", there)
-        for name, of in (
-            (f"descale_{tensor}_ptr", "*fp32"),
-            (f"stride_descale_{tensor}_batch", "i64"),
-            (f"stride_descale_{tensor}_head", "i64"),
-        )
-    }
-
-
-def descale_scalars(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, int | None]:
-    """The strides of the factors as the kernels' parameters."""
-    return {
-        f"stride_descale_{of}_{dimension}": stride
-        for of, pair in zip("qkv", strides)
-        for dimension, stride in zip(("batch", "head"), pair or (None, None))
-    }
-
-
 def descale_parameters(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, Parameter]:
     """The kernels' parameters for the factors of q, k and v, of which each may not be there."""
     found: dict[str, Parameter] = {}

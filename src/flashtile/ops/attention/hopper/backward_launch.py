@@ -12,20 +12,23 @@ from torch import Tensor
 
 from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides, empty
-from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
+from flashtile._backends.devices import multiprocessors
+from flashtile._backends.launch import (
+    KernelSource,
+    Parameter,
+    Plan,
+    optional,
+    plan_cache,
+    plan_of,
+    pointer,
+    pointer_to,
+    specialise,
+)
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout, strided_layout
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
-from flashtile.ops.attention.hopper.block_parameters import (
-    BLOCK_MULTIPLES,
-    block_constants,
-    block_lists,
-    block_parameter_types,
-    whole_tiles,
-)
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -36,12 +39,19 @@ from flashtile.ops.attention.hopper.configs import (
     padded_strides,
     tile_width,
 )
-from flashtile.ops.attention.hopper.score_parameters import (
+from flashtile.ops.attention.hopper.parameters import (
+    FLOAT32,
+    INT32,
     LOG2_E,
     ScoreVariant,
     alibi_dimensions,
-    parameter_types,
-    score_scalars,
+    block_constants,
+    block_lists,
+    block_parameters,
+    length_parameters,
+    score_parameters,
+    score_values,
+    whole_tiles,
 )
 from flashtile.ops.attention.plans import (
     Layout,
@@ -61,14 +71,6 @@ from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, W
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 
-class Launch(NamedTuple):
-    """A launch without its pointers: `launch(programs, *pointers, *scalars)`."""
-
-    launch: Callable[..., None]
-    programs: int
-    scalars: tuple[int | float | None, ...]
-
-
 class BackwardPlan(NamedTuple):
     """The three launches.
 
@@ -81,9 +83,9 @@ class BackwardPlan(NamedTuple):
         statistics_at, quiet_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
     """
 
-    begin: Launch
-    main: Launch
-    end: Launch
+    begin: Plan
+    main: Plan
+    end: Plan
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
     shares: int
@@ -142,18 +144,17 @@ def backward(
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
-        plan.begin.programs, out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        counter, quiet, pointer(side.sinks), sink_sums, cu_seqlens_q, *plan.begin.scalars,
+        out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
+        counter, quiet, pointer(side.sinks), sink_sums, cu_seqlens_q,
     )  # fmt: skip
     descriptors = plan.describe(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), quiet or dout.data_ptr(), statistics, sums, dk.data_ptr(),
         dv.data_ptr(),
     )  # fmt: skip
     plan.main.launch(
-        plan.main.programs, *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists,
-        *plan.main.scalars,
+        *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists
     )  # fmt: skip
-    plan.end.launch(plan.end.programs, sums, dq.data_ptr(), cu_seqlens_q, *plan.end.scalars)
+    plan.end.launch(sums, dq.data_ptr(), cu_seqlens_q)
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     dsinks = None
@@ -176,7 +177,7 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(
     dtype: torch.dtype,
     device: torch.device,
@@ -233,36 +234,39 @@ def _plan(
     wide = max(row_strides) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
     begins = variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks, meets=looping.meets)
-    begin = _launcher("begin", begins, device)
-    main = _launcher("main", looping, device)
-    end = _launcher("end", variant, device)
-    common = (batch, heads, rows_q, query_tiles)
-    scalars = (
-        *(batch, heads_kv * shares, group, shares, rows_q, rows_k, key_tiles, query_tiles),
-        *clipped_window(spec),
-        spec.scale,
-        *score_scalars(spec, heads, alibi),
-        *block_places(spec, rows_q, rows_k, blocks, by_column=True)[:-1],  # columns come in their own order
-    )
+    lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
+    window_left, window_right = clipped_window(spec)
+    common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
+    of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), row_strides))
+    values = {
+        **common,
+        **{"heads_kv": heads_kv * shares, "group": group, "shares": shares, "rows_k": rows_k, "tiles": key_tiles},
+        **{"window_left": window_left, "window_right": window_right},
+        **score_values(spec, heads, alibi),
+        **block_places(spec, rows_q, rows_k, blocks, by_column=True)._asdict(),
+    }
+    all_tiles = key_tiles * lines_kv * shares
+    main_programs = min(all_tiles, programs) if config.producer else all_tiles
+    begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
+    main = plan_of(backward_source("main", looping), values, main_programs, device)
+    end = plan_of(backward_source("end", variant), common, tiles, device)
     parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in (q_shape, *parts))
     sums, statistics = (
         math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
     )
-    lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     quiet = 0
     if hides_rows:
         # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
         quiet = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
-    all_tiles = key_tiles * lines_kv * shares
     counter = 4 * -(-(1 + (lines if looping.meets else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if spec.deterministic else 0
     scratch = sums + statistics + quiet + counter + turns + (tiles if sinks else 0)
     return BackwardPlan(
-        Launch(begin, tiles, (*row_strides, *common, lse_unit)),
-        Launch(main, min(all_tiles, programs) if config.producer else all_tiles, scalars),
-        Launch(end, tiles, (*common, spec.scale)),
+        begin,
+        main,
+        end,
         _describer(variant, shapes, strides, dk, dv, tiles),
         (dq, dk, dv),
         shares,
@@ -363,11 +367,6 @@ def _dtype_of(name: str, variant: BackwardVariant) -> torch.dtype:
     return torch.bfloat16 if name == "statistics" else variant.dtype
 
 
-@functools.cache
-def _launcher(kernel: str, variant: BackwardVariant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(backward_source(kernel, variant), device, device_facts(device))
-
-
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     """The specialisation of a kernel ("begin", "main" or "end") for a variant."""
     config = variant.config
@@ -407,49 +406,34 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "ALTERNATES": variant.alternates,
         **block_constants(variant.block_tile),
     }
-    names = function.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    run_time = [name for name in names if name not in constants]
-    parameters = {name: _parameter(name, variant) for name in run_time}
-    constants |= {name: None for name, (of, _) in parameters.items() if of == "constexpr"}
-    types, multiples = zip(*parameters.values())
     limit = config.max_registers if kernel == "main" else None
-    return KernelSource(function, types, multiples, constants, num_warps=4, num_stages=1, max_registers=limit)
+    return specialise(function, _parameters(variant), constants, num_warps=4, max_registers=limit)
 
 
-def _parameter(name: str, variant: BackwardVariant) -> tuple[str, int]:
-    """Type of a run-time parameter, and a power of two that divides it."""
-    element = ELEMENT_TYPES[variant.dtype]
-    index_q, index_k = (dtype and "*" + ELEMENT_TYPES[dtype] for dtype in variant.index_dtypes or (None, None))
-    if name.endswith("_desc"):
-        of = name.removesuffix("_desc")
-        box = _boxes(variant)[of]
-        if box is None:
-            return "constexpr", 1
-        return descriptor_type(_dtype_of(of, variant), box, swizzled=_is_operand(of, variant)), 1
-    of_scores = parameter_types(variant.scores)
-    if name in of_scores:
-        return of_scores[name], 1
-    of_blocks = block_parameter_types(variant.block_tile is not None)
-    if name in of_blocks:
-        return of_blocks[name], BLOCK_MULTIPLES.get(name, 1)
-    if name.startswith("stride_"):
-        return ("i64" if variant.wide_strides else "i32"), 8
+def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
+    """Of the three kernels."""
+    tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
+    apart = Parameter("i64" if variant.wide_strides else "i32", 8)
+    numbers = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "tiles", "query_tiles")
     return {
-        "out_ptr": ("*" + element, 16),
-        "dout_ptr": ("*" + element, 16),
-        "dq_ptr": ("*" + element, 16),
-        "lse_ptr": ("*fp32", 1),
-        "dlse_ptr": ("*fp32", 1) if variant.has_dlse else ("constexpr", 1),
-        "statistics_ptr": ("*" + ELEMENT_TYPES[_dtype_of("statistics", variant)], 16),
-        "sums_ptr": ("*fp32", 16),
-        "counter_ptr": ("*i32", 1),
-        "turns_ptr": ("*i32", 1) if variant.ordered else ("constexpr", 1),
-        "quiet_ptr": ("*" + element, 16) if variant.hides_rows else ("constexpr", 1),
-        "sink_logits_ptr": ("*fp32", 1) if variant.sinks else ("constexpr", 1),
-        "sink_sums_ptr": ("*fp32", 1) if variant.sinks else ("constexpr", 1),
-        "cu_seqlens_q_ptr": (index_q or "constexpr", 1),
-        "cu_seqlens_k_ptr": (index_k or "constexpr", 1),
-        "scale": ("fp32", 1),
-        "lse_unit": ("fp32" if variant.config.statistics_multiplied else "constexpr", 1),
-    }.get(name, ("i32", 1))
+        **{
+            f"{of}_desc": descriptor_parameter(_dtype_of(of, variant), box, swizzled=_is_operand(of, variant))
+            for of, box in _boxes(variant).items()
+        },
+        **dict.fromkeys(("out_ptr", "dout_ptr", "dq_ptr"), tensor),
+        "quiet_ptr": optional(variant.hides_rows, tensor),
+        "lse_ptr": statistics,
+        "dlse_ptr": optional(variant.has_dlse, statistics),
+        "statistics_ptr": pointer_to(_dtype_of("statistics", variant), 16),
+        "sums_ptr": pointer_to(torch.float32, 16),
+        "counter_ptr": pointer_to(torch.int32),
+        "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
+        **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
+        **length_parameters(variant.index_dtypes),
+        **dict.fromkeys((f"stride_dout_{dimension}" for dimension in ("batch", "row", "head")), apart),
+        **dict.fromkeys((*numbers, "window_left", "window_right"), INT32),
+        "scale": FLOAT32,
+        "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
+        **score_parameters(variant.scores),
+        **block_parameters(variant.block_tile is not None),
+    }

@@ -8,7 +8,7 @@ import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
-from flashtile.ops.attention.hopper.score_parameters import ScoreVariant
+from flashtile.ops.attention.hopper.parameters import ScoreVariant
 
 #: Queries of the heads of a walk (of those that share keys all, or one share: `plans.shares_of_heads`), from which on
 #: what it reads and adds to (1 KiB each at D 128) is so much that programs which drift apart find little of it in the

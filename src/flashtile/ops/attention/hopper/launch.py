@@ -1,7 +1,7 @@
 """Host side of the Hopper kernels: outputs, descriptors and the launch. The backend module that `select` names.
 
-As in the portable backend, all that a launch needs beside its pointers is a `Plan`, looked up under what the call looks
-like from outside. Descriptors belong to an address as well: a plan holds their makers, which remember.
+Descriptors belong to an address as well as to what a call looks like from outside: a plan holds their makers, which
+remember. Strides, lengths, batch and heads do not decide machine code.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
-from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import ELEMENT_TYPES, KernelSource, make_launcher, pointer
-from flashtile._backends.tma import chunks_maker, descriptor_type, packed_layout, strided_layout
-from flashtile.ops.attention.hopper.backward_launch import backward
-from flashtile.ops.attention.hopper.block_parameters import (
-    BLOCK_MULTIPLES,
-    block_constants,
-    block_lists,
-    block_parameter_types,
-    whole_tiles,
+from flashtile._backends.devices import multiprocessors
+from flashtile._backends.launch import (
+    Parameter,
+    Plan,
+    optional,
+    plan_cache,
+    plan_of,
+    pointer,
+    pointer_to,
+    specialise,
 )
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_layout, strided_layout
+from flashtile.ops.attention.hopper.backward_launch import backward
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -35,11 +37,17 @@ from flashtile.ops.attention.hopper.configs import (
     query_places,
 )
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
-from flashtile.ops.attention.hopper.score_parameters import (
+from flashtile.ops.attention.hopper.parameters import (
+    INT32,
     ScoreVariant,
     alibi_dimensions,
-    parameter_types,
-    score_scalars,
+    block_constants,
+    block_lists,
+    block_parameters,
+    length_parameters,
+    score_parameters,
+    score_values,
+    whole_tiles,
 )
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import (
@@ -47,9 +55,8 @@ from flashtile.ops.attention.plans import (
     block_places,
     block_sizes,
     clipped_window,
-    descale_scalars,
+    descale_parameters,
     descale_strides,
-    descale_types,
     packing,
     positive_scale,
     tiles_of,
@@ -57,7 +64,7 @@ from flashtile.ops.attention.plans import (
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
-__all__ = ["backward", "forward", "kernel_source"]
+__all__ = ["backward", "forward"]
 
 _NO_DESCALES = (None, None, None)
 
@@ -69,41 +76,20 @@ _LONG_KEYS = 4096
 _MOVED = ("q", "k", "v", "out")
 
 
-class Variant(NamedTuple):
-    """All that decides the machine code of the forward kernel. Strides, lengths, batch and heads are no part of it."""
-
-    dtype: torch.dtype
-    chunks: tuple[int, int]
-    chunks_v: tuple[int, int]
-    config: HopperConfig
-    out_places: int
-    query_places: int
-    packed: bool
-    has_left: bool
-    has_right: bool
-    top_left: bool
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    scores: ScoreVariant
-    block_tile: tuple[int, int] | None = None
-    descales: tuple[bool, ...] = (False, False, False)
-
-
-class Plan(NamedTuple):
-    """A launch without its pointers: `launch(programs, *descriptors, *pointers, *scalars)`.
+class ForwardPlan(NamedTuple):
+    """The launch of the kernel, and what it needs.
 
     Attributes:
-        programs: 0 where there is nothing to launch; outputs are then filled.
+        kernel: no programs: there is nothing to launch, and outputs are filled.
         dynamic: programs take tiles as they come, and the launch needs counters.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
-    launch: Callable[..., None]
-    programs: int
+    kernel: Plan
     dynamic: bool
     makers: tuple[Callable[[int], tuple], ...]
-    scalars: tuple[int | float | None, ...]
     outputs: tuple[Layout, Layout]
     widening: Widening | None = None
 
@@ -128,13 +114,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
-    if not plan.programs:
+    if not plan.kernel.programs:
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
     of_q, of_k, of_v, of_out = plan.makers
-    plan.launch(
-        plan.programs,
+    plan.kernel.launch(
         *of_q(q.data_ptr()),
         *of_k(k.data_ptr()),
         *of_v(v.data_ptr()),
@@ -145,7 +130,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
             pointer,
             (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales),
         ),
-        *plan.scalars,
     )
     return out, lse
 
@@ -180,7 +164,7 @@ def _stream_counter(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=4096)
+@plan_cache
 def _plan(
     dtype: torch.dtype,
     device: torch.device,
@@ -194,7 +178,7 @@ def _plan(
     sinks: bool = False,
     blocks: tuple[int, int] | None = None,
     descales: tuple[tuple[int, ...] | None, ...] = _NO_DESCALES,
-) -> Plan:
+) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
@@ -213,96 +197,22 @@ def _plan(
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or blocks is not None
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
-    variant = Variant(
-        dtype,
-        column_chunks(head_dim, dtype),
-        column_chunks(head_dim_v),
-        config,
-        out_places(config, head_dim, head_dim_v, dtype),
-        query_places(config, head_dim, head_dim_v, dtype),
-        packed,
-        left,
-        right,
-        spec.banded and spec.top_left,
-        index_dtypes,
-        ScoreVariant(spec.softcap > 0, alibi > 0, sinks),
-        block_tile,
-        tuple(strides is not None for strides in descales),
-    )
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
     outputs = (
         Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)),
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
-    if not programs:
-        return Plan(_launch_nothing, 0, False, (), (), outputs)
-    scalars = (
-        *(batch, heads, heads // heads_kv, rows_q, rows_k, tiles, lines, int(dynamic)),
-        *clipped_window(spec),
-        *score_scalars(spec, heads, alibi),
-        *block_places(spec, rows_q, rows_k, blocks, by_column=False),
-        *descale_scalars(descales).values(),
-        None if descales == _NO_DESCALES else heads // heads_kv,
-    )
-    widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
-    strides_v = strides[2] if widening is None else widening.output.strides
-    layouts = [
-        (packed_layout if packed else strided_layout)(tuple(shape), tuple(stride))
-        for shape, stride in zip((*shapes, out_shape), (*strides[:2], strides_v, outputs[0].strides))
-    ]
-    makers = tuple(
-        chunks_maker(_dtype_of(name, variant), boxes, layout)
-        for name, boxes, layout in zip(_MOVED, _boxes(variant), layouts)
-    )
-    return Plan(_launcher(variant, device), programs, dynamic, makers, scalars, outputs, widening)
-
-
-def _launch_nothing(programs: int, *arguments: object) -> None:
-    raise AssertionError("a plan without programs is not launched")
-
-
-def _boxes(variant: Variant) -> list[tuple[tuple[int, ...] | None, ...]]:
-    """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one."""
-    rows = {"q": CONSUMER_ROWS, "k": variant.config.block_n, "v": variant.config.block_n, "out": CONSUMER_ROWS}
-    outer = (1, 1) if variant.packed else (1,)
-
-    def box(name: str, width: int) -> tuple[int, ...] | None:
-        if not width:
-            return None
-        return (*outer, rows[name], 1, width)
-
-    widths = {"q": variant.chunks, "k": variant.chunks, "v": variant.chunks_v, "out": variant.chunks_v}
-    return [tuple(box(name, width) for width in widths[name]) for name in _MOVED]
-
-
-def _dtype_of(name: str, variant: Variant) -> torch.dtype:
-    return out_dtype(variant.dtype) if name in ("v", "out") else variant.dtype
-
-
-@functools.cache
-def _launcher(variant: Variant, device: torch.device) -> Callable[..., None]:
-    return make_launcher(kernel_source(variant), device, device_facts(device))
-
-
-def kernel_source(variant: Variant) -> KernelSource:
-    """The specialisation of the forward kernel for a variant, as the launcher and ahead-of-time compilation take it."""
-    config = variant.config
-    names = attention_forward_kernel.arg_names
-    moved = [(_dtype_of(name, variant), box) for name, boxes in zip(_MOVED, _boxes(variant)) for box in boxes]
-    types = {
-        name: "constexpr" if box is None else descriptor_type(dtype, box) for name, (dtype, box) in zip(names, moved)
+    boxes = _boxes(config, column_chunks(head_dim, dtype), column_chunks(head_dim_v), packed)
+    dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
+    parameters = {
+        **{
+            f"{name}{part}_desc": descriptor_parameter(dtypes[name], box)
+            for name in _MOVED
+            for part, box in zip(("", "_tail"), boxes[name])
+        },
+        **_parameters(index_dtypes, ScoreVariant(spec.softcap > 0, alibi > 0, sinks), block_tile is not None, descales),
     }
-    cu_seqlens = variant.index_dtypes or (None, None)
-    types |= {"lse_ptr": "*fp32", "counter_ptr": "*i32"}
-    types |= parameter_types(variant.scores)
-    types |= block_parameter_types(variant.block_tile is not None)
-    types |= {
-        f"cu_seqlens_{of}_ptr": "constexpr" if dtype is None else "*" + ELEMENT_TYPES[dtype]
-        for of, dtype in zip("qk", cu_seqlens)
-    }
-    types |= descale_types(variant.descales)
-    types["descale_group"] = "i32" if any(variant.descales) else "constexpr"
     constants = {
         "CONSUMERS": config.consumers,
         "STAGES": config.stages,
@@ -311,24 +221,66 @@ def kernel_source(variant: Variant) -> KernelSource:
         "Q_IN_REGISTERS": config.q_in_registers,
         "AHEAD": config.ahead,
         "IN_TURN": config.in_turn,
-        "OUT_PLACES": variant.out_places,
-        "QUERY_PLACES": variant.query_places,
-        "PACKED": variant.packed,
-        "HAS_LEFT": variant.has_left,
-        "HAS_RIGHT": variant.has_right,
-        "TOP_LEFT": variant.top_left,
-        **block_constants(variant.block_tile),
+        "OUT_PLACES": out_places(config, head_dim, head_dim_v, dtype),
+        "QUERY_PLACES": query_places(config, head_dim, head_dim_v, dtype),
+        "PACKED": packed,
+        "HAS_LEFT": left,
+        "HAS_RIGHT": right,
+        "TOP_LEFT": spec.banded and spec.top_left,
+        **block_constants(block_tile),
     }
-    run_time = [name for name in names if name not in constants]
-    types |= {name: "i32" for name in run_time if name not in types}
-    absent = dict.fromkeys(name for name in run_time if types[name] == "constexpr")
-    multiples = tuple({"counter_ptr": 16, **BLOCK_MULTIPLES}.get(name, 1) for name in run_time)
-    return KernelSource(
-        attention_forward_kernel,
-        tuple(types[name] for name in run_time),
-        multiples,
-        constants | absent,
-        num_warps=4,
-        num_stages=1,
-        max_registers=config.max_registers,
+    group = heads // heads_kv
+    window_left, window_right = clipped_window(spec)
+    values = {
+        **{"batch": batch, "heads": heads, "group": group, "rows_q": rows_q, "rows_k": rows_k},
+        **{"tiles": tiles, "lines": lines, "dynamic": int(dynamic)},
+        **{"window_left": window_left, "window_right": window_right},
+        **score_values(spec, heads, alibi),
+        **block_places(spec, rows_q, rows_k, blocks, by_column=False)._asdict(),
+        **{name: of.value for name, of in descale_parameters(descales).items() if name.startswith("stride_")},
+        "descale_group": None if descales == _NO_DESCALES else group,
+    }
+    source = specialise(
+        attention_forward_kernel, parameters, constants, num_warps=4, max_registers=config.max_registers
     )
+    kernel = plan_of(source, values, programs, device)
+    if not programs:
+        return ForwardPlan(kernel, False, (), outputs)
+    widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
+    strides_v = strides[2] if widening is None else widening.output.strides
+    layouts = [
+        (packed_layout if packed else strided_layout)(tuple(shape), tuple(stride))
+        for shape, stride in zip((*shapes, out_shape), (*strides[:2], strides_v, outputs[0].strides))
+    ]
+    makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
+    return ForwardPlan(kernel, dynamic, makers, outputs, widening)
+
+
+def _boxes(
+    config: HopperConfig, chunks: tuple[int, int], chunks_v: tuple[int, int], packed: bool
+) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
+    """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one."""
+    rows = {"q": CONSUMER_ROWS, "k": config.block_n, "v": config.block_n, "out": CONSUMER_ROWS}
+    widths = {"q": chunks, "k": chunks, "v": chunks_v, "out": chunks_v}
+    outer = (1, 1) if packed else (1,)
+    return {name: tuple((*outer, rows[name], 1, width) if width else None for width in widths[name]) for name in _MOVED}
+
+
+def _parameters(
+    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
+    scores: ScoreVariant,
+    listed: bool,
+    descales: tuple[tuple[int, ...] | None, ...],
+) -> dict[str, Parameter]:
+    """All but the descriptors. `listed`: there is a block mask."""
+    numbers = ("batch", "heads", "group", "rows_q", "rows_k", "tiles", "lines", "dynamic")
+    return {
+        "lse_ptr": pointer_to(torch.float32),
+        "counter_ptr": pointer_to(torch.int32, 16),
+        **length_parameters(index_dtypes),
+        **dict.fromkeys((*numbers, "window_left", "window_right"), INT32),
+        **score_parameters(scores),
+        **block_parameters(listed),
+        **descale_parameters(descales),
+        "descale_group": optional(descales != _NO_DESCALES, INT32),
+    }
