@@ -586,7 +586,7 @@ def test_key_tiles_of_a_consumer(
             mine = pieces.consumer_key_tiles.fn(
                 first, my_first, rows, shift, keys, *band, size, keys_of_a_tile, *flags, skips
             )
-            my_begin, full_begin, full_end, my_end, before, after = mine
+            (my_begin, full_begin, full_end, my_end), before, after = mine
             assert before >= 0 and after >= 0 and my_begin < my_end
             assert before + (my_end - my_begin) + after == end - begin and my_begin == begin + after
             for query in range(my_first, min(my_first + 64, rows)):

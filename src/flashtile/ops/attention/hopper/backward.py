@@ -72,9 +72,20 @@ from flashtile.ops.attention.hopper.backward_walk import (
     turned_tile,
     walk_of,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, load_bits, make_tile_info, read_tile_info, where_shown
+from flashtile.ops.attention.hopper.blocks import (
+    FULL,
+    TILE_HEAD,
+    TILE_NUMBER,
+    TILE_TURN,
+    BlockLists,
+    load_bits,
+    make_tile_info,
+    read_tile_info,
+    where_visible,
+)
 from flashtile.ops.attention.hopper.pieces import (
     WARPGROUP,
+    Chunks,
     barriers,
     make_ring,
     make_tile_queue,
@@ -108,8 +119,9 @@ def attention_backward_kernel(
     been taken, unless ORDERED beside each program's first, zero at the start; if MEETS, with a zero for each line
     behind it (`backward_walk.meeting_point`). `scale` > 0. Other arguments as in the forward kernel."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
-    blocks = (
-        block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head
+    blocks = BlockLists(
+        block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
+        stride_block_batch, stride_block_head, None,
     )  # fmt: skip
     form = Form(
         KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT,
@@ -120,10 +132,10 @@ def attention_backward_kernel(
         window_left, window_right, blocks, shares,
     )  # fmt: skip
     READERS: gl.constexpr = 2
-    k = make_ring(k_desc, k_tail_desc, KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
-    v = make_ring(v_desc, v_tail_desc, KEY_STAGES * WARPGROUPS, 1)
-    q = make_ring(q_desc, q_tail_desc, STAGES, READERS)
-    dout = make_ring(dout_desc, dout_tail_desc, STAGES, READERS)
+    k = make_ring(Chunks(k_desc, k_tail_desc), KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
+    v = make_ring(Chunks(v_desc, v_tail_desc), KEY_STAGES * WARPGROUPS, 1)
+    q = make_ring(Chunks(q_desc, q_tail_desc), STAGES, READERS)
+    dout = make_ring(Chunks(dout_desc, dout_tail_desc), STAGES, READERS)
     statistics = make_statistics(statistics_desc, STAGES, STATISTICS_MULTIPLIED)
     sums = (sums_ptr, sums_desc, sums_ptr)
     if SUMS_BY_TMA:
@@ -283,7 +295,7 @@ def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, W
             if kind != FULL:
                 column = tile * form.PARTS + part
                 bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
-                s = where_shown(bits, s, float("-inf"))
+                s = where_visible(bits, s, float("-inf"))
         p = gl.exp2(s * changing[0] - lse[None, :])
         if CUT:
             if (tile < walk.full_begin) | (tile >= walk.full_end):
@@ -361,9 +373,13 @@ def _sum_dq(LOADS: gl.constexpr, summing, producing):
             mbarrier.wait(dscores_full.index(place), phase)
             if form.TILE_K > 0:
                 at = (before + it) % (STAGES + form.HANDOVERS)
-                number = walk.place + read_tile_info(listing[1], at, 2) * walk.line + read_tile_info(listing[1], at, 0)
+                number = (
+                    walk.place
+                    + read_tile_info(listing[1], at, TILE_HEAD) * walk.line
+                    + read_tile_info(listing[1], at, TILE_NUMBER)
+                )
                 if form.ORDERED:
-                    turn = read_tile_info(listing[1], at, 3)
+                    turn = read_tile_info(listing[1], at, TILE_TURN)
                     turn_seen = gl.load(turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):

@@ -17,13 +17,17 @@ from flashtile.ops.attention.hopper.backward_walk import (
 )
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
+    TILE_HEAD,
+    TILE_KIND,
+    TILE_NUMBER,
+    TILE_TURN,
     line_entries,
     listed_rank,
     listed_tile,
     read_tile_info,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.pieces import coordinates, load_tile, place_of
+from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, coordinates, place_of
 
 
 @gluon.jit
@@ -85,19 +89,17 @@ def load_keys(walk, count, producing):
     """Loads keys and values of the `count`-th tile."""
     form, _, k, v, k_desc, k_tail_desc, v_desc, v_tail_desc, _, _, call = producing
     head = walk.head_kv // call[12]
-    _load_rows_of_keys(k, k_desc, k_tail_desc, walk, head, count, form)
-    _load_rows_of_keys(v, v_desc, v_tail_desc, walk, head, count, form)
+    _load_rows_of_keys(k, Chunks(k_desc, k_tail_desc), walk, head, count, form)
+    _load_rows_of_keys(v, Chunks(v_desc, v_tail_desc), walk, head, count, form)
 
 
 @gluon.jit
-def _load_rows_of_keys(ring, desc, tail_desc, walk, head, count, form):
+def _load_rows_of_keys(ring, descriptors, walk, head, count, form):
+    rows = HeadRows(walk.sequence, head, walk.begin_k, walk.seq_k)
     for which in gl.static_range(form.KEYS // ROWS):
         row = walk.first + which * ROWS
         place, phase = keys_of(count, which, form)
-        mbarrier.wait(ring.empty.index(place), phase ^ 1)
-        load_tile(
-            ring, place, desc, tail_desc, walk.sequence, head, walk.begin_k, walk.seq_k, row, form.PACKED
-        )  # fmt: skip
+        ring.fill(Slot(place, phase), descriptors, rows, row, form.PACKED)
 
 
 @gluon.jit
@@ -122,28 +124,21 @@ def _load_queries(walk, form, loading, it, head, tile, kind, turn):
     mbarrier.wait(q.empty.index(stage), phase ^ 1)
     if form.TILE_K > 0:
         place = it % (q.STAGES + form.HANDOVERS)
-        write_tile_info(tile_info, place, 0, tile)
-        write_tile_info(tile_info, place, 1, kind)
-        write_tile_info(tile_info, place, 2, head)
+        write_tile_info(tile_info, place, TILE_NUMBER, tile)
+        write_tile_info(tile_info, place, TILE_KIND, kind)
+        write_tile_info(tile_info, place, TILE_HEAD, head)
         if form.ORDERED:
-            write_tile_info(tile_info, place, 3, turn)
+            write_tile_info(tile_info, place, TILE_TURN, turn)
     full = q.full.index(stage)
     STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if form.STATISTICS_MULTIPLIED else 8
     mbarrier.expect(full, form.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS))
-    place = coordinates(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, 0, form.PACKED)
-    tma_load(q_desc, place, full, q.tiles.index(stage))
+    rows = HeadRows(walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q)
+    tma_load(q_desc, coordinates(rows, row, 0, form.PACKED), full, q.tiles.index(stage))
     if q.TAIL > 0:
-        place = coordinates(
-            walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row, q.WIDTH, form.PACKED
-        )  # fmt: skip
-        tma_load(q_tail_desc, place, full, q.tail.index(stage))
+        tma_load(q_tail_desc, coordinates(rows, row, q.WIDTH, form.PACKED), full, q.tail.index(stage))
     place = walk.place + head * walk.line + tile
     tma_load(statistics_desc, (statistics_desc.block_shape[0] * place, 0), full, statistics.index(stage))
-    mbarrier.wait(dout.empty.index(stage), phase ^ 1)
-    load_tile(
-        dout, stage, dout_desc, dout_tail_desc, walk.sequence, walk.first_head + head, walk.begin_q, walk.seq_q, row,
-        form.PACKED,
-    )  # fmt: skip
+    dout.fill(Slot(stage, phase), Chunks(dout_desc, dout_tail_desc), rows, row, form.PACKED)
 
 
 @gluon.jit
@@ -151,6 +146,6 @@ def receive_step(listing, it, q, form):
     """Head (from the first one), query tile and kind of step `it`, counted from the first tile of the program."""
     tile_info = listing[1]
     place = it % (q.STAGES + form.HANDOVERS)
-    tile = read_tile_info(tile_info, place, 0)
-    kind = read_tile_info(tile_info, place, 1)
-    return read_tile_info(tile_info, place, 2), tile, kind
+    tile = read_tile_info(tile_info, place, TILE_NUMBER)
+    kind = read_tile_info(tile_info, place, TILE_KIND)
+    return read_tile_info(tile_info, place, TILE_HEAD), tile, kind

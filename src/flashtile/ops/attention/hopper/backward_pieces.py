@@ -15,7 +15,7 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.pieces import await_stores, coordinates, matrix
+from flashtile.ops.attention.hopper.pieces import HeadRows, await_stores, coordinates, matrix
 from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
@@ -326,11 +326,10 @@ def store_rows(desc, tail_desc, ring, which, block, rest, walk, row, PACKED: gl.
     if products_of_sum(ring) > 1:
         columns_of(ring, which, COLUMNS, rest.shape[1]).store(rest.to(dtype))
     fence_async_shared()
-    place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, 0, PACKED)
-    tma_store(desc, place, ring.tiles.index(which))
+    rows = HeadRows(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k)
+    tma_store(desc, coordinates(rows, row, 0, PACKED), ring.tiles.index(which))
     if ring.TAIL > 0:
-        place = coordinates(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k, row, ring.WIDTH, PACKED)
-        tma_store(tail_desc, place, ring.tail.index(which))
+        tma_store(tail_desc, coordinates(rows, row, ring.WIDTH, PACKED), ring.tail.index(which))
 
 
 @gluon.jit

@@ -34,7 +34,7 @@ from flashtile.ops.attention.hopper.backward_walk import (
     turned_tile,
     walk_of,
 )
-from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_shown
+from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_visible
 from flashtile.ops.attention.hopper.pieces import pack, place_of, release
 
 
@@ -74,7 +74,7 @@ def sum_dv(inputs):
             if form.TILE_K > 0:
                 if kind != FULL:
                     bits = load_bits(listing[0], kind, walk.first, tile, form.M, form.TILE_K, form.TILE_Q)
-                    s = where_shown(bits, s, float("-inf"))
+                    s = where_visible(bits, s, float("-inf"))
             p = gl.exp2(s * changing[0] - lse[None, :])
             if form.MAY_CUT:
                 if (tile < walk.full_begin) | (tile >= walk.full_end):

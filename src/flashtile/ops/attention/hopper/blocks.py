@@ -1,15 +1,13 @@
 """Walking over the tiles of a block mask in the Hopper kernels.
 
-The mask's lists name, for each line (a row of its tiles, in the backward a column), the tiles with something visible.
-The producer reads them and tells the others of each tile, through shared memory, its number and its kind: FULL, EMPTY,
-or the place of its pattern. Who computes then reads the pattern's bits, for each of its 64 rows a bit for each column:
-in the forward while the scores are computed, in the backward, which lacks the registers, after that. Stored tiles are
-TILE_Q × TILE_K, multiples of those of the kernels; where there is no block mask both are 0.
-
-`blocks` is `(lists, offsets, tiles, kinds, bits, stride_batch, stride_head)`, in the forward with `order` at the end:
-the lists, where in them the parts are that the kernel reads, and how far a batch entry and a head lead
-(`plans.BlockPlaces`).
+The mask's lists name, for each line (a row of its tiles, in the backward a column), the tiles that have something
+visible. The producer reads them. For each tile it publishes, through shared memory, the number and the kind: FULL,
+EMPTY, or the place of the pattern. Consumers then read the bits of the pattern, one for each row and column of their 64
+rows: in the forward while the scores are computed, in the backward, which lacks the registers, after that. Stored tiles
+are TILE_Q × TILE_K, multiples of the kernels' tiles. Both are 0 where there is no block mask.
 """
+
+from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.pieces import M, number_places, read_number, write_number
@@ -18,21 +16,36 @@ from flashtile.ops.attention.hopper.pieces import M, number_places, read_number,
 FULL = gl.constexpr(-1)
 EMPTY = gl.constexpr(-2)
 
-#: What a producer tells of a listed tile: its number, its kind, and in the backward the head (from the first one) and
-#: how many tiles of keys are before this one in its row.
+#: Fields that a producer publishes of a listed tile, and how many they are: its number, its kind, and in the backward
+#: the head (counted from the first one) and how many tiles of keys add to its dq before this one.
+TILE_NUMBER, TILE_KIND, TILE_HEAD, TILE_TURN = (gl.constexpr(field) for field in range(4))
 TILE_INFO_FIELDS = gl.constexpr(4)
 
 
-@gluon.jit
-def _line_of(blocks, sequence, head):
-    """How far the lines of a head lie behind those of the first one."""
-    return sequence * blocks[5] + head * blocks[6]
+class BlockLists(NamedTuple):
+    """The lists of a block mask: where in them the parts begin that a kernel reads, and how far apart the lines of two
+    batch entries and of two heads are (`plans.BlockPlaces`). `order` is None in the backward."""
+
+    lists_ptr: Any
+    offsets: Any
+    tiles: Any
+    kinds: Any
+    bits: Any
+    stride_batch: Any
+    stride_head: Any
+    order: Any
 
 
 @gluon.jit
-def longest_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
-    """Which tile of `OWN` rows comes as the `number`-th from behind, of a head whose lines are `TILE` rows."""
-    line = gl.load(blocks[0] + blocks[7] + _line_of(blocks, sequence, head) + number // (TILE // OWN))
+def _first_line(blocks, sequence, head):
+    """The first line of a head, among the lines of all heads."""
+    return sequence * blocks.stride_batch + head * blocks.stride_head
+
+
+@gluon.jit
+def longest_line_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
+    """The tile of `OWN` rows that comes `number`-th from behind, in a head whose lines are `TILE` rows."""
+    line = gl.load(blocks.lists_ptr + blocks.order + _first_line(blocks, sequence, head) + number // (TILE // OWN))
     return line * (TILE // OWN) + number % (TILE // OWN)
 
 
@@ -58,7 +71,7 @@ def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
 @gluon.jit
 def line_entries(blocks, sequence, head, line):
     """Where the entries of a line begin and end."""
-    pointer = blocks[0] + blocks[1] + _line_of(blocks, sequence, head) + line
+    pointer = blocks.lists_ptr + blocks.offsets + _first_line(blocks, sequence, head) + line
     return gl.load(pointer), gl.load(pointer + 1)
 
 
@@ -66,16 +79,16 @@ def line_entries(blocks, sequence, head, line):
 def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
     """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
     tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
-    place = blocks[0] + entry + step // (TILE // OTHER)
-    tile = gl.load(place + blocks[2], mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
-    return tile, gl.load(place + blocks[3], mask=listed, other=EMPTY)
+    place = blocks.lists_ptr + entry + step // (TILE // OTHER)
+    tile = gl.load(place + blocks.tiles, mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
+    return tile, gl.load(place + blocks.kinds, mask=listed, other=EMPTY)
 
 
 @gluon.jit
 def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
     """How many stored tiles are before that of `listed_tile` in the other list that it is in. The ranks of all entries
     lie behind their kinds, as these do behind their numbers."""
-    return gl.load(blocks[0] + entry + step // (TILE // OTHER) + (2 * blocks[3] - blocks[2]))
+    return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * blocks.kinds - blocks.tiles))
 
 
 @gluon.jit
@@ -112,7 +125,7 @@ def load_bits(
     WORDS: gl.constexpr = COLUMNS // 32
     layout: gl.constexpr = _bits_layout(WORDS)
     # What all threads share first: then a thread's own part is a single offset.
-    base = blocks[0] + blocks[4] + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
+    base = blocks.lists_ptr + blocks.bits + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
     base += first_row % TILE_ROWS * (TILE_COLUMNS // 32) + column % (TILE_COLUMNS // COLUMNS) * WORDS
     row = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
@@ -121,17 +134,8 @@ def load_bits(
 
 
 @gluon.jit
-def receive_listed_tile(listing, stage, first_row, k, form):
-    """Forward: number and kind of the key tile in a place of the ring, and what it shows to 64 rows."""
-    blocks, tile_info = listing
-    n = read_tile_info(tile_info, stage, 0)
-    kind = read_tile_info(tile_info, stage, 1)
-    return n, kind, load_bits(blocks, kind, first_row, n, k.ROWS, form.TILE_Q, form.TILE_K)
-
-
-@gluon.jit
-def where_shown(bits, x, OTHER: gl.constexpr):
-    """`x` `[64, C]`, fragments of a product, where the bit of an element is set in `bits` `[64, C / 32]`, else `OTHER`.
+def where_visible(bits, x, OTHER: gl.constexpr):
+    """`x` `[64, C]`, fragments of a product, where the bit of an element is set in `bits` `[64, C / 32]`; else `OTHER`.
 
     A thread has two neighbours of every eight columns. Which eight, and which neighbour, is known when the kernel
     compiles; so words are shifted to the thread's own two once, and then each bit is a constant.

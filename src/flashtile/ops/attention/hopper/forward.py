@@ -17,9 +17,12 @@ from flashtile._backends.gluon import (
     tma_store_wait,
 )
 from flashtile.ops.attention.hopper.blocks import (
+    TILE_KIND,
+    TILE_NUMBER,
+    BlockLists,
     line_entries,
     listed_tile,
-    longest_first,
+    longest_line_first,
     make_tile_info,
     write_tile_info,
 )
@@ -39,6 +42,8 @@ from flashtile.ops.attention.hopper.pieces import (
     LN_2,
     PAIRS_TOGETHER,
     WARPGROUP,
+    Chunks,
+    HeadRows,
     M,
     barriers,
     closing_lines,
@@ -46,7 +51,6 @@ from flashtile.ops.attention.hopper.pieces import (
     declare_flag,
     finish_numbers,
     key_tile_ranges,
-    load_tile,
     locate_tile,
     make_ring,
     make_tile_queue,
@@ -89,9 +93,9 @@ def attention_forward_kernel(
         EIGHT_BITS, CONSUMERS, Q_IN_REGISTERS, AHEAD, IN_TURN, OUT_PLACES, QUERY_PLACES, PACKED,
         HAS_LEFT, HAS_RIGHT, TOP_LEFT, TILE_Q, TILE_K,
     )  # fmt: skip
-    q = make_ring(q_desc, q_tail_desc, CONSUMERS * QUERY_PLACES, 1)
-    k = make_ring(k_desc, k_tail_desc, STAGES, CONSUMERS)
-    v = make_ring(v_desc, v_tail_desc, STAGES, CONSUMERS)
+    q = make_ring(Chunks(q_desc, q_tail_desc), QUERY_PLACES, 1, CONSUMERS)
+    k = make_ring(Chunks(k_desc, k_tail_desc), STAGES, CONSUMERS)
+    v = make_ring(Chunks(v_desc, v_tail_desc), STAGES, CONSUMERS)
     out = gl.allocate_shared_memory(out_desc.dtype, [OUT_PLACES] + out_desc.block_shape, out_desc.layout)
     out_tail = out
     if out_tail_desc is not None:
@@ -100,7 +104,7 @@ def attention_forward_kernel(
         )
     out_free = barriers(CONSUMERS, WARPGROUP)
     queue = make_tile_queue(CONSUMERS)
-    blocks = (
+    blocks = BlockLists(
         block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
         stride_block_batch, stride_block_head, block_order,
     )  # fmt: skip
@@ -173,7 +177,7 @@ def _bring(number, tiles_published, pair, inputs):
     following = number
     tile, line = tile_in_order(number, tiles, lines, PAIRS_TOGETHER, closing_lines(tiles), UNEVEN)
     if form.TILE_Q > 0:
-        tile = longest_first(listing[0], tile, line // heads, line % heads, ROWS, form.TILE_Q)
+        tile = longest_line_first(listing[0], tile, line // heads, line % heads, ROWS, form.TILE_Q)
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tile, line, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k, ROWS, form.PACKED
     )
@@ -183,12 +187,10 @@ def _bring(number, tiles_published, pair, inputs):
             entry, last_entry = line_entries(listing[0], sequence, head, first // form.TILE_Q)
             listed = (last_entry - entry) * (form.TILE_K // k.ROWS)
         publish_tile(queue, tiles_published, _numbers(first, sequence, head, begin_q, seq_q, seq_k, listed, form))
-        place, phase = place_of(tiles_published, form.QUERY_PLACES)
+        queries = HeadRows(sequence, head, begin_q, seq_q)
         for which in gl.static_range(form.CONSUMERS):
-            mine = place * form.CONSUMERS + which
-            row = first + which * M
-            mbarrier.wait(q.empty.index(mine), phase ^ 1)
-            load_tile(q, mine, q_desc, q_tail_desc, sequence, head, begin_q, seq_q, row, form.PACKED)
+            slot = q.slot(tiles_published, which)
+            q.fill(slot, Chunks(q_desc, q_tail_desc), queries, first + which * M, form.PACKED)
         tiles_published += 1
         shift = 0 if form.TOP_LEFT else seq_k - seq_q
         key_begin, _, _, key_end = key_tile_ranges(
@@ -202,14 +204,14 @@ def _bring(number, tiles_published, pair, inputs):
             if form.TILE_Q > 0:
                 n, kind = listed_tile(listing[0], entry, n, listed > 0, k.ROWS, form.TILE_K)
             row = n * k.ROWS
-            stage, phase = place_of(pair, k.STAGES)
-            mbarrier.wait(k.empty.index(stage), phase ^ 1)
+            slot = k.slot(pair)
+            k.wait_empty(slot)
             if form.TILE_Q > 0:
-                write_tile_info(listing[1], stage, 0, n)
-                write_tile_info(listing[1], stage, 1, kind)
-            load_tile(k, stage, k_desc, k_tail_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
-            mbarrier.wait(v.empty.index(stage), phase ^ 1)
-            load_tile(v, stage, v_desc, v_tail_desc, sequence, head // group, begin_k, seq_k, row, form.PACKED)
+                write_tile_info(listing[1], slot.place, TILE_NUMBER, n)
+                write_tile_info(listing[1], slot.place, TILE_KIND, kind)
+            keys = HeadRows(sequence, head // group, begin_k, seq_k)
+            k.load(slot, Chunks(k_desc, k_tail_desc), keys, row, form.PACKED)
+            v.fill(slot, Chunks(v_desc, v_tail_desc), keys, row, form.PACKED)
             pair += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
                 following = next_number(number, counter_ptr, dynamic)
@@ -278,10 +280,12 @@ def _compute(tile, tiles_received, pair, WHICH: gl.constexpr, inputs):
     shift = 0 if form.TOP_LEFT else seq_k - seq_q
     my_first = first + WHICH * M
     row = my_first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
-    key_begin, full_begin, full_end, key_end, before, after = consumer_key_tiles(
+    visited, before, after = consumer_key_tiles(
         first, my_first, seq_q, shift, seq_k, window_left, window_right, form.CONSUMERS * M, k.ROWS,
         form.HAS_LEFT, form.HAS_RIGHT, SKIPS,
     )  # fmt: skip
+    key_begin = visited.begin
+    key_end = visited.end
     if SKIPS:
         pair = skip_key_tiles(before, k, v, pair, form, WHICH)
     if form.TILE_Q > 0:
@@ -307,7 +311,8 @@ def _compute(tile, tiles_received, pair, WHICH: gl.constexpr, inputs):
     mbarrier.wait(q.full.index(mine), phase)
     q_tile, q_tail = take_queries(q, mine, s_layout, form)
     view = (
-        row, shift, seq_k, window_left, window_right, full_begin, full_end, my_first, listing, seq_k - seq_q,
+        row, shift, seq_k, window_left, window_right, visited.full_begin, visited.full_end, my_first, listing,
+        seq_k - seq_q,
     )  # fmt: skip
     p, o, o_tail, row_sum, reference, pair, last_stage, last_phase = visit_key_tiles(
         q_tile, q_tail, k, v, pair, key_begin, key_end, unit, cap_unit, slope, view, form, WHICH

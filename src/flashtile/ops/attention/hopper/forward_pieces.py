@@ -14,7 +14,16 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.pieces import M, coordinates, matrix, place_of, release, scale_rows
+from flashtile.ops.attention.hopper.pieces import (
+    Chunks,
+    HeadRows,
+    M,
+    coordinates,
+    matrix,
+    place_of,
+    release,
+    scale_rows,
+)
 from flashtile.ops.attention.hopper.scores import LOG2_E, capped, lowered_by_distance
 
 
@@ -173,12 +182,13 @@ def store_out(
 ):  # fmt: skip
     """Divides by the row sums and starts the store, through shared memory. Rows past the end are not written."""
     dtype: gl.constexpr = out.dtype
-    o, o_tail = scale_rows(o, o_tail, inverse, v)
+    o, o_tail = scale_rows(Chunks(o, o_tail), inverse, v)
     tma_store_wait(0)  # of the tile before: until it has been read from there
     matrix(out, M, v.WIDTH).store(o.to(dtype))
     if v.TAIL > 0:
         matrix(out_tail, M, v.TAIL).store(o_tail.to(dtype))
     fence_async_shared()
-    tma_store(out_desc, coordinates(sequence, head, begin, seq_q, row, 0, form.PACKED), out)
+    tma_store(out_desc, coordinates(HeadRows(sequence, head, begin, seq_q), row, 0, form.PACKED), out)
     if v.TAIL > 0:
-        tma_store(out_tail_desc, coordinates(sequence, head, begin, seq_q, row, v.WIDTH, form.PACKED), out_tail)
+        rows = HeadRows(sequence, head, begin, seq_q)
+        tma_store(out_tail_desc, coordinates(rows, row, v.WIDTH, form.PACKED), out_tail)

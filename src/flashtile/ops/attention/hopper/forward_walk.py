@@ -29,7 +29,7 @@ References: Milakov and Gimelshein, "Online normalizer calculation for softmax" 
 """
 
 from flashtile._backends.gluon import gl, gluon, mbarrier, warpgroup_mma_wait
-from flashtile.ops.attention.hopper.blocks import FULL, receive_listed_tile, where_shown
+from flashtile.ops.attention.hopper.blocks import FULL, TILE_KIND, TILE_NUMBER, load_bits, read_tile_info, where_visible
 from flashtile.ops.attention.hopper.forward_pieces import (
     begin_turn,
     end_turn,
@@ -39,6 +39,7 @@ from flashtile.ops.attention.hopper.forward_pieces import (
     wait_values,
 )
 from flashtile.ops.attention.hopper.pieces import (
+    Chunks,
     M,
     any_above,
     join_columns,
@@ -140,7 +141,7 @@ def _weights_by_sums(
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         row_sum *= factor
         tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
-        o, o_tail = scale_rows(o, o_tail, alpha, v)
+        o, o_tail = scale_rows(Chunks(o, o_tail), alpha, v)
     return p, row_sum + tile_sum, reference, o, o_tail
 
 
@@ -187,7 +188,7 @@ def _weights_by_maxima(
     probs, tile_sum, o, o_tail = _exponentials(s, scale_log2, reference, o, o_tail, v, v_stage, form)
     p = gl.convert_layout(pack(probs, gl.float16), p_layout)
     if rises:
-        o, o_tail = scale_rows(o, o_tail, alpha, v)
+        o, o_tail = scale_rows(Chunks(o, o_tail), alpha, v)
     return p, row_sum + tile_sum, reference, o, o_tail
 
 
@@ -251,7 +252,10 @@ def _tile_of(n, view, stage, k, form):
     kind = FULL
     bits = 0
     if form.TILE_Q > 0:
-        n, kind, bits = receive_listed_tile(view[8], stage, view[7], k, form)
+        blocks, tile_info = view[8]
+        n = read_tile_info(tile_info, stage, TILE_NUMBER)
+        kind = read_tile_info(tile_info, stage, TILE_KIND)
+        bits = load_bits(blocks, kind, view[7], n, k.ROWS, form.TILE_Q, form.TILE_K)
     return n, kind, bits
 
 
@@ -267,7 +271,7 @@ def _seen(s, n, kind, bits, cap_scale, slope, view, MAY_CUT: gl.constexpr, form)
     s = modified(s, row + diagonal, n * N, cap_scale, slope)
     if form.TILE_Q > 0:
         if kind != FULL:
-            s = where_shown(bits, s, float("-inf"))
+            s = where_visible(bits, s, float("-inf"))
     if MAY_CUT:
         if (n < full_begin) | (n >= full_end):
             s = mask_scores(s, row, n * N, shift, keys, window_left, window_right, form.HAS_LEFT, form.HAS_RIGHT)

@@ -3,14 +3,16 @@
 Shapes::
 
     M  query rows of a consumer: the 64 of one warpgroup's matrix product
-    N  key columns of a tile
-    D  columns of q and k, E columns of v and out: a power of two, or two chunks of columns (96 = 64 + 32), so that
-       such a head is not padded to the next power. What lies past head_dim is zero: TMA fills it in.
+    N  keys of a tile
+    D  head_dim of q and k, E head_dim of v and out: a power of two, or two chunks (96 = 64 + 32), so that such a head
+       is not padded to the next power of two. TMA fills in zeros past head_dim.
 
-A *line* is one head of one sequence (dense) or one head of all sequences (packed). Its query rows are cut into tiles of
-all consumers of a program. Rows of a sequence count from its start; The hardware's bounds check keeps
+A *line* is one head of one sequence (dense) or one head of all sequences (packed). Its query rows are cut into tiles,
+each for all consumers of a thread block. Rows of a sequence count from its start; The hardware's bounds check keeps
 packed sequences apart (`coordinates`).
 """
+
+from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import (
     aggregate,
@@ -41,11 +43,37 @@ _TILES_AT_THE_END = gl.constexpr(256)
 FIELDS = gl.constexpr(7)
 
 
+class Chunks(NamedTuple):
+    """Descriptors, operands or sums of the chunks that a head_dim is cut into. Where one chunk holds the whole head,
+    nothing reads `tail`. It is None, or a placeholder where a function returns it, which Triton allows no None."""
+
+    main: Any
+    tail: Any
+
+
+class HeadRows(NamedTuple):
+    """The rows of one head of one sequence: `length` rows, from row `begin` of a packed tensor on."""
+
+    sequence: Any
+    head: Any
+    begin: Any
+    length: Any
+
+
+class Slot(NamedTuple):
+    """Where a tile lies in a ring, and the parity of the barrier that says it is there."""
+
+    place: Any
+    phase: Any
+
+
 @aggregate
 class Ring:
-    """Tiles in shared memory that a producer fills and consumers empty. Each place has a barrier for either.
+    """Tiles in shared memory that the producer fills and the consumers empty. It owns a barrier of either kind for each
+    place, and knows their phases: callers count tiles, and hand the slot of a tile back as they got it.
 
-    `tail` holds the second chunk of head_dim, `TAIL` wide, where there is one. Else it is `tiles` again.
+    A stage has `PARTS` tiles, each with barriers of its own, such as the query rows of each consumer. `tail` holds the
+    second chunk of head_dim, `TAIL` wide, where there is one. Else it is `tiles` again.
     """
 
     tiles: gl.shared_memory_descriptor
@@ -56,9 +84,10 @@ class Ring:
     WIDTH: gl.constexpr
     TAIL: gl.constexpr
     STAGES: gl.constexpr
+    PARTS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES):
+    def __init__(self, tiles, tail, full, empty, ROWS, WIDTH, TAIL, STAGES, PARTS):
         self.tiles = tiles
         self.tail = tail
         self.full = full
@@ -67,6 +96,55 @@ class Ring:
         self.WIDTH = gl.constexpr(WIDTH)
         self.TAIL = gl.constexpr(TAIL)
         self.STAGES = gl.constexpr(STAGES)
+        self.PARTS = gl.constexpr(PARTS)
+
+    @gluon.jit
+    def slot(self, count, PART: gl.constexpr = 0):
+        """The slot of tile number `count`, or of one of its parts."""
+        stage, phase = place_of(count, self.STAGES)
+        if self.PARTS > 1:
+            stage = stage * self.PARTS + PART
+        return Slot(stage, phase)
+
+    @gluon.jit
+    def wait_empty(self, slot):
+        """Producer: waits until the slot is free."""
+        mbarrier.wait(self.empty.index(slot.place), slot.phase ^ 1)
+
+    @gluon.jit
+    def load(self, slot, descriptors, rows, row, PACKED: gl.constexpr):
+        """Producer: starts the load of the rows of a head from `row` on into a slot that is free."""
+        full = self.full.index(slot.place)
+        mbarrier.expect(full, self.tiles.dtype.primitive_bitwidth // 8 * self.ROWS * (self.WIDTH + self.TAIL))
+        tma_load(descriptors.main, coordinates(rows, row, 0, PACKED), full, self.tiles.index(slot.place))
+        if self.TAIL > 0:
+            tail = coordinates(rows, row, self.WIDTH, PACKED)
+            tma_load(descriptors.tail, tail, full, self.tail.index(slot.place))
+
+    @gluon.jit
+    def fill(self, slot, descriptors, rows, row, PACKED: gl.constexpr):
+        """Producer: waits until the slot is free, and starts the load."""
+        self.wait_empty(slot)
+        self.load(slot, descriptors, rows, row, PACKED)
+
+    @gluon.jit
+    def acquire(self, slot):
+        """Consumer: waits until the tile is there."""
+        mbarrier.wait(self.full.index(slot.place), slot.phase)
+
+    @gluon.jit
+    def operand(self, slot):
+        """Consumer: the tile as operands of matrix products, `[ROWS, WIDTH]` and `[ROWS, TAIL]`."""
+        main = matrix(self.tiles.index(slot.place), self.ROWS, self.WIDTH)
+        tail = main
+        if self.TAIL > 0:
+            tail = matrix(self.tail.index(slot.place), self.ROWS, self.TAIL)
+        return Chunks(main, tail)
+
+    @gluon.jit
+    def release(self, slot):
+        """Consumer: the tile is no longer read."""
+        release(self.empty.index(slot.place))
 
 
 @aggregate
@@ -101,18 +179,20 @@ def release(barrier):
 
 
 @gluon.jit
-def make_ring(desc, tail_desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring of tiles of a descriptor's box, each emptied by `READERS` consumers. `tail_desc` may be None."""
+def make_ring(descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
+    """A ring of tiles of the descriptors' boxes, each emptied by `READERS` consumers."""
+    desc = descriptors.main
+    tail_desc = descriptors.tail
     ROWS: gl.constexpr = desc.block_shape[-3]
     WIDTH: gl.constexpr = desc.block_shape[-1]
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
-    full = barriers(STAGES, 1)
-    empty = barriers(STAGES, READERS * WARPGROUP)
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
+    full = barriers(STAGES * PARTS, 1)
+    empty = barriers(STAGES * PARTS, READERS * WARPGROUP)
     if tail_desc is None:
-        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES)
+        ring = Ring(tiles, tiles, full, empty, ROWS, WIDTH, 0, STAGES, PARTS)
     else:
-        tail = gl.allocate_shared_memory(desc.dtype, [STAGES] + tail_desc.block_shape, tail_desc.layout)
-        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES)
+        tail = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + tail_desc.block_shape, tail_desc.layout)
+        ring = Ring(tiles, tail, full, empty, ROWS, WIDTH, tail_desc.block_shape[-1], STAGES, PARTS)
     return ring
 
 
@@ -146,8 +226,8 @@ def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def coordinates(sequence, head, begin, length, row, COLUMN: gl.constexpr, PACKED: gl.constexpr):
-    """Where TMA finds row `row` of a sequence.
+def coordinates(rows, row, COLUMN: gl.constexpr, PACKED: gl.constexpr):
+    """Where TMA finds row `row` of a head of a sequence (`HeadRows`).
 
     Dense tensors have the dimensions (batch, row, head, column). A packed tensor is described with rows three times
     (`packed_layout`): the third counts so that it ends with the sequence, the second makes up for it, and the first
@@ -155,21 +235,10 @@ def coordinates(sequence, head, begin, length, row, COLUMN: gl.constexpr, PACKED
     is read as zero and never written.
     """
     if PACKED:
-        place = (PACKED_ROWS, begin + length, PACKED_ROWS - length + row, head, COLUMN)
+        place = (PACKED_ROWS, rows.begin + rows.length, PACKED_ROWS - rows.length + row, rows.head, COLUMN)
     else:
-        place = (sequence, row, head, COLUMN)
+        place = (rows.sequence, row, rows.head, COLUMN)
     return place
-
-
-@gluon.jit
-def load_tile(ring, stage, desc, tail_desc, sequence, head, begin, length, row, PACKED: gl.constexpr):
-    """Starts the load of rows `row...` of a sequence into a place of a ring, which must be empty."""
-    full = ring.full.index(stage)
-    mbarrier.expect(full, ring.tiles.dtype.primitive_bitwidth // 8 * ring.ROWS * (ring.WIDTH + ring.TAIL))
-    tma_load(desc, coordinates(sequence, head, begin, length, row, 0, PACKED), full, ring.tiles.index(stage))
-    if ring.TAIL > 0:
-        place = coordinates(sequence, head, begin, length, row, ring.WIDTH, PACKED)
-        tma_load(tail_desc, place, full, ring.tail.index(stage))
 
 
 @gluon.jit
@@ -236,13 +305,25 @@ def sequence_rows(cu_seqlens_ptr, sequence, batch, total):
     return begin, end - begin
 
 
+class LocatedTile(NamedTuple):
+    """Where a tile lies: sequence, head, its first row in the sequence (at or past the length: an empty slot), and
+    where the sequence begins and how long it is, in the tensor that the tiles divide and in the other one."""
+
+    sequence: Any
+    head: Any
+    first: Any
+    begin: Any
+    length: Any
+    other_begin: Any
+    other_length: Any
+
+
 @gluon.jit
 def locate_tile(
     tile, line, cu_seqlens_ptr, other_cu_seqlens_ptr, batch, heads, rows, other_rows,
     ROWS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Sequence, head, first row of the tile in its sequence (at or past its length: an empty slot), and where the
-    sequence begins and how long it is: in the tensor that the tiles divide, and in the other one."""
+    """Where tile number `tile` of a line lies. `rows`, `other_rows`: lengths, or the totals of a packed call."""
     if PACKED:
         sequence = find_sequence(cu_seqlens_ptr, tile, batch, ROWS)
         head = line
@@ -258,7 +339,7 @@ def locate_tile(
         first = tile * ROWS
         other_begin = 0
         other_length = other_rows
-    return sequence, head, first, begin, length, other_begin, other_length
+    return LocatedTile(sequence, head, first, begin, length, other_begin, other_length)
 
 
 @gluon.jit
@@ -334,15 +415,24 @@ def await_stores():
     )  # fmt: skip
 
 
+class KeyTileRange(NamedTuple):
+    """The key tiles `[begin, end)` that query rows visit, of which all rows see the whole of those in
+    `[full_begin, full_end)`."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
 @gluon.jit
 def key_tile_ranges(
     first, rows, shift, keys, window_left, window_right,
     ROWS: gl.constexpr, N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The key tiles that `ROWS` query rows from `first` on visit: `[begin, end)`, of which those in
-    `[full_begin, full_end)` are wholly visible to every row. `shift` is the key of row 0's diagonal.
+    """The key tiles that `ROWS` query rows from `first` on visit. `shift` is the key of row 0's diagonal.
 
-    At least one: a tile that nobody sees costs less, where it occurs, than a branch around all of the work.
+    There is at least one: a tile that nobody sees costs less, where it occurs, than a branch around all of the work.
     """
     last = gl.minimum(first + ROWS, rows) - 1
     begin = 0
@@ -356,7 +446,7 @@ def key_tile_ranges(
         begin = gl.minimum(gl.maximum(first + shift - window_left, 0), gl.maximum(keys - 1, 0)) // N
         full_begin = gl.cdiv(gl.maximum(last + shift - window_left, 0), N)
     end = gl.maximum(gl.cdiv(gl.maximum(end, 0), N), begin + 1)
-    return begin, full_begin, gl.maximum(full_end, 0) // N, end
+    return KeyTileRange(begin, full_begin, gl.maximum(full_end, 0) // N, end)
 
 
 @gluon.jit
@@ -364,27 +454,23 @@ def consumer_key_tiles(
     first, my_first, rows, shift, keys, window_left, window_right,
     ROWS: gl.constexpr, N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SKIPS: gl.constexpr,
 ):  # fmt: skip
-    """Of the key tiles that are loaded for `ROWS` query rows from `first` on those that a consumer visits, as
-    `key_tile_ranges`, and how many it leaves out before these (they come from the last to the first) and after them.
+    """The key tiles that a consumer visits, out of those that are loaded for `ROWS` query rows from `first` on, and how
+    many of these it skips before and after its own. Tiles come from the last to the first.
 
-    SKIPS: it visits what its own rows from `my_first` on see, and at least one; else all.
+    SKIPS: it visits what its own rows from `my_first` on see, and at least one tile. Otherwise it visits all.
     """
-    begin, full_begin, full_end, end = key_tile_ranges(
-        first, rows, shift, keys, window_left, window_right, ROWS, N, HAS_LEFT, HAS_RIGHT
-    )
+    loaded = key_tile_ranges(first, rows, shift, keys, window_left, window_right, ROWS, N, HAS_LEFT, HAS_RIGHT)
+    visited = loaded
     before = 0
     after = 0
     if SKIPS:
-        my_begin, full_begin, full_end, my_end = key_tile_ranges(
-            my_first, rows, shift, keys, window_left, window_right, M, N, HAS_LEFT, HAS_RIGHT
-        )
-        my_begin = gl.minimum(my_begin, end - 1)
-        my_end = gl.minimum(my_end, end)
-        before = end - my_end
-        after = my_begin - begin
-        begin = my_begin
-        end = my_end
-    return begin, full_begin, full_end, end, before, after
+        mine = key_tile_ranges(my_first, rows, shift, keys, window_left, window_right, M, N, HAS_LEFT, HAS_RIGHT)
+        begin = gl.minimum(mine.begin, loaded.end - 1)
+        end = gl.minimum(mine.end, loaded.end)
+        before = loaded.end - end
+        after = begin - loaded.begin
+        visited = KeyTileRange(begin, mine.full_begin, mine.full_end, end)
+    return visited, before, after
 
 
 @gluon.jit
@@ -419,12 +505,13 @@ def row_sums(p):
 
 
 @gluon.jit
-def scale_rows(o, o_tail, factor, v):
-    """Both chunks of `[M, E]` times `[M]`."""
-    o = o * gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout))[:, None]
+def scale_rows(out, factor, v):
+    """`out` `[M, E]`, in the chunks of `v`, times `factor` `[M]`."""
+    main = out.main * gl.convert_layout(factor, gl.SliceLayout(1, out.main.type.layout))[:, None]
+    tail = out.tail
     if v.TAIL > 0:
-        o_tail = o_tail * gl.convert_layout(factor, gl.SliceLayout(1, o_tail.type.layout))[:, None]
-    return o, o_tail
+        tail = tail * gl.convert_layout(factor, gl.SliceLayout(1, tail.type.layout))[:, None]
+    return Chunks(main, tail)
 
 
 @gluon.jit
