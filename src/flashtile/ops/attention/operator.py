@@ -296,7 +296,8 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, plain: bool
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v."""
-    checks.check_values(side, q.shape[0], k.shape[0])
+    if not plain:
+        checks.check_values(side, q.shape[0], k.shape[0])
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
     return implementation.forward(q, k, v, side if plain else readable_side(side), spec)

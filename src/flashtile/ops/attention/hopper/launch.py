@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ from flashtile.ops.attention.plans import (
     positive_scale,
     tiles_of,
 )
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype, plain_side
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 __all__ = ["backward", "forward"]
@@ -98,19 +98,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q = side[:3]
+    plain = plain_side(side)
+    sequences, index_dtypes, *of_side = _PLAIN if plain else _side_facts(side)
     plan = _plan(
         q.dtype,
         q.device,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
-        *packing(side),
-        max_seqlen_q,
+        sequences,
+        index_dtypes,
+        side.max_seqlen_q,
         spec,
-        alibi_dimensions(side),
-        side.sinks is not None,
-        block_sizes(side),
-        _NO_DESCALES if q.dtype is not FP8 else descale_strides(side),
+        *of_side,
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
@@ -126,12 +125,27 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *of_out(out.data_ptr()),
         lse.data_ptr(),
         _counter(q.device).data_ptr() if plan.dynamic else None,
-        *map(
-            pointer,
-            (cu_seqlens_q, cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales),
-        ),
+        *(_NO_POINTERS if plain else _side_pointers(side)),
     )
     return out, lse
+
+
+def _side_facts(side: SideInputs) -> tuple[Any, ...]:
+    """What a plan needs to know of the side inputs, as `_plan` takes it."""
+    return (
+        *packing(side), alibi_dimensions(side), side.sinks is not None, block_sizes(side), descale_strides(side)
+    )  # fmt: skip
+
+
+def _side_pointers(side: SideInputs) -> tuple[int, ...]:
+    """In the order of the kernel's parameters."""
+    tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)
+    return tuple(map(pointer, tensors))
+
+
+#: The same two for a call without tensors beside q, k and v, the commonest.
+_PLAIN: tuple[Any, ...] = (None, None, 0, False, None, _NO_DESCALES)
+_NO_POINTERS = (pointer(None),) * 8
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
