@@ -46,6 +46,9 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     Returns:
         bool `[n, len(rows), len(columns)]`, True = kept.
     """
+    shape = len(sequence_head), len(rows), len(columns)
+    if 0 in shape:
+        return torch.empty(shape, dtype=torch.bool, device=seed.device)
     row_groups, column_groups = (
         torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=seed.device) for span in (rows, columns)
     )
@@ -56,10 +59,14 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
         seed[1],
     )
     threshold = keep_threshold(dropout_p)
-    # [word, n, row_group, column_group], a word and its two groups giving 2 × 8 rows and 2 × 8 columns of 16
-    kept = torch.stack([word.to(torch.int32) >= threshold for word in philox_words(seed[0], counters)])
-    kept = kept.unflatten(3, (-1, 8)).unflatten(2, (-1, 8)).unflatten(0, (2, 2))
-    kept = kept.permute(2, 3, 0, 4, 5, 1, 6).flatten(4, 6).flatten(1, 3)
+    matrices, bands, blocks = len(sequence_head), len(row_groups) // 8, len(column_groups) // 8
+    kept = torch.empty(matrices, bands, 2, 8, blocks, 2, 8, dtype=torch.bool, device=seed.device)
+    # Eight neighbours are moved as one number of 64 bits: [matrices, bands, row half, 8, blocks, column half].
+    eights = kept.view(torch.int64).squeeze(-1)
+    for number, word in enumerate(philox_words(seed[0], counters)):
+        of_word = (word.to(torch.int32) >= threshold).contiguous().view(torch.int64)
+        eights[:, :, number // 2, :, :, number % 2] = of_word.view(matrices, bands, 8, blocks)
+    kept = kept.view(matrices, 16 * bands, 16 * blocks)
     first_row, first_column = rows.start % 16, columns.start % 16
     return kept[:, first_row : first_row + len(rows), first_column : first_column + len(columns)]
 

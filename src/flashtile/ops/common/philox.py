@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 _ROUNDS = 10
+#: After so many rounds all words but the last have the broadcast shape of the counters: from then on, in place.
+_MIXING_ROUNDS = 3
 _MULTIPLIER_A, _MULTIPLIER_B = 0xD2511F53, 0xCD9E8D57
 _WEYL_A, _WEYL_B = 0x9E3779B9, 0xBB67AE85
 _MASK32 = 0xFFFFFFFF
@@ -46,15 +48,26 @@ def draw_dropout_seed(device: torch.device | str | None = None) -> Tensor:
 def philox_words(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Philox4x32-10 in int64 arithmetic: four words for each broadcast counter, in the low 32 bits."""
     c0, c1, c2, c3 = counters
-    key_a, key_b = seed & _MASK32, (seed >> 32) & _MASK32
-    for _ in range(_ROUNDS):
-        # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What
-        # c1 and c3 carry above 32 bits falls away with the next mask.
+    rounds = torch.arange(_ROUNDS, device=seed.device)
+    keys_a = ((seed & _MASK32) + rounds * _WEYL_A) & _MASK32
+    keys_b = (((seed >> 32) & _MASK32) + rounds * _WEYL_B) & _MASK32
+    keys = list(zip(keys_a.unbind(), keys_b.unbind()))
+    # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact. What c1 and c3
+    # carry above 32 bits falls away with the next mask.
+    for key_a, key_b in keys[:_MIXING_ROUNDS]:
         product_a, product_b = c0 * _MULTIPLIER_A, c2 * _MULTIPLIER_B
-        c0 = ((product_b >> 32) ^ c1 ^ key_a) & _MASK32
-        c2 = ((product_a >> 32) ^ c3 ^ key_b) & _MASK32
+        c0 = ((product_b >> 32) ^ (c1 ^ key_a)).bitwise_and_(_MASK32)
+        c2 = ((product_a >> 32) ^ (c3 ^ key_b)).bitwise_and_(_MASK32)
         c1, c3 = product_b, product_a
-        key_a, key_b = (key_a + _WEYL_A) & _MASK32, (key_b + _WEYL_B) & _MASK32
+    high = torch.empty_like(c0)
+    for key_a, key_b in keys[_MIXING_ROUNDS:]:
+        product_a, product_b = c0.mul_(_MULTIPLIER_A), c2.mul_(_MULTIPLIER_B)
+        torch.bitwise_right_shift(product_b, 32, out=high)
+        c0 = c1.bitwise_xor_(high).bitwise_xor_(key_a).bitwise_and_(_MASK32)
+        torch.bitwise_right_shift(product_a, 32, out=high)
+        mixed = c3.bitwise_xor_(high) if c3.shape == high.shape else c3 ^ high
+        c2 = mixed.bitwise_xor_(key_b).bitwise_and_(_MASK32)
+        c1, c3 = product_b, product_a
     return c0, c1, c2, c3
 
 

@@ -30,6 +30,8 @@ LN2 = math.log(2)
 
 #: Score elements of a block's tile for each thread: with fewer the calls' own cost shows, with more they leave the L2.
 _TILE_ELEMENTS_PER_THREAD = 2**18
+#: Elements whose dropout bits are made together, for each thread: five numbers of 64 bits for four stay in the L2.
+_TILE_WORDS_PER_THREAD = 2**17
 #: Keys of a tile, and rows of a tile over all the heads that share its keys. Multiples of 16, as dropout's groups.
 _TILE_KEYS = 256
 _TILE_ROWS = 256
@@ -232,12 +234,21 @@ def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
     return hidden
 
 
-def keep_weights(block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """Which weights of a tile dropout keeps: bool `[N, G·R, C]`."""
+def keep_weights(
+    block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec, scratch: Scratch
+) -> Tensor | None:
+    """Which weights of a tile dropout keeps: 1 or 0, `[N, G·R, C]` in the compute dtype, by which PyTorch multiplies
+    faster than by bool; None without dropout."""
+    if not spec.dropout_p:
+        return None
     assert side.dropout_seed is not None and block.sequence_head is not None
     at = positions(rows, range(keys.start, keys.stop), spec.origin)
-    kept = keep_tile(side.dropout_seed, spec.dropout_p, block.sequence_head, *at)
-    return kept.reshape(-1, block.group * len(rows), kept.shape[-1])
+    shape = len(block.sequence_head), len(rows), keys.stop - keys.start
+    kept = scratch.kept[: math.prod(shape)].view(shape)
+    together = max(1, _TILE_WORDS_PER_THREAD * torch.get_num_threads() // (shape[1] * shape[2]))
+    for some, of_matrices in zip(kept.split(together), block.sequence_head.split(together)):
+        some.copy_(keep_tile(side.dropout_seed, spec.dropout_p, of_matrices, *at))
+    return kept.view(-1, block.group * len(rows), shape[2])
 
 
 def product(a: Tensor, b: Tensor, scratch: Tensor) -> Tensor:
@@ -263,12 +274,14 @@ class Scratch(NamedTuple):
         scores, dweights: a tile `[N, G·R, C]` each, in the compute dtype.
         converted: a tile `[N, G·R, C]` in the product dtype.
         products: a tile `[N, G·R, D]` or `[N, C, D]` in the product dtype.
+        kept: a tile `[N, G·R, C]` in the compute dtype; empty without dropout.
     """
 
     scores: Tensor
     dweights: Tensor
     converted: Tensor
     products: Tensor
+    kept: Tensor
 
 
 def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
@@ -282,6 +295,7 @@ def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
         q.new_empty(tile, dtype=computed),
         q.new_empty(tile if multiplied is not computed else 0, dtype=multiplied),
         q.new_empty(product_tile, dtype=multiplied),
+        q.new_empty(0 if block.sequence_head is None else tile, dtype=computed),
     )
 
 
