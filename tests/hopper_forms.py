@@ -136,10 +136,10 @@ BACKWARD_FORMS = {
     "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(cut_last=True),
     "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True, alternates=False),
     **{
-        f"{name}-ordered{suffix}": _backward(*heads, False, False, True)._replace(dtype=dtype)
+        f"{name}-ordered": _backward(*heads, False, False, True)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
-        for suffix, dtype in (("", torch.bfloat16), ("-fp16", torch.float16))
     },
+    "128-ordered-fp16": _backward(128, 128, False, False, True)._replace(dtype=torch.float16),
     **{
         f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False)._replace(may_cut=False)
         for width in (64, 128, 256)
@@ -151,12 +151,12 @@ BACKWARD_FORMS = {
     "64-window": _backward(64, 64, False, True, False),
     "128-window": _backward(128, 128, False, True, False),
     **{
-        f"{name}-uncut{suffix}": _backward(*heads, False, False, False, right=False)._replace(
-            may_cut=False, dtype=dtype
-        )
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(may_cut=False)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
-        for suffix, dtype in (("", torch.bfloat16), ("-fp16", torch.float16))
     },
+    "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(
+        may_cut=False, dtype=torch.float16
+    ),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
     "192": _backward(192, 192, False, False, False),
     **{
@@ -165,10 +165,10 @@ BACKWARD_FORMS = {
         for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
     },
     **{
-        f"{width}-fp16{'-packed' * packed}": _backward(width, width, packed, False, False)._replace(dtype=torch.float16)
+        f"{width}-fp16": _backward(width, width, False, False, False)._replace(dtype=torch.float16)
         for width in (64, 128, 256)
-        for packed in (False, True)
     },
+    "128-fp16-packed": _backward(128, 128, True, False, False)._replace(dtype=torch.float16),
     "128-long-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, dtype=torch.float16),
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
     "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),

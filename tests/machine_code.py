@@ -10,8 +10,9 @@ import functools
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -33,6 +34,8 @@ from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+Case = TypeVar("Case")
 
 #: Full names of the kernels that this process has compiled.
 COMPILED: set[str] = set()
@@ -110,6 +113,15 @@ def described(source: KernelSource) -> dict[str, Any]:
         for name, of, multiple in zip(source.function.arg_names, source.types, source.multiples, strict=False)
     }
     return {**source.constants, **run_time}
+
+
+def differing(sources: Mapping[Case, Any]) -> list[Case]:
+    """The cases whose source none before them has: each binary is compiled and looked at once."""
+    found: list[tuple[Case, Any]] = []
+    for case, source in sources.items():
+        if all(source != earlier for _, earlier in found):
+            found.append((case, source))
+    return [case for case, _ in found]
 
 
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:

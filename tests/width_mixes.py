@@ -7,7 +7,7 @@ rows do not begin at multiples of 4 bytes, which odd widths, strides and address
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations
 
 import torch
 
@@ -34,14 +34,14 @@ _TF32 = _CAUSAL._replace(dtype=torch.float32, allow_tf32=True)
 
 #: Of the forward: every combination through registers, dense and packed, and every swizzle for copies.
 FORWARD_MIXES = (
-    _calls(list(product(_ODD, _ODD)))
-    | _prefixed("packed", _calls(list(product(_NARROW, _NARROW)), _PACKED))
-    | _prefixed("copied", _calls([(d, e) for d, e in product((16, 32, 64), repeat=2) if d != e]))
+    _calls(list(permutations(_ODD, 2)))
+    | _prefixed("packed", _calls(list(permutations(_NARROW, 2)), _PACKED))
+    | _prefixed("copied", _calls(list(permutations((16, 32, 64), 2))))
     | _prefixed("moved", _calls([(64, 32), (16, 64)], _MOVED))
     | _prefixed("fp8", _calls([(64, 16), (32, 128)], _FP8))
     | _prefixed("tf32", _calls([(64, 16), (16, 64)], _TF32))
 )
 #: Of dq and dk/dv, which keep all tiles of a step on chip together.
-BACKWARD_MIXES = _calls([*product(_NARROW, _NARROW), (15, 129), (129, 15), (255, 63)])
+BACKWARD_MIXES = _calls([*permutations(_NARROW, 2), (15, 129), (129, 15), (255, 63)])
 #: Of the gradient of the bias, likewise.
 BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)])

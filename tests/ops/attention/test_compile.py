@@ -18,10 +18,11 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
-from machine_code import Call, compile_call, described, plan, sass, serialises_products
+from machine_code import Call, compile_call, described, differing, plan, sass, serialises_products
 from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
 
 _KERNELS = ("forward", "dq", "dkdv")
@@ -29,25 +30,38 @@ _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _DTYPES = {_FP16: "fp16", _BF16: "bf16", _FP32: "fp32"}
 
-#: Head sizes, one for each row of a table. 256 columns only where on-chip memory is small, so that rows shrink.
-_ROWS = dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512)) | dict.fromkeys(
-    ("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512)
+#: Head sizes, one for each row of a table. 256 columns only where on-chip memory is small, so that rows shrink. One
+#: size for architectures that have the rows and the matrix instructions of sm_86.
+_ROWS = (
+    dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512))
+    | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512))
+    | dict.fromkeys(("sm_89", "sm_120"), (128,))
 )
+
+#: One architecture of each kind of matrix instructions.
+_KINDS = ("sm_75", "sm_80", "sm_90", "gfx942", "gfx1100")
 
 #: (head_dim, head_dim_v) that fill their tiles only in part, or differ.
 _ODD_HEADS = ((80, 80), (192, 128))
 
 
 def _matrix() -> list[Any]:
-    """The table rows in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel."""
+    """The table rows in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel. A source
+    that all architectures share is compiled for one of each kind: float32 of 512 columns, and sums of columns."""
     cases = [
         (arch, kernel, dtype, (width, width))
         for arch, widths in _ROWS.items()
         for width in widths
         for dtype in (_FP16, _FP32)
         for kernel in _KERNELS
+        if arch in _KINDS or (dtype, width) != (_FP32, 512)
     ]
-    cases += [(arch, kernel, _BF16, (64, 64)) for arch in _ROWS if arch != "sm_75" for kernel in _KERNELS]
+    cases += [
+        (arch, kernel, _BF16, (64, 64))
+        for arch in _ROWS
+        for kernel in _KERNELS
+        if arch != "sm_75" and (arch in _KINDS or kernel == "dkdv")
+    ]
     cases += [
         (arch, kernel, _FP16, heads)
         for arch in ("sm_80", "sm_90", "gfx942")
@@ -65,6 +79,7 @@ def _matrix() -> list[Any]:
         for arch in _ROWS
         for dtype in (_FP16, _FP32)
         for width in (64, 128, 512)
+        if arch in _KINDS or (dtype, width) == (_FP16, 128)
     ]
     return [
         pytest.param(*case, id=f"{case[0]}-{case[1]}-{_DTYPES[case[2]]}-{case[3][0]}x{case[3][1]}") for case in cases
@@ -177,14 +192,24 @@ _SITUATIONS = {
 }
 
 
-@pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("situation", _SITUATIONS)
-@pytest.mark.parametrize("kernel", (*_KERNELS, "column_sums"))
-def test_hopper_products_are_asynchronous(kernel: str, situation: str, width: int) -> None:
-    binary = compile_call(kernel, "sm_90", _SITUATIONS[situation]._replace(head_dim=width, head_dim_v=width))
+def _on_hopper() -> list[Any]:
+    """Every kernel, width and situation; those that are compiled alike once."""
+    cases = {
+        f"{kernel}-{situation}-{width}": (kernel, call._replace(head_dim=width, head_dim_v=width))
+        for kernel in (*_KERNELS, "column_sums")
+        for situation, call in _SITUATIONS.items()
+        for width in (64, 128, 256)
+    }
+    sources = {name: plan(kernel, _HOPPER, call).kernel.source for name, (kernel, call) in cases.items()}
+    return [pytest.param(*cases[name], id=name) for name in differing(sources)]
+
+
+@pytest.mark.parametrize("kernel, call", _on_hopper())
+def test_hopper_products_are_asynchronous(kernel: str, call: Call) -> None:
+    binary = compile_call(kernel, "sm_90", call)
     assert "HGMMA" in sass(binary)
     assert not serialises_products(binary)
-    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, width)
+    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, call.head_dim)
 
 
 #: Tensors of which a loop fetches tiles into shared memory before their turn: k, v and the bias; q, dout, statistics
@@ -285,25 +310,38 @@ _FEATURES = {
 }
 
 
-def _features() -> list[Any]:
-    """Every kernel with every feature that it has: the gradient of the bias where there is one. For sm_80 those that
-    need the most registers and memory."""
-    return [
-        pytest.param(feature, kernel, arch, id=f"{feature}-{kernel}-{arch}")
-        for feature, (call, _) in _FEATURES.items()
+#: Features that need the most registers and memory, for sm_80, which has less of the latter.
+_LARGE = ("dropout", "bias", "mask", "alibi", "hidden_rows", "block_mask", "block_mask_odd_tiles", "part", "everything")
+
+
+def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]]]:
+    """(feature, kernel, architecture) -> what is compiled, and what of it shows the feature: every kernel with every
+    feature, and the gradient of the bias where there is one."""
+    return {
+        (feature, kernel, arch): (plan(kernel, devices.KNOWN_DEVICES[arch], call).kernel.source, shows)
+        for feature, (call, shows) in _FEATURES.items()
         for kernel in (*_KERNELS, "column_sums", *(("dbias",) if call.bias else ()))
         for arch in ("sm_80", "sm_90")
-        if arch == "sm_90" or kernel in ("dkdv", "dbias")
-    ]
+        if arch == "sm_90" or (kernel in ("dkdv", "dbias") and feature in _LARGE)
+    }
 
 
-@pytest.mark.parametrize("feature, kernel, arch", _features())
+def test_features_are_in_what_is_compiled() -> None:
+    for source, shows in _features().values():
+        found = described(source)
+        of_kernel = {name: value for name, value in shows.items() if name in source.function.arg_names}
+        assert {name: found[name] for name in of_kernel} == of_kernel
+
+
+def _compiled_features() -> list[Any]:
+    """Without those that a kernel does not see: it is the same as with an earlier one."""
+    sources = {case: (case[-1], source) for case, (source, _) in _features().items()}
+    return [pytest.param(*case, id="-".join(case)) for case in differing(sources)]
+
+
+@pytest.mark.parametrize("feature, kernel, arch", _compiled_features())
 def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
-    call, shows = _FEATURES[feature]
-    binary = compile_call(kernel, arch, call)
-    found = described(binary.source)
-    shows = {name: value for name, value in shows.items() if name in binary.source.function.arg_names}
-    assert {name: found[name] for name in shows} == shows
+    binary = compile_call(kernel, arch, _FEATURES[feature].call)
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
 
 

@@ -143,8 +143,11 @@ _VALUES = ("normal", "rising", "large", "sink", "spike")
 
 
 @pytest.mark.parametrize("values", _VALUES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 192)])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, dtype",
+    [(64, 64, torch.bfloat16), (64, 64, torch.float16), (128, 128, torch.bfloat16), (192, 192, torch.float16)],
+    ids=str,
+)
 def test_scores_that_rise_after_the_first_tile(
     hopper: Callable, head_dim: int, head_dim_v: int, dtype: torch.dtype, values: str
 ) -> None:
@@ -227,7 +230,7 @@ def test_events_in_another_order(hopper: Callable, seed: int) -> None:
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     "changes, arguments",
@@ -245,9 +248,12 @@ def test_keys_that_no_query_sees(hopper: Callable, changes: dict, arguments: dic
     check(with_arguments(case, **arguments), "hopper")
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kind", ["causal", "packed", "block mask"])
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, deterministic",
+    [(64, 64, True), (128, 128, True), (192, 128, True), (256, 256, True), (128, 128, False)],
+    ids=str,
+)
 def test_programs_that_begin_late(
     hopper: Callable, head_dim: int, head_dim_v: int, kind: str, deterministic: bool
 ) -> None:

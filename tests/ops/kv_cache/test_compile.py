@@ -25,7 +25,7 @@ from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from machine_code import _run_tool, compile_source, instructions, spilled_bytes
+from machine_code import _run_tool, compile_source, differing, instructions, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -122,24 +122,35 @@ _SPILLS: dict[tuple[str, str], int] = {
 }
 
 
-def _matrix() -> list[Any]:
-    everywhere = ("decode", "chunk_of_64", "head_512", "float32", "float32_512", "everything")
-    cases = [(arch, name) for arch in devices.KNOWN_DEVICES for name in everywhere]
-    cases += [("sm_90", name) for name in _CALLS if name not in everywhere]
-    return [pytest.param(*case, id="-".join(case)) for case in cases]
-
-
-@pytest.mark.parametrize("arch, name", _matrix())
-def test_fits(arch: str, name: str) -> None:
+def _kernels(arch: str, name: str) -> dict[str, Any]:
+    """The kernels that a call launches."""
     device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
     if arch == "sm_75":  # no bfloat16 there
         call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
     made = plan_of(call, device)
-    launches = [launch for launch in (made.append, made.split.attend, made.split.combine) if launch is not None]
-    for launch in launches:
-        binary = compiled(launch, device)
-        assert binary.metadata.shared <= device.shared_memory
-        assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
+    kernels = {"append": made.append, "attend": made.split.attend, "combine": made.split.combine}
+    return {kernel: launch for kernel, launch in kernels.items() if launch is not None}
+
+
+def _matrix() -> list[Any]:
+    """Kernels that several calls share are compiled for the first of these."""
+    everywhere = ("decode", "chunk_of_64", "head_512", "float32", "float32_512", "everything")
+    calls = [(arch, name) for arch in devices.KNOWN_DEVICES for name in everywhere]
+    calls += [("sm_90", name) for name in _CALLS if name not in everywhere]
+    sources = {
+        (arch, kernel, name): (arch, launch.source)
+        for arch, name in calls
+        for kernel, launch in _kernels(arch, name).items()
+    }
+    return [pytest.param(*case, id="-".join(case)) for case in differing(sources)]
+
+
+@pytest.mark.parametrize("arch, kernel, name", _matrix())
+def test_fits(arch: str, kernel: str, name: str) -> None:
+    device = devices.KNOWN_DEVICES[arch]
+    binary = compiled(_kernels(arch, name)[kernel], device)
+    assert binary.metadata.shared <= device.shared_memory
+    assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
