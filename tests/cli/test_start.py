@@ -23,6 +23,11 @@ def test_version_and_help_need_no_torch(run_without, arguments):
     assert (f"flashtile {flashtile.__version__}\n" if "--version" in arguments else "Usage: ") in done.stdout
 
 
+def test_help_of_the_benchmarks_needs_neither_torch_nor_typer(run_without):
+    done = run_without({"torch", "typer", "rich"}, "-m", "flashtile.bench", "attention", "--help")
+    assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+
+
 def test_the_script_starts_without_torch_too(run_without, tmp_path):
     pytest.importorskip("typer")
     script = tmp_path / "flashtile"
@@ -55,6 +60,8 @@ def test_names_loaded_late_are_those_loaded_at_once(run_without):
 def test_no_command_speaks_of_numpy_where_it_is_missing(run_without):
     pytest.importorskip("typer")
     done = run_without({"numpy"}, "-m", "flashtile", "explain", "--dtype", "fp32", "--device", "cpu")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    done = run_without({"numpy"}, "-m", "flashtile.bench", "attention", "--list")
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert "Failed to initialize NumPy" in run_without({"numpy"}, "-c", "import torch").stderr, "the test is void"
 

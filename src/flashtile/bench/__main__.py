@@ -7,15 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from flashtile.bench.commands import DESCRIPTIONS, default_device, describe_progress, measure
-from flashtile.bench.compare import read_record
 from flashtile.bench.errors import ChoiceError
-from flashtile.bench.html.report import write_report
-from flashtile.bench.outcome import compare_with_commit, report_of
-from flashtile.bench.problem import AnyCase
-from flashtile.bench.report import plain_text
-from flashtile.bench.runner import Row
+from flashtile.bench.numpy_warning import silence_numpy_warning
+
+if TYPE_CHECKING:
+    from flashtile.bench.problem import AnyCase
+    from flashtile.bench.runner import Row
 
 #: Name of a command -> its options, as its function in `commands` calls them.
 _OPTIONS = {
@@ -30,9 +29,11 @@ _OPTIONS = {
 
 def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)  # what follows imports torch, which help does not need
     try:
         if options.command == "report":
+            from flashtile.bench.html.report import write_report
+
             written = write_report(options.records, options.output)
             for note in written.notes:
                 print(note)
@@ -95,6 +96,11 @@ def _positive(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    from flashtile.bench.commands import DESCRIPTIONS, default_device, measure
+    from flashtile.bench.compare import read_record
+    from flashtile.bench.outcome import compare_with_commit, report_of
+    from flashtile.bench.report import plain_text
+
     command, device = options.command, default_device()
     choice = {name: getattr(options, name) for name in _OPTIONS[command]}
     if getattr(options, "list", False):
@@ -119,6 +125,8 @@ def _announce(tree: str, runs: int, total: int) -> None:
 
 
 def _progress() -> Callable[[int, int, AnyCase, list[Row]], None]:
+    from flashtile.bench.commands import describe_progress
+
     begin = time.perf_counter()
 
     def on_case(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
@@ -129,4 +137,5 @@ def _progress() -> Callable[[int, int, AnyCase, list[Row]], None]:
 
 
 if __name__ == "__main__":
+    silence_numpy_warning()
     sys.exit(main())

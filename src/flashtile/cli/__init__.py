@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
-import warnings
 
-#: torch warns like this wherever NumPy is missing, which flashtile does not need.
-_NO_NUMPY = "Failed to initialize NumPy"
+from flashtile.bench.numpy_warning import silence_numpy_warning
 
 
 def main() -> None:
@@ -16,14 +13,7 @@ def main() -> None:
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f'the command line needs {" and ".join(missing)}: pip install "flashtile[cli]"')
-    _silence_numpy_warning()
+    silence_numpy_warning()
     from flashtile.cli.app import app
 
     app()
-
-
-def _silence_numpy_warning() -> None:
-    """In this process, and in those that it starts."""
-    warnings.filterwarnings("ignore", _NO_NUMPY, UserWarning)
-    others = os.environ.get("PYTHONWARNINGS")
-    os.environ["PYTHONWARNINGS"] = ",".join([*([others] if others else []), f"ignore:{_NO_NUMPY}:UserWarning"])
