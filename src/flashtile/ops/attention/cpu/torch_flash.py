@@ -201,11 +201,10 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics 
     """As `_attend` for few rows of one sequence: splits of the keys are batch entries of one call, merged by lse."""
     keys, heads_kv, head_dim = k.shape[1:]
     group = q.shape[2] // heads_kv
-    counts = range(max(2, -(-keys // _SPLIT_KEYS[-1])), keys // _SPLIT_KEYS[0] + 1)
-    count = next((count for count in counts if not keys % count), keys // _USUAL_SPLIT)
-    size = keys // count if not keys % count else _USUAL_SPLIT
+    count, size = _splits(keys)
     stacked = _stacked(q, group)
-    splits = [t[0, : count * size].view(count, size, heads_kv, head_dim).transpose(1, 2) for t in (k, v)]
+    whole = (k, v) if count * size == keys else (k[:, : count * size], v[:, : count * size])
+    splits = [t.view(count, size, heads_kv, head_dim).transpose(1, 2) for t in whole]
     out, lse = _forward_op(stacked.expand(count, -1, -1, -1), *splits, 0.0, False, scale=scale)
     if count * size < keys:
         rest = [t[:, count * size :].transpose(1, 2) for t in (k, v)]
@@ -213,11 +212,21 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics 
         if (last_lse == 0).any():
             return None  # see `_attend`
         out, lse = torch.cat((out, last_out)), torch.cat((lse, last_lse))
-    total = lse.logsumexp(0, keepdim=True)
+    weights = lse.softmax(0)
+    # The largest weight is exp(largest lse - lse of all).
+    total = lse.amax(0, keepdim=True) - weights.amax(0, keepdim=True).log_()
     if not math.isfinite(total.sum().item()):
         return None  # NaN, or infinite scores: see `_attend` and `forward`
-    out = (out * (lse - total).exp_().unsqueeze(-1)).sum(0, keepdim=True).to(q.dtype)
+    out = (out * weights.unsqueeze(-1)).sum(0, keepdim=True).to(q.dtype)
     return _Statistics(_unstacked(out, group), total.reshape(1, -1, q.shape[1]))
+
+
+def _splits(keys: int) -> tuple[int, int]:
+    """(number of splits, keys of each); what they leave over is one more."""
+    for count in range(max(2, -(-keys // _SPLIT_KEYS[-1])), keys // _SPLIT_KEYS[0] + 1):
+        if not keys % count:
+            return count, keys // count
+    return keys // _USUAL_SPLIT, _USUAL_SPLIT
 
 
 def _merged(first: _Statistics, second: _Statistics) -> _Statistics:
@@ -276,6 +285,8 @@ def _gradients(
 def _stacked(tensor: Tensor, group: int) -> Tensor:
     """The heads of a key/value head as rows: `[b, R, H, D]` to `[b, Hkv, G·R, D]`. A view where R is 1."""
     batch, rows, heads, head_dim = tensor.shape
+    if rows == 1:
+        return tensor.view(batch, heads // group, group, head_dim)
     by_head = tensor.view(batch, rows, heads // group, group, head_dim).permute(0, 2, 3, 1, 4)
     return by_head.reshape(batch, heads // group, group * rows, head_dim)
 
@@ -283,5 +294,7 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
 def _unstacked(tensor: Tensor, group: int) -> Tensor:
     """The inverse of `_stacked`."""
     batch, heads_kv, rows, head_dim = tensor.shape
+    if rows == group:
+        return tensor.reshape(batch, 1, heads_kv * group, head_dim)
     by_head = tensor.view(batch, heads_kv, group, rows // group, head_dim).permute(0, 3, 1, 2, 4)
     return by_head.reshape(batch, rows // group, heads_kv * group, head_dim)
