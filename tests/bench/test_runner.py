@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from flashtile.bench.implementations import (
 )
 from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_case, run_cases
-from flashtile.bench.timing import PerfCounterTimer
+from flashtile.bench.timing import CpuTimer, typical
 from flashtile.bench.verify import Oracle
 from flashtile.testing import assert_same
 
@@ -350,7 +351,7 @@ def test_implementations_take_turns_to_and_fro(monkeypatch):
 def test_long_calls_stop_when_their_time_is_used_up():
     calls = []
     entry = runner.Prepared(reference())
-    entry.timers = {"fwd": PerfCounterTimer(lambda: calls.append(1))}
+    entry.timers = {"fwd": CpuTimer(lambda: calls.append(1))}
     for _ in range(runner._ROUNDS):
         entry.sample("fwd", 0.0)
         entry.sample("bwd", 0.0)
@@ -360,7 +361,7 @@ def test_long_calls_stop_when_their_time_is_used_up():
 
 def test_perf_counter_timer_takes_at_least_one_sample():
     calls = []
-    samples = PerfCounterTimer(lambda: calls.append(1)).sample(0.0)
+    samples = CpuTimer(lambda: calls.append(1)).sample(0.0)
     assert len(samples) == len(calls) == 1 and samples[0] >= 0
 
 
@@ -407,3 +408,18 @@ def test_command_line_leaves_the_output_out(monkeypatch):
 def test_commit_can_be_given(monkeypatch):
     monkeypatch.setenv("FLASHTILE_COMMIT", "abc")
     assert commit() == "abc"
+
+
+@pytest.mark.parametrize("threads, kind", [(1, "thread-time"), (2, "perf-counter")])
+def test_one_thread_is_timed_by_its_own_clock(threads, kind, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    timer = CpuTimer(lambda: time.sleep(0.02))
+    assert timer.kind == kind
+    (sample,) = timer.sample(0.0)
+    assert (sample >= 20) is (threads == 2)  # asleep, a thread does not run
+
+
+def test_typical_sample_of_a_device():
+    samples = [9.0, 1.0, 2.0, 3.0, 100.0]
+    assert typical(samples, "cuda-events") == 3.0
+    assert typical(samples, "thread-time") == typical(samples, "perf-counter") == 2.0

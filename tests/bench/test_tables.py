@@ -5,7 +5,7 @@ import torch
 
 from flashtile.bench.cases import Case
 from flashtile.bench.report import case_name
-from flashtile.bench.tables import cases_of, cpu_cases, cuda_cases, select_cases, table_of, tables
+from flashtile.bench.tables import cases_of, cpu_cases, cpu_grouped_cases, cuda_cases, select_cases, table_of, tables
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -107,11 +107,11 @@ def test_table_of_a_case():
 
 def test_tables_are_chosen_by_name():
     known = tables(CUDA)
-    assert cases_of(CUDA) == known["default"] and cases_of(CPU, ["all"]) == cpu_cases()
+    assert cases_of(CUDA) == known["default"] and cases_of(CPU, ["all"]) == [*cpu_cases(), *cpu_grouped_cases()]
     assert cases_of(CUDA, ["mla", "window", "mla"]) == known["mla"] + known["window"]
     assert cases_of(CUDA, ["all"]) == list(dict.fromkeys(case for cases in known.values() for case in cases))
-    with pytest.raises(ValueError, match="--table: no grouped on cpu; there are: default, all"):
-        cases_of(CPU, ["grouped"])
+    with pytest.raises(ValueError, match="--table: no mla on cpu; there are: default, grouped, all"):
+        cases_of(CPU, ["mla"])
 
 
 def test_select_cases_by_pattern_and_by_word():

@@ -1,6 +1,6 @@
 """Records: what was measured, on what, with what. benchmarks/results/README.md describes the format.
 
-A row's `timer` says how it was timed: "cuda-graph", "cuda-events" or "perf-counter".
+A row's `timer` says how it was timed: "cuda-graph", "cuda-events", "perf-counter" or "thread-time".
 """
 
 from __future__ import annotations

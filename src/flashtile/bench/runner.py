@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from flashtile.bench.problem import AnyBound, AnyCase, AnyImplementation, AttentionProblem, Problem
-from flashtile.bench.timing import Timer, make_timer
+from flashtile.bench.timing import Timer, make_timer, typical
 
 PHASES = AttentionProblem.phases
 
@@ -167,7 +166,7 @@ def _row(entry: Prepared, problem: Problem, case: AnyCase, phase: str) -> Row:
     }
     if phase in entry.why:
         return {**row, "why": entry.why[phase]}
-    ms = statistics.median(entry.samples[phase])
+    ms = typical(entry.samples[phase], entry.timers[phase].kind)
     speed = {"ms": ms, **problem.speed(phase, ms), **entry.facts[phase]}
     return {**row, **speed, "timer": entry.timers[phase].kind}
 

@@ -1,8 +1,8 @@
 """The tables of cases that are measured, by name, and choosing from them.
 
-Every device has the table "default". On a GPU there are also "values" (other numbers than normal ones, forward alone)
-and the kinds of attention next to the plain one: "grouped" heads, "mla" (head sizes 192 and 128), "window", "varlen"
-(packed batches) and "masks" (block masks and all else that changes scores).
+Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
+ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
+"varlen" (packed batches) and "masks" (block masks and all else that changes scores).
 """
 
 from __future__ import annotations
@@ -67,6 +67,18 @@ def cpu_cases() -> list[Case]:
     return [*plain, window, dropout]
 
 
+def cpu_grouped_cases() -> list[Case]:
+    """A prompt of 1,024 tokens with 32 query and 8 key/value heads of 128; short sequences in a batch; one key/value
+    head for all."""
+    sizes = (1, 1024, 32, 8, 128, 128), (4, 256, 16, 4, 64, 64), (1, 1024, 8, 1, 64, 64)
+    return [
+        Case(*size, causal=causal, dtype=dtype)
+        for size in sizes
+        for dtype in ("fp32", "bf16")
+        for causal in (False, True)
+    ]
+
+
 def grouped_cases() -> list[Case]:
     """64 query heads and 8 key/value heads of 128, batch 2."""
     return [
@@ -123,7 +135,7 @@ def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
 def tables(device: torch.device) -> dict[str, list[Case]]:
     """Name -> cases of a device's tables, the default one first."""
     if device.type != "cuda":
-        return {DEFAULT: cpu_cases()}
+        return {DEFAULT: cpu_cases(), "grouped": cpu_grouped_cases()}
     return {
         DEFAULT: cuda_cases(),
         "values": value_cases(),

@@ -1,7 +1,8 @@
 """Timers: how long one call takes, on a GPU or on a CPU.
 
 A GPU call that is short beside what the host needs to launch it is captured into a CUDA graph and replayed, so that
-the GPU is what is measured; longer ones are timed between CUDA events. On a CPU the clock is `time.perf_counter`.
+the GPU is what is measured; longer ones are timed between CUDA events. On a CPU the clock is `time.perf_counter`, or
+that of the thread if PyTorch has only one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ class Timer(Protocol):
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
     """The timer of a function that was called before, so that its kernels are compiled."""
     if device.type != "cuda":
-        return PerfCounterTimer(function)
+        return CpuTimer(function)
     events = EventTimer(function)
     estimate_ms = events.estimate_ms
     if estimate_ms >= _GRAPH_BELOW_MS:
@@ -47,21 +48,36 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
         return events
 
 
-class PerfCounterTimer:
-    """Times calls that are over when they return."""
+def typical(samples: Sequence[float], kind: str) -> float:
+    """What a record says of the samples of a timer of this kind: the median of a GPU's. Of a CPU's the lower quartile,
+    because other processes lengthen calls, and nothing shortens them."""
+    if kind not in CpuTimer.KINDS:
+        return statistics.median(samples)
+    return sorted(samples)[len(samples) // 4]
 
-    kind = "perf-counter"
+
+class CpuTimer:
+    """Times calls that are over when they return.
+
+    If PyTorch has one thread, by the time that the calling thread ran ("thread-time"): what other processes do on its
+    core in between does not count. Otherwise by the wall clock ("perf-counter").
+    """
+
+    KINDS = ("thread-time", "perf-counter")
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
+        alone = torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+        self.kind = self.KINDS[0] if alone else self.KINDS[1]
 
     def sample(self, seconds: float) -> list[float]:
         samples: list[float] = []
         end = time.perf_counter() + seconds
         while not samples or time.perf_counter() < end:
-            start = time.perf_counter()
+            start = self._clock()
             self._function()
-            samples.append((time.perf_counter() - start) * 1e3)
+            samples.append((self._clock() - start) * 1e3)
         return samples
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -113,11 +113,7 @@ def make_inputs(case: DecodeCase, device: torch.device, seed: int = 0) -> Decode
 def decode_cases(device: torch.device) -> list[DecodeCase | Copy]:
     """Cases of a device, after copies from the size of the smallest case to that of the largest."""
     if device.type != "cuda":
-        return [
-            Copy("fp32", 1024),
-            *(DecodeCase(2, 256, 8, 2, 64, 64, page=page, dtype="fp32") for page in (None, 16)),
-            DecodeCase(2, 256, 8, 2, 64, 64, append=True, dtype="fp32"),
-        ]
+        return _cpu_cases()
     plain = [DecodeCase(batch, rows) for rows in (4096, 32768, 131072) for batch in (1, 8, 32, 128)]
     some = (DecodeCase(8, 4096), DecodeCase(1, 131072), DecodeCase(8, 32768), DecodeCase(32, 32768))
     paged = [DecodeCase(case.B, case.S, page=page) for case in some for page in (16, 64, 256)]
@@ -128,6 +124,23 @@ def decode_cases(device: torch.device) -> list[DecodeCase | Copy]:
         *paged,
         *appending,
     ]
+
+
+def _cpu_cases() -> list[DecodeCase | Copy]:
+    """Caches of small and large models, groups of 1 to 8 and one key/value head for all, pages and new rows."""
+    sizes = (
+        DecodeCase(1, 2048, 8, 8, 64, 64),
+        DecodeCase(1, 4096, 8, 1, 64, 64),
+        DecodeCase(1, 8192, 16, 4, 64, 64),
+        DecodeCase(16, 512),
+        DecodeCase(2, 2048, 32, 4),
+        DecodeCase(4, 4096),
+        DecodeCase(1, 32768),
+        DecodeCase(4, 1024, page=16),
+        DecodeCase(4, 1024, page=256),
+        DecodeCase(4, 1024, append=True),
+    )
+    return [Copy("fp32", 1024 * 64), *(replace(case, dtype=dtype) for dtype in ("fp32", "bf16") for case in sizes)]
 
 
 def quick_cases(cases: Sequence[Any]) -> list[Any]:

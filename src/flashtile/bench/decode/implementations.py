@@ -66,6 +66,31 @@ def _sdpa(inputs: DecodeInputs) -> Step:
     return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
 
 
+def _matmul(inputs: DecodeInputs) -> Step:
+    """The plain computation with the heads of a group as rows, which repeats no keys."""
+    batch, seq_q, heads, head_dim = inputs.q.shape
+    heads_kv = inputs.k_cache.shape[2]
+    q = inputs.q.view(batch, heads_kv, heads // heads_kv, head_dim)
+    k, v = inputs.k_cache.permute(0, 2, 3, 1), inputs.v_cache.transpose(1, 2)
+    scale = head_dim**-0.5
+    return lambda: (q @ k).mul_(scale).softmax(-1).matmul(v).view(batch, seq_q, heads, -1)
+
+
+def _gathered(inputs: DecodeInputs) -> Step:
+    """sdpa on the rows of all pages, side by side."""
+    assert inputs.block_table is not None
+    pages = inputs.block_table.flatten()
+    caches, batch = (inputs.k_cache, inputs.v_cache), len(inputs.q)
+    grouped = inputs.q.shape[2] != inputs.k_cache.shape[2]
+
+    def step() -> Tensor:
+        k, v = (cache.index_select(0, pages).unflatten(0, (batch, -1)).flatten(1, 2) for cache in caches)
+        q, k, v = (t.transpose(1, 2) for t in (inputs.q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped).transpose(1, 2)
+
+    return step
+
+
 def _fa4(inputs: DecodeInputs) -> Step:
     from flash_attn.cute import flash_attn_func
 
@@ -85,6 +110,12 @@ def _plain_only(case: DecodeCase) -> str | None:
     return "measured with one query, which sees the whole cache" if case.Sq > 1 else None
 
 
+def _pages_only(case: DecodeCase) -> str | None:
+    if case.page is None or case.append:
+        return "measured on pages, to which nothing is appended"
+    return "measured with one query, which sees the whole cache" if case.Sq > 1 else None
+
+
 def _fa4_missing(case: DecodeCase) -> str | None:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "flash_attn.cute is not installed"
@@ -101,6 +132,8 @@ IMPLEMENTATIONS = (
     _sdpa_with("flash", ("cuda", "cpu"), SDPBackend.FLASH_ATTENTION),
     _sdpa_with("cudnn", ("cuda",), SDPBackend.CUDNN_ATTENTION),
     _sdpa_with("efficient", ("cuda",), SDPBackend.EFFICIENT_ATTENTION),
+    Implementation("matmul", ("cpu",), _matmul, _plain_only),
+    Implementation("sdpa-gathered", ("cpu",), _gathered, _pages_only),
     Implementation("fa4", ("cuda",), _fa4, _fa4_missing),
 )
 

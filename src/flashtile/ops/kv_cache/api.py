@@ -154,8 +154,10 @@ def attention_with_kv_cache(
     if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
         checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
     checks.check_caches(q, k_cache, v_cache, block_table is not None)
-    checks.check_appended(q, k_cache, v_cache, k, v)
-    checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
+    if k is not None or v is not None:
+        checks.check_appended(q, k_cache, v_cache, k, v)
+    if not (cache_batch_indices is cache_left_padding is block_table is None and k_cache.shape[0] == q.shape[0]):
+        checks.check_places(q, k_cache, cache_batch_indices, cache_left_padding, block_table)
     if torch.is_grad_enabled():
         checks.check_no_gradient(
             q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
@@ -168,7 +170,8 @@ def attention_with_kv_cache(
     positions = None
     if lengths is None and q.shape[0] and rotary_cos is not None:
         positions = length + max(seq_new or 0, q.shape[1] if (left, right) != (None, None) else min(1, q.shape[1]))
-    checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
+    if rotary_cos is not None or rotary_sin is not None:
+        checks.check_rotary(q, rotary_cos, rotary_sin, k, positions)
     batch, _, heads, head_dim = q.shape
     spec = CacheSpec(
         length,

@@ -6,8 +6,6 @@ its schema.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -51,7 +49,8 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
     module = backends.implementation("kv_cache", backend, q.device.type, dtype)
-    readable = CacheCall(*map(_last_contiguous, call))
+    others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:]]
+    readable = CacheCall(_last_contiguous(q), *others)  # type: ignore[arg-type]
     if call.alibi_slopes is not None:
         # Kernels read them element after element: those of one sequence that all share are copied.
         readable = readable._replace(alibi_slopes=call.alibi_slopes.contiguous())
@@ -64,10 +63,10 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     return out, lse
 
 
-def _last_contiguous(tensor: Any) -> Any:
+def _last_contiguous(tensor: Tensor) -> Tensor:
     """Backends take any strides but the last, and that too where it leads nowhere. (Caches have been checked for it: a
     copy of one would get the new rows.)"""
-    if tensor is None or not tensor.dim() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+    if not tensor.dim() or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
     return tensor.contiguous()
 
