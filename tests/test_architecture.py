@@ -27,7 +27,8 @@ WITHIN_OPERATION = {
     "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
-    "explain": {"api", "block_mask", "checks", "cpu", "hopper", "select", "spec", "split", "triton"},
+    "explain": {"api", "backend", "block_mask", "checks", "select", "spec"},
+    "backend": {"spec"},
     "partial": {"api", "checks", "operator", "spec"},
     "operator": {
         "checks",
@@ -42,8 +43,8 @@ WITHIN_OPERATION = {
         "spec",
         "triton",
     },
-    # What the Hopper kernels serve, and when keys are split, is told by their `configs`, which need no Triton.
-    "select": {"hopper", "spec", "split"},
+    # And the `backend` of each package, which needs no Triton.
+    "select": {"backend", "spec"},
     "forward_mode": {"row_weights", "spec"},
     "row_weights": {"block_mask", "philox", "spec"},
     "inspection": {"api", "block_mask", "checks", "column_sums", "operator", "row_weights", "spec"},
@@ -65,10 +66,10 @@ WITHIN_OPERATION = {
     "block_mask": {"block_mask_arguments", "tile_lists", "tile_sources"},
     "patterns": {"block_mask", "block_mask_arguments", "tile_lists", "tile_sources"},
     "reference": {"block_mask", "fp8", "losses", "philox", "spec"},
-    "cpu": {"block_mask", "fp8", "losses", "philox", "spec"},
-    "triton": {"philox", "plans", "spec"},
-    "hopper": {"philox", "plans", "spec"},
-    "split": {"spec"},
+    "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "spec"},
+    "triton": {"backend", "philox", "plans", "spec"},
+    "hopper": {"backend", "philox", "plans", "spec"},
+    "split": {"backend", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "split_keys", "watch"}
@@ -144,9 +145,9 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            own = {"explain", "select", "plans", "triton", "hopper", "split"}
+            own = {"backend", "explain", "select", "plans", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
-            return "" if part in allowed else "only kernels, plans, select and explain need it"
+            return "" if part in allowed else "only kernels, plans, backends, select and explain need it"
         if target != "ops":
             return "operations import operations only"
         return _forbidden_within_operation(module, name)
@@ -165,6 +166,8 @@ def _forbidden_within_operation(module: list[str], name: list[str]) -> str:
         return "" if len(name) > 3 and name[3] == "api" else "another operation is used through its api"
     if part not in WITHIN_OPERATION:
         return f"say in WITHIN_OPERATION what {part!r} may import"
+    if part == "select" and name[4:5] == ["backend"]:
+        return ""
     if name[3] == part or name[3] in WITHIN_OPERATION[part]:
         return ""
     return f"{part} may import {sorted(WITHIN_OPERATION[part])}"

@@ -18,7 +18,10 @@ from typing import NamedTuple
 import torch
 
 import flashtile
-from flashtile.ops.attention.select import choose_column_sums
+from flashtile._backends import devices
+from flashtile.ops.attention.backend import AttentionCall
+from flashtile.ops.attention.select import BACKENDS as CHOSEN_FROM
+from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.testing import AttentionCase, make_inputs, with_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -143,8 +146,14 @@ def column_sums() -> list[str]:
     """The row of `flashtile.attention_column_sums`."""
 
     def choice(backend: str) -> str | None:
-        device = "cpu" if BACKENDS[backend] == "cpu" else "cuda"
-        return choose_column_sums(backend, device, BASE.dtype, None, False).backend
+        on_cpu = BACKENDS[backend] == "cpu"
+        device = devices.INTERPRETER if on_cpu else devices.KNOWN_DEVICES[BACKENDS[backend]]
+        shape = (BASE.batch, BASE.seq_q, BASE.heads, BASE.head_dim)
+        call = AttentionCall(
+            backend, "column_sums", "cpu" if on_cpu else "cuda", device, 132, None, False, BASE.dtype, shape, shape,
+            shape, True, False, False, False, False, AttentionSpec(1.0),
+        )  # fmt: skip
+        return CHOSEN_FROM.choose(call).backend
 
     return [EVERYTHING if choice(backend) == backend else NOTHING for backend in BACKENDS]
 

@@ -54,17 +54,20 @@ def pretend_gpu() -> None:
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
     tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
 
+    from flashtile._backends.alignment import aligned
     from flashtile.ops.attention import select
     from flashtile.ops.common import backends
 
     def implementation(phase, q, k, v, side, spec, backend, learned_slopes=False):  # type: ignore[no-untyped-def]
-        split = select.split_obstacle(phase, q, k, side, spec, backend, 132)
-        facts = select._hopper_facts(q, k, v, side, spec)
-        return select._gpu_implementation(backend, q.device, phase, split, *facts, learned_slopes)
+        packed, lengths = side.cu_seqlens_q is not None, side.key_lengths is not None
+        tables = side.bias is not None or side.mask is not None
+        facts = q.shape, k.shape, v.shape, aligned(q, k, v), packed, lengths, tables, learned_slopes, spec
+        return select.BACKENDS.implementation(backend, phase, gpu, q.dtype, *facts)
 
+    gpu = torch.device("cuda", 0)
     select.implementation = implementation
-    obstacle = backends.triton_obstacle
-    backends.triton_obstacle = lambda device_type, *facts: obstacle("cuda", *facts)
+    call = backends.StandardCall
+    backends.StandardCall = lambda operation, requested, device_type, *facts: call(operation, requested, "cuda", *facts)
 
 
 def cases() -> dict[str, Callable[[], Any]]:

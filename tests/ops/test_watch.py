@@ -55,8 +55,9 @@ def test_environment_variables_name_log_and_check():
     for name in ("attention.forward[cpu]", "attention.backward[cpu]", "layer_norm.forward[cpu]"):
         assert f"flashtile.{name}" in out
     lines = [line for line in error.splitlines() if line.startswith("flashtile.select: ")]
-    assert len(lines) == 2, "each choice once"
-    assert "attention, torch.float32 on cpu: cpu (the first choice" in lines[0] and "not triton: it needs" in lines[0]
+    assert len(lines) == 3, "each choice once"
+    assert "attention forward, torch.float32 on cpu: cpu (the first choice" in lines[0]
+    assert "not triton: it needs" in lines[0]
     assert "found: flashtile.attention.forward[cpu]: result 0 [1, 40, 2, 16] float32" in out
     assert "and no input has any. Inputs: q [1, 40, 2, 16] float32, |x| up to" in out
 
@@ -71,7 +72,9 @@ def test_what_the_variables_do_not_know_is_an_error(name, value):
 
 def test_a_log_of_choices_through_logging(caplog):
     with caplog.at_level("INFO", logger="flashtile.select"):
-        backends.implementation.cache_clear()
+        chosen = backends.standard_backends("softmax")
+        chosen.implementation.cache_clear()
+        chosen._logged.clear()
         for _ in range(2):
             flashtile.scaled_causal_softmax(torch.randn(1, 4, 4))
     assert [record.message.partition(" (")[0] for record in caplog.records] == ["softmax, torch.float32 on cpu: cpu"]
@@ -189,8 +192,10 @@ def test_every_operation_is_watched(monkeypatch):
     monkeypatch.setattr(watch, "_watch", lambda label, function: (seen.add(label), original(label, function))[1])
     from flashtile.ops.attention import select
 
-    for cache in (backends.implementation, select._implementation):
-        cache.cache_clear()
+    names = ("layer_norm", "rotary", "softmax", "cross_entropy", "dense", "kv_cache")
+    chosen = [select.BACKENDS, *map(backends.standard_backends, names)]
+    for each in chosen:
+        each.implementation.cache_clear()
     try:
         x = torch.randn(2, 6, 2, 8, requires_grad=True)
         flat = torch.randn(6, 8, requires_grad=True)
@@ -203,7 +208,7 @@ def test_every_operation_is_watched(monkeypatch):
         flashtile.fused_mlp(flat, torch.randn(16, 8), None, torch.randn(8, 16), None).sum().backward()
         flashtile.attention_with_kv_cache(x[:, :1].detach(), x.detach(), x.detach())
     finally:
-        for cache in (backends.implementation, select._implementation):
-            cache.cache_clear()
+        for each in chosen:
+            each.implementation.cache_clear()
     operations = {label.split(".")[1] for label in seen}
     assert operations == {"attention", "layer_norm", "rotary", "softmax", "cross_entropy", "dense", "kv_cache"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 
+from torch import Tensor
+
 
 def power_of_two_factor(*numbers: int) -> int:
     """The largest power of two up to 16 that divides all the numbers."""
@@ -15,3 +17,20 @@ def used_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     """The strides, but 0 in the place of those of dimensions of one that 16 does not divide: they lead nowhere, and
     PyTorch lets them be any number, also of a contiguous tensor."""
     return tuple(0 if size == 1 and stride % 16 else stride for size, stride in zip(shape, strides))
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
+    of 16 bytes, but those of dimensions of one."""
+    bits = 0
+    for tensor in tensors:
+        strides = tensor.stride()
+        bits |= tensor.data_ptr() | tensor.itemsize * (strides[0] | strides[1] | strides[-2])
+    return bits % 16 == 0 or all(map(_aligned_where_used, tensors))
+
+
+def _aligned_where_used(tensor: Tensor) -> bool:
+    bits = tensor.data_ptr()
+    for stride in used_strides(tensor.shape[:-1], tensor.stride()):
+        bits |= tensor.itemsize * stride
+    return bits % 16 == 0

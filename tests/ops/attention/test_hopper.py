@@ -22,12 +22,14 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from backend_calls import hopper_call, with_changes
 from flashtile import BlockMask, patterns
+from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
-from flashtile._backends import tma
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, pointer
 from flashtile.ops.attention import operator, select
+from flashtile.ops.attention.backend import AttentionCall, Phase
 from flashtile.ops.attention.hopper import (
     backward_launch,
     backward_pieces,
@@ -38,8 +40,9 @@ from flashtile.ops.attention.hopper import (
     launch,
     pieces,
 )
+from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
     Binary,
@@ -65,9 +68,14 @@ _CALL = Call(head_dim=128, head_dim_v=128)
 # Which calls are served
 
 
-def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | None:
-    call = configs.HopperCall(phase, "sm_90", torch.bfloat16, 128, 128, True, False, False)._replace(**changes)
-    return select.choose_backend(backend, "cuda", call.dtype, None, False, call).backend
+def _call(phase: Phase) -> AttentionCall:
+    q = torch.empty(1, 200, 1, 128, dtype=torch.bfloat16)
+    return hopper_call(phase, q, q, q, SideInputs(), AttentionSpec(1.0))
+
+
+def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
+    call = with_changes(_call(phase)._replace(requested=backend), **changes)
+    return select.BACKENDS.choose(call).backend
 
 
 @pytest.mark.parametrize(
@@ -84,9 +92,9 @@ def _chosen(phase: configs.Phase, backend: str = "auto", **changes) -> str | Non
         ({"head_dim_v": 264}, "triton"),
         ({"head_dim_v": 12}, "triton"),
         ({"dtype": torch.float32}, "triton"),
-        ({"dropout": True}, "triton"),
+        ({"dropout_p": 0.1}, "triton"),
         ({"key_lengths": True}, "triton"),
-        ({"placed": True}, "triton"),
+        ({"origin": Origin(0, 0, 0, 0, 1)}, "triton"),
         ({"block_tile": (64, 128)}, "triton"),
         ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),
@@ -107,7 +115,7 @@ def test_who_serves_a_forward(changes: dict, backend: str) -> None:
     [{}, {"block_tile": (256, 384)}, {"head_dim": 192}, {"head_dim_v": 256, "block_tile": (128, 64)}],
     ids=str,
 )
-def test_block_masks_of_large_tiles_are_served(phase: configs.Phase, changes: dict) -> None:
+def test_block_masks_of_large_tiles_are_served(phase: Phase, changes: dict) -> None:
     assert _chosen(phase, **{"block_tile": (128, 128), **changes}) == "hopper"
 
 
@@ -121,9 +129,9 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
-    call = configs.HopperCall("forward", "sm_90", torch.bfloat16, 128, 128, True, False, False)
-    assert select.choose_backend("auto", "cuda", torch.bfloat16, None, True, call).backend != "hopper"
-    choice = select.choose_backend("hopper", "cpu", torch.bfloat16, None, False)
+    call = _call("forward")
+    assert select.BACKENDS.choose(call._replace(interpreting=True)).backend != "hopper"
+    choice = select.BACKENDS.choose(call._replace(requested="hopper", device_type="cpu", device=devices.INTERPRETER))
     assert choice.backend is None and "sm_90" in choice.reason
 
 
@@ -148,15 +156,16 @@ def _spaced(*strides: int, shape: tuple[int, ...] = (2, 5, 3, 8)) -> torch.Tenso
     ],
 )
 def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:
-    assert configs.aligned(tensor) is aligned
-    assert configs.aligned(_spaced(120, 24, 8), tensor) is aligned
+    assert alignment.aligned(tensor) is aligned
+    assert alignment.aligned(_spaced(120, 24, 8), tensor) is aligned
 
 
 def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
     q, k = (torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
-    spec = AttentionSpec(1.0)
-    assert select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec, False).aligned
-    assert not select.hopper_call("forward", "sm_90", q, k, k, SideInputs(), spec._replace(scale=-1.0), False).aligned
+    v, spec = torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16), AttentionSpec(1.0)
+    assert unsupported_reason(hopper_call("forward", q, k, v, SideInputs(), spec)) is None
+    reason = unsupported_reason(hopper_call("forward", q, k, v, SideInputs(), spec._replace(scale=-1.0)))
+    assert reason is not None and "multiples of 16 bytes" in reason
 
 
 # Tiles and plans
@@ -264,7 +273,7 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
         side = SideInputs(alibi_slopes=torch.empty(2, device="cuda"))
-        monkeypatch.setattr(select.hopper, "aligned", lambda *tensors: True)  # fake tensors have no address
+        monkeypatch.setattr(select, "aligned", lambda *tensors: True)  # fake tensors have no address
         modules = [
             select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", learned)
             for phase in ("forward", "backward")
@@ -963,7 +972,7 @@ def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
 def test_rows_of_gradients_can_be_written_by_tma(shape: tuple[int, ...]) -> None:
     gradient = torch.empty_strided(shape, configs.padded_strides(shape), dtype=torch.bfloat16)
-    assert configs.aligned(gradient) and gradient.stride(-1) == 1
+    assert alignment.aligned(gradient) and gradient.stride(-1) == 1
     assert gradient.is_contiguous() == (shape[-1] % 8 == 0)
 
 
@@ -1036,7 +1045,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     side = side._replace(sinks=sinks)
     grads = backward_launch.backward(dout, None, q, k, v, out, lse, side, AttentionSpec(1.0, **arguments), Wanted())
     for grad, of in zip(grads, (q, k, v)):
-        assert grad.shape == of.shape and configs.aligned(grad)
+        assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
     assert ("quiet_ptr" in begin) == ("blocks" in name or "hidden" in name)
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)

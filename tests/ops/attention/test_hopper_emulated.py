@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import flashtile
+from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
-from flashtile.ops.attention.hopper import configs
+from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper
 
@@ -46,8 +47,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
         ) -> Any:
             if backend != "hopper":
                 return serve(phase, q, k, v, side, spec, backend, learned_slopes)
-            obstacle = configs.obstacle(select.hopper_call(phase, "sm_90", q, k, v, side, spec, learned_slopes))
-            assert obstacle is None, obstacle
+            reason = unsupported_reason(hopper_call(phase, q, k, v, side, spec, learned_slopes))
+            assert reason is None, reason
             return emulated
 
         monkeypatch.setattr(select, "implementation", implementation)

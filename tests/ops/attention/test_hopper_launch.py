@@ -20,11 +20,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from backend_calls import hopper_call
 from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
-from flashtile.ops.attention import select
+from flashtile.ops.attention.backend import Phase
 from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -171,11 +173,10 @@ def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> _Call:
     return _Call(q, k, v, dout, side, spec)
 
 
-def _served(phase: configs.Phase, call: _Call) -> bool:
-    facts = select.hopper_call(phase, "sm_90", call.q, call.k, call.v, call.side, call.spec, False)
-    # What is not aligned is a copy of q for a scale that is not positive.
-    assert facts.aligned or (call.spec.scale <= 0 and call.q.shape[-1] % 8)
-    return configs.obstacle(facts) is None
+def _served(phase: Phase, call: _Call) -> bool:
+    facts = hopper_call(phase, call.q, call.k, call.v, call.side, call.spec)
+    assert facts.aligned
+    return unsupported_reason(facts) is None
 
 
 @given(_calls((torch.float16, torch.bfloat16, FP8)))

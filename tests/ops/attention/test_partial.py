@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from backend_calls import hopper_call
 from flashtile import AttentionPart, attention_backward, attention_part
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
 from flashtile.testing.cases import _cancelled
@@ -314,5 +315,4 @@ def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
             q, q, q, AttentionPart(64, 0, 128, 128), None, None, True, "bottom_right", None, None, 0.0, None, None,
             None, None, given, None, None, False, "auto",
         )  # fmt: skip
-        call = select.hopper_call("forward", "sm_90", q, q, q, side, spec, False)
-        assert select.choose_backend("auto", "cuda", q.dtype, None, False, call).backend == backend
+        assert select.BACKENDS.choose(hopper_call("forward", q, q, q, side, spec)).backend == backend

@@ -109,7 +109,8 @@ def test_plain(changes: dict[str, Any], message: str, function: Any) -> None:
 
 
 def test_float64_on_triton_says_what_to_do() -> None:
-    from flashtile.ops.common.backends import choose_backend
+    from flashtile.ops.common.backends import StandardCall, standard_backends
 
-    choice = choose_backend("triton", "cuda", _FP64, None, False)
+    call = StandardCall("layer_norm", "triton", "cuda", _FP64, None, False)
+    choice = standard_backends("layer_norm").choose(call)
     assert choice.backend is None and "float64" in choice.reason and "backend='reference'" in choice.reason

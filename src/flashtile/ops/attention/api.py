@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import checks
+from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_unrecorded
 from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.spec import BACKENDS, FP8, AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
 
 DENSE_LAYOUT = ("batch", "seq", "heads", "head_dim")
@@ -360,7 +360,7 @@ def build_spec(
     softcap: float | None = None,
 ) -> AttentionSpec:
     checks.check_choice("align", align, ("bottom_right", "top_left"))
-    checks.check_choice("backend", backend, BACKENDS)
+    select.BACKENDS.check(backend)
     if not (isinstance(causal, bool) and isinstance(deterministic, bool)):
         checks.raise_not_bool(causal=causal, deterministic=deterministic)
     left, right = checks.resolve_window(causal, window)

@@ -51,7 +51,7 @@ def run_column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: A
 
 def _column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, backend: str) -> Tensor:
     checks.check_values(side, q.shape[0], k.shape[0])
-    implementation = select.column_sums_implementation(q, backend)
+    implementation = select.implementation("column_sums", q, k, k, side, spec, backend)
     side = side if plain_side(side) else readable_side(side)
     return implementation.column_sums(rows_contiguous(q), rows_contiguous(k), lse.contiguous(), side, spec)
 

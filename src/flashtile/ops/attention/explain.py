@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flashtile._backends import devices
-from flashtile.ops.attention import checks, cpu, select
+from flashtile._backends.alignment import aligned
+from flashtile.ops.attention import checks
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
@@ -22,63 +23,11 @@ from flashtile.ops.attention.api import (
     checked_qkv,
     lengths_of,
 )
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.hopper import configs as hopper
-from flashtile.ops.attention.hopper.configs import BackwardConfig, HopperConfig, Phase
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
-from flashtile.ops.attention.split import configs as split
-from flashtile.ops.attention.triton.configs import (
-    Kernel,
-    TileConfig,
-    choose_tiles,
-    is_long,
-    shared_memory,
-    situation_of,
-)
-from flashtile.ops.common.backends import BackendChoice
+from flashtile.ops.attention.select import BACKENDS
+from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, choose_cut
-from flashtile.ops.common.split_keys.configs import shared_memory as split_memory
-
-
-@dataclass(frozen=True)
-class KernelChoice:
-    """A kernel that a call runs.
-
-    Attributes:
-        name: "forward", "dq" or "dkdv"; on Hopper "forward" or "backward", and "widen" before them for 8-bit values; on
-            the CPU a description of what computes the call.
-        tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
-        shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.
-        backend: the backend of the kernel. Forward and backward may have different ones.
-        parts: into how many parts the keys of a sequence are split.
-    """
-
-    name: str
-    tiles: TileConfig | HopperConfig | BackwardConfig | AttendTiles | None = None
-    shared_memory: int = 0
-    backend: str = ""
-    parts: int = 1
-
-    def __str__(self) -> str:
-        tiles = self.tiles
-        if tiles is None:
-            return self.name
-        chunk = ""
-        if isinstance(tiles, HopperConfig):
-            warps, stages = f"{tiles.consumers} computing warpgroups and a loading warp", tiles.stages
-        elif isinstance(tiles, BackwardConfig):
-            loading = "and a loading warp" if tiles.producer else "of which one loads"
-            warps, stages = f"3 computing warpgroups {loading}", tiles.stages
-        else:
-            warps, stages = f"{tiles.num_warps} warps", tiles.num_stages
-            chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
-        parts = f", keys in {self.parts} parts" if self.parts > 1 else ""
-        rows = "queries and heads" if isinstance(tiles, AttendTiles) else "queries"
-        return (
-            f"{self.name} ({self.backend}): {tiles.block_m} {rows} × {tiles.block_n} keys, {warps}, "
-            f"{stages} stages, about {self.shared_memory // 1024} KiB of shared memory{chunk}{parts}"
-        )
 
 
 @dataclass(frozen=True)
@@ -181,26 +130,40 @@ def explain(
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
-    interpreting = device_type == "cpu" and devices.interpreting()
-    rows_of_q, rows_of_k, rows_of_v = (_rows_contiguous(t) for t in (q, k, v))
+    call = AttentionCall(
+        backend,
+        "forward",
+        device_type,
+        facts,
+        multiprocessors,
+        devices.triton_missing(),
+        device_type == "cpu" and devices.interpreting(),
+        q.dtype,
+        q.shape,
+        k.shape,
+        v.shape,
+        aligned(*(_rows_contiguous(t) for t in (q, k, v))),
+        packed,
+        key_lengths is not None,
+        tables,
+        learned_slopes=alibi_slopes is not None and alibi_slopes.requires_grad,
+        spec=spec,
+        side=side,
+    )
+    choice = BACKENDS.choose(call)
+    return Explanation(choice.backend, choice.reason, _kernels(call, choice.backend), choice.rejected, name)
 
-    def choose(phase: Phase) -> BackendChoice:
-        call = None
-        if device_type == "cuda":
-            learned = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
-            call = select.hopper_call(phase, facts.arch, rows_of_q, rows_of_k, rows_of_v, side, spec, learned)
-        asked = "auto" if backend == "split" and phase == "backward" else backend
-        why_not = select.split_obstacle(phase, q, k, side, spec, asked, multiprocessors)
-        return select.choose_backend(asked, device_type, q.dtype, devices.triton_missing(), interpreting, call, why_not)
 
-    forward, backward = choose("forward"), choose("backward")
-    kernels: tuple[KernelChoice, ...] = ()
-    if forward.backend == "split":
-        first = _split_kernel(q, k, v, spec, facts, multiprocessors)
-        kernels = first, *_kernels("triton", backward.backend, q, k, v, side, spec, facts)[1:]
-    elif forward.backend:
-        kernels = _kernels(forward.backend, backward.backend, q, k, v, side, spec, facts)
-    return Explanation(forward.backend, forward.reason, kernels, forward.rejected, name)
+def _kernels(call: AttentionCall, forward: str | None) -> tuple[KernelChoice, ...]:
+    """The kernels of forward and backward; 8-bit inputs have a forward only."""
+    if forward is None:
+        return ()
+    kernels = BACKENDS.by_name[forward].describe(call)
+    if call.dtype is FP8:
+        return kernels
+    call = call._replace(phase="backward")
+    backward = BACKENDS.choose(call).backend
+    return kernels if backward is None else (*kernels, *BACKENDS.by_name[backward].describe(call))
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:
@@ -228,56 +191,3 @@ def _resolve_device(device: torch.device | str) -> tuple[str, str, devices.Devic
         f"device: expected 'cpu', a GPU that is present, or one of {', '.join(devices.KNOWN_DEVICES)}, got {device}; "
         "name the architecture to ask about a GPU that is not here"
     )
-
-
-def _split_kernel(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, facts: devices.DeviceFacts, multiprocessors: int
-) -> KernelChoice:
-    """The kernel that attends to a part of the keys, and how many parts there are."""
-    group = q.shape[2] // max(k.shape[2], 1)
-    first, last = split.visible_keys(q.shape[1], k.shape[1], spec)
-    rows = q.shape[0] * k.shape[2], q.shape[1] * group
-    situation = Situation(q.dtype, q.shape[-1], v.shape[-1], rows[1])
-    tiles, splits = choose_cut(situation, rows[0], last - first, facts, multiprocessors)
-    return KernelChoice("forward", tiles, split_memory(facts, tiles, situation), "split", splits)
-
-
-def _kernels(
-    forward: str,
-    backward: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    facts: devices.DeviceFacts,
-) -> tuple[KernelChoice, ...]:
-    """The kernels of the backends that serve forward and backward; of 8-bit inputs there is a forward only."""
-    if forward == "cpu":
-        dtype = torch.float32 if q.dtype is FP8 else q.dtype
-        return (KernelChoice(cpu.served_by_torch(spec, side, q.shape, k.shape, v.shape, dtype)[1]),)
-    if forward == "reference":
-        return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
-    heads = q.shape[-1], v.shape[-1]
-    long = is_long(side.max_seqlen_q, side.max_seqlen_k)
-    tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
-    situation = situation_of(q.dtype, heads, spec, long, tables)
-
-    def portable(kernel: Kernel) -> KernelChoice:
-        tiles = choose_tiles(kernel, facts, situation)
-        return KernelChoice(kernel, tiles, shared_memory(kernel, tiles, situation), "triton")
-
-    blocks = spec.block_shape is not None
-    if forward == "hopper":
-        left, right = spec.window_left is not None, spec.window_right is not None
-        config = hopper.choose_config(*heads, side.max_seqlen_q, left, right, blocks, q.dtype)
-        first = KernelChoice("forward", config, hopper.shared_memory(config, *heads, q.dtype), forward)
-    else:
-        first = portable("forward")
-    if q.dtype is FP8:
-        return (KernelChoice("widen", backend=forward), first) if forward == "hopper" else (first,)
-    if backward == "hopper":
-        cut = hopper.backward_config_of(*heads, spec)
-        return first, KernelChoice("backward", cut, hopper.backward_shared_memory(cut, *heads), backward)
-    last = (portable("dbias"),) if side.bias is not None and side.bias.requires_grad else ()
-    return first, portable("dq"), portable("dkdv"), *last

@@ -49,9 +49,6 @@ class Origin(NamedTuple):
     heads: int
 
 
-BACKENDS = ("auto", "reference", "cpu", "triton", "hopper", "split")
-
-
 class AttentionSpec(NamedTuple):
     """The meaning of a call: scalars only, hashable, canonical.
 

@@ -1,21 +1,96 @@
-"""Which backend serves a call: a pure choice from the request, the device and the dtypes, with its reasons."""
+"""Backends of an operation as objects, and the choice among them: the first in a list that can serve a call.
+
+A backend says itself why it cannot serve a call (`unsupported_reason`). Nothing here, and nothing that chooses, knows
+one by name.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from flashtile._backends import devices, observe
+from flashtile.ops.common.checks import check_choice
 from flashtile.ops.common.watch import watched
 
-BACKENDS = ("auto", "reference", "cpu", "triton")
 
-#: In the order in which "auto" tries them.
-_AUTOMATIC = ("triton", "cpu")
+class AnyCall(Protocol):
+    """What every description of a call has; operations may add to it."""
+
+    @property
+    def requested(self) -> str:
+        """A backend by name, or "auto"."""
+
+    @property
+    def device_type(self) -> str:
+        """ "cpu" or "cuda"."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def triton_missing(self) -> str | None:
+        """Why Triton cannot be used; None where it can."""
+
+    @property
+    def interpreting(self) -> bool:
+        """Triton's interpreter runs the kernels."""
+
+    @property
+    def label(self) -> str:
+        """The call in words, for the log."""
+
+
+C = TypeVar("C", bound=AnyCall)
+Served = TypeVar("Served", bound=AnyCall, contravariant=True)
+
+
+class StandardCall(NamedTuple):
+    """What decides which backend serves a call of an operation with the standard backends.
+
+    Attributes:
+        dtype: float64 where any tensor of the call is.
+    """
+
+    operation: str
+    requested: str
+    device_type: str
+    dtype: torch.dtype
+    triton_missing: str | None
+    interpreting: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.operation}, {self.dtype} on {self.device_type}"
+
+
+def _describe_nothing(call: Any) -> tuple[Any, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Backend(Generic[Served]):
+    """One way to compute an operation.
+
+    Attributes:
+        name: what users write as `backend=`.
+        module: full name of the module that has the operation's functions, such as `forward` and `backward`. It is
+            imported when it first serves a call, because launches need Triton.
+        unsupported_reason: why the backend cannot serve a call; None where it can. If the call asks for "auto", also
+            why it should not, such as that another backend is faster.
+        describe: the kernels that a call would run, for `flashtile.explain`.
+    """
+
+    name: str
+    module: str
+    unsupported_reason: Callable[[Served], str | None]
+    describe: Callable[[Served], tuple[Any, ...]] = _describe_nothing
 
 
 class BackendChoice(NamedTuple):
@@ -32,84 +107,109 @@ class BackendChoice(NamedTuple):
     rejected: dict[str, str]
 
 
-def choose_backend(
-    requested: str, device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool
-) -> BackendChoice:
-    """The choice, from facts alone. `dtype` is float64 where any tensor of the call is."""
-    obstacles = {
-        "triton": triton_obstacle(device_type, dtype, triton_missing, interpreting),
-        "cpu": cpu_obstacle(device_type),
-        "reference": None,
-    }
-    why_not_reference = "it is the definition, written to be read; it runs only when asked for by name"
-    return choose(requested, obstacles, _AUTOMATIC, f"{dtype} on {device_type}", interpreting, why_not_reference)
-
-
-def choose(
-    requested: str,
-    obstacles: dict[str, str | None],
-    automatic: tuple[str, ...],
-    call: str,
-    interpreting: bool,
-    why_not_reference: str,
-) -> BackendChoice:
-    """The choice among backends, each with what stands in its way, or None.
+class Backends(Generic[C]):
+    """The backends of an operation, in the order in which "auto" tries them.
 
     Args:
-        requested: a backend by name, or "auto" for the first of `automatic` that nothing stands in the way of.
-        call: what is asked for, in words.
-        why_not_reference: the reason why "auto" never takes the reference.
+        operation: its name.
+        call: makes the description of a call from the arguments of `implementation`.
+        backends: those of the operation.
     """
-    if requested != "auto":
-        obstacle = obstacles[requested]
-        rejected = {name: "another backend was asked for by name" for name in obstacles if name != requested}
-        if obstacle:
-            return BackendChoice(None, obstacle, {requested: obstacle, **rejected})
-        return BackendChoice(requested, "asked for by name", rejected)
-    # The interpreter is for testing kernels: it never serves a call that did not ask for it.
-    if interpreting:
-        slow = obstacles["triton"] or "on a CPU it is interpreted, far slower than the cpu backend"
-        obstacles = {**obstacles, "triton": slow}
-    rejected = {name: obstacle for name in automatic if (obstacle := obstacles[name])}
-    rejected["reference"] = why_not_reference
-    for name in automatic:
-        if not obstacles[name]:
-            return BackendChoice(name, f"the first choice for {call}", rejected)
-    return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
+
+    def __init__(self, operation: str, call: Callable[..., C], backends: Iterable[Backend[C]]) -> None:
+        self.by_name = {backend.name: backend for backend in backends}
+        self._operation, self._call = operation, call
+        self._logged: set[str] = set()
+        #: The module that serves a call, remembered by the arguments, which are hashable.
+        self.implementation = functools.lru_cache(maxsize=4096)(self._implementation)
+
+    def check(self, requested: str) -> None:
+        """Raises a ValueError where the argument `backend` names none of them."""
+        if not (isinstance(requested, str) and (requested == "auto" or requested in self.by_name)):
+            check_choice("backend", requested, ("auto", *self.by_name))
+
+    def choose(self, call: C) -> BackendChoice:
+        """The backend that a call asks for, or for "auto" the first that supports it."""
+        if call.requested != "auto":
+            rejected = {
+                name: "another backend was asked for by name" for name in self.by_name if name != call.requested
+            }
+            reason = self.by_name[call.requested].unsupported_reason(call)
+            if reason:
+                return BackendChoice(None, reason, {call.requested: reason, **rejected})
+            return BackendChoice(call.requested, "asked for by name", rejected)
+        reasons = {name: backend.unsupported_reason(call) for name, backend in self.by_name.items()}
+        rejected = {name: reason for name, reason in reasons.items() if reason}
+        for name, reason in reasons.items():
+            if not reason:
+                return BackendChoice(name, f"the first choice for {call.dtype} on {call.device_type}", rejected)
+        return BackendChoice(None, "; ".join(f"{name}: {why}" for name, why in rejected.items()), rejected)
+
+    def _implementation(self, *facts: Any) -> ModuleType:
+        """The module that serves a call.
+
+        Raises:
+            ValueError: the backend asked for, or every one for "auto", cannot serve it.
+        """
+        call = self._call(*facts)
+        choice = self.choose(call)
+        if choice.backend is None:
+            raise ValueError(f"backend: {call.requested!r} cannot serve this call: {choice.reason}")
+        self._log(call, choice)
+        module = importlib.import_module(self.by_name[choice.backend].module)
+        return watched(self._operation, choice.backend, module)
+
+    def _log(self, call: C, choice: BackendChoice) -> None:
+        """Writes a choice to the log `flashtile.select`, once: calls of other shapes are often chosen for alike."""
+        why_not = "".join(f"; not {name}: {why}" for name, why in choice.rejected.items() if call.requested == "auto")
+        line = f"{call.label}: {choice.backend} ({choice.reason}{why_not})"
+        if line not in self._logged:
+            self._logged.add(line)
+            observe.log.info("%s", line)
 
 
-def cpu_obstacle(device_type: str) -> str | None:
-    """Why a CPU backend cannot serve a call; None when it can."""
-    return None if device_type == "cpu" else f"it runs on the CPU, and the tensors are on {device_type}"
+def triton_unsupported_reason(call: AnyCall) -> str | None:
+    """Why Triton kernels do not serve a call; None where they do.
 
-
-def triton_obstacle(device_type: str, dtype: torch.dtype, triton_missing: str | None, interpreting: bool) -> str | None:
-    """Why Triton kernels cannot serve a call; None when they can."""
-    if triton_missing:
-        return triton_missing
-    if dtype is torch.float64:
+    The interpreter is for testing kernels: it never serves a call that did not ask for it.
+    """
+    if call.triton_missing:
+        return call.triton_missing
+    if call.dtype is torch.float64:
         return "its kernels take float16, bfloat16 and float32, not float64; cast, or use backend='reference'"
-    if device_type == "cpu" and not interpreting:
+    if call.device_type == "cpu" and not call.interpreting:
         return "it needs a GPU, and the tensors are on the CPU (TRITON_INTERPRET=1 runs its kernels there for testing)"
+    if call.interpreting and call.requested == "auto":
+        return "on a CPU it is interpreted, far slower than the cpu backend"
+    return None
+
+
+def cpu_unsupported_reason(call: AnyCall) -> str | None:
+    """Why a CPU backend cannot serve a call; None where it can."""
+    return None if call.device_type == "cpu" else f"it runs on the CPU, and the tensors are on {call.device_type}"
+
+
+def _reference_unsupported_reason(call: AnyCall) -> str | None:
+    if call.requested == "auto":
+        return "it is the definition, written to be read; it runs only when asked for by name"
     return None
 
 
 @functools.cache
-def implementation(operation: str, backend: str, device_type: str, dtype: torch.dtype) -> ModuleType:
-    """The module that serves a call of an operation: `flashtile.ops.<operation>.{reference, cpu, triton.launch}`.
+def standard_backends(operation: str) -> Backends[StandardCall]:
+    """The backends `flashtile.ops.<operation>.{triton.launch, cpu, reference}`.
 
-    Raises:
-        ValueError: the backend asked for, or every one for "auto", cannot serve it.
+    `implementation(requested, device_type, dtype)` of the result is the module that serves a call.
     """
-    choice = choose_backend(backend, device_type, dtype, devices.triton_missing(), devices.interpreting())
-    if choice.backend is None:
-        raise ValueError(f"backend: {backend!r} cannot serve this call: {choice.reason}")
-    log_choice(f"{operation}, {dtype} on {device_type}", requested=backend, choice=choice)
-    part = "triton.launch" if choice.backend == "triton" else choice.backend
-    return watched(operation, choice.backend, importlib.import_module(f"flashtile.ops.{operation}.{part}"))
 
+    def call(requested: str, device_type: str, dtype: torch.dtype) -> StandardCall:
+        missing, interpreting = devices.triton_missing(), devices.interpreting()
+        return StandardCall(operation, requested, device_type, dtype, missing, interpreting)
 
-def log_choice(call: str, requested: str, choice: BackendChoice) -> None:
-    """Writes a choice to the log `flashtile.select`: called when it is made, and not when it is remembered."""
-    why_not = "".join(f"; not {name}: {why}" for name, why in choice.rejected.items() if requested == "auto")
-    observe.log.info("%s: %s (%s%s)", call, choice.backend, choice.reason, why_not)
+    package = f"flashtile.ops.{operation}"
+    backends = (
+        Backend("triton", f"{package}.triton.launch", triton_unsupported_reason),
+        Backend("cpu", f"{package}.cpu", cpu_unsupported_reason),
+        Backend("reference", f"{package}.reference", _reference_unsupported_reason),
+    )
+    return Backends(operation, call, backends)

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.cross_entropy import checks
 from flashtile.ops.cross_entropy.linear import LinearOperands
 from flashtile.ops.cross_entropy.linear_operator import run_linear_cross_entropy
 from flashtile.ops.cross_entropy.operator import run_cross_entropy
+
+_BACKENDS = standard_backends("cross_entropy")
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,7 +80,7 @@ def cross_entropy(
     """
     if other_names:
         refuse_other_names(cross_entropy, other_names)
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.check_logits(logits)
     checks.check_labels(labels, logits.shape[:-1], logits.device, "logits")
     checks.raise_not_bool(inplace_backward=inplace_backward)
@@ -149,7 +151,7 @@ def linear_cross_entropy(
     """
     if other_names:
         refuse_other_names(linear_cross_entropy, other_names)
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.check_tensors(x=x, weight=weight)
     x, weight, bias = _autocast(x, weight, bias)
     checks.check_linear(x, weight, bias)

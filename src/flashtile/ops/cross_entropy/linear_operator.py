@@ -13,11 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.cross_entropy import linear, reference
 from flashtile.ops.cross_entropy.linear import LinearGradients, LinearOperands, LinearResults, Wanted
 from flashtile.ops.cross_entropy.operator import SPEC_SCHEMA, refuse_second_order, refuse_transformed
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, compute_dtype
+
+_BACKENDS = standard_backends("cross_entropy")
 
 _OPERAND_SCHEMA = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
 _WANTED_SCHEMA = "bool dx, bool dweight, bool dbias"
@@ -146,7 +149,7 @@ def _multiplied(found: LinearGradients, factor: Tensor, operands: LinearOperands
     dtype = compute_dtype(operands.x.dtype)
     if not dispatch.unobserved(factor, *(t for t in found if t is not None)):
         return linear.finish(LinearGradients(*(None if t is None else t.to(dtype) * factor for t in found)), operands)
-    module = backends.implementation("cross_entropy", backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
     for gradient in found:
         if gradient is not None:
             module.multiply(gradient, factor)
@@ -154,7 +157,7 @@ def _multiplied(found: LinearGradients, factor: Tensor, operands: LinearOperands
 
 
 def _forward(operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted, backend: str) -> LinearResults:
-    module = backends.implementation("cross_entropy", backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
     with _plain(operands.x):
         return linear.forward(module, _contiguous(operands), spec, wanted)
 
@@ -168,7 +171,7 @@ def _backward(
     wanted: Wanted,
     backend: str,
 ) -> LinearGradients:
-    module = backends.implementation("cross_entropy", backend, operands.x.device.type, operands.x.dtype)
+    module = _BACKENDS.implementation(backend, operands.x.device.type, operands.x.dtype)
     with _plain(operands.x):
         found = linear.backward(module, dloss, scale, _contiguous(operands), lse, spec, wanted)
     return linear.finish(found, operands)

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.cross_entropy import parallel, reference
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, compute_dtype, gradient_strides
+
+_BACKENDS = standard_backends("cross_entropy")
 
 SPEC_SCHEMA = (
     "float label_smoothing, float logit_scale, float lse_square_scale, int ignore_index, str reduction, bool z_loss, "
@@ -144,7 +147,7 @@ def _run_inplace_backward(
 
 
 def _forward(logits: Tensor, labels: Tensor, spec: CrossEntropySpec, backend: str) -> Results:
-    module = backends.implementation("cross_entropy", backend, logits.device.type, logits.dtype)
+    module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
     return parallel.forward(module, logits, labels.contiguous(), spec)
 
 
@@ -158,7 +161,7 @@ def _backward(
     backend: str,
     inplace: bool,
 ) -> Tensor:
-    module = backends.implementation("cross_entropy", backend, logits.device.type, logits.dtype)
+    module = _BACKENDS.implementation(backend, logits.device.type, logits.dtype)
     return module.backward(dloss, scale, logits, labels.contiguous(), lse, spec, inplace)
 
 

@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.dense import checks
 from flashtile.ops.dense.operator import MlpOperands, run_dense, run_mlp, run_weight_gradient
+
+_BACKENDS = standard_backends("dense")
 
 
 def fused_dense(
@@ -50,7 +52,7 @@ def fused_dense(
     """
     if other_names:
         refuse_other_names(fused_dense, other_names)
-    checks.check_choice("backend", backend, backends.BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(return_residual=return_residual)
     checks.check_input("x", x)
     given = x
@@ -122,7 +124,7 @@ def fused_mlp(
     """
     if other_names:
         refuse_other_names(fused_mlp, other_names)
-    checks.check_choice("backend", backend, backends.BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(return_residual=return_residual)
     spec = checks.resolve_activation(activation, gated)
     level = checks.resolve_checkpoint_level(checkpoint_level)
@@ -168,7 +170,7 @@ def linear_bias_wgrad(
     Raises:
         TypeError, ValueError: as `fused_dense`.
     """
-    checks.check_choice("backend", backend, backends.BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(bias=bias)
     checks.check_input("x", x)
     checks.check_dout(dout, x)
@@ -214,4 +216,4 @@ def _check_backend(x: Tensor, backend: str) -> None:
     A graph that is being traced meets the same choice in its operators.
     """
     if (x.is_cuda or x.is_cpu) and not torch.compiler.is_compiling():
-        backends.implementation("dense", backend, x.device.type, x.dtype)
+        _BACKENDS.implementation(backend, x.device.type, x.dtype)

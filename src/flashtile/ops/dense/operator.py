@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.dense import products, reference
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
+
+_BACKENDS = standard_backends("dense")
 
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define("dense_activate(Tensor pre, str activation, bool gated, str backend) -> Tensor")
@@ -271,7 +274,7 @@ def _weight_gradient(dout: Tensor, x: Tensor, main_grad: Tensor | None) -> Tenso
 
 
 def _module(x: Tensor, backend: str) -> Any:
-    return backends.implementation("dense", backend, x.device.type, x.dtype)
+    return _BACKENDS.implementation(backend, x.device.type, x.dtype)
 
 
 def _activate_implementation(pre, activation, gated, backend):

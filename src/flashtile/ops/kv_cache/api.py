@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.operator import run_with_cache
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
+
+_BACKENDS = standard_backends("kv_cache")
 
 Window = tuple[int | None, int | None]
 
@@ -150,7 +152,7 @@ def attention_with_kv_cache(
     """
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
         checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
     checks.check_caches(q, k_cache, v_cache, block_table is not None)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.kv_cache import checks
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
+
+_BACKENDS = standard_backends("kv_cache")
 
 _REST = (
     "Tensor? k, Tensor? v, Tensor? cache_lengths, Tensor? cache_batch_indices, Tensor? cache_left_padding, "
@@ -48,7 +51,7 @@ def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Te
     dtype = q.dtype
     if call.rotary_cos is not None and call.rotary_cos.dtype is torch.float64:
         dtype = torch.float64
-    module = backends.implementation("kv_cache", backend, q.device.type, dtype)
+    module = _BACKENDS.implementation(backend, q.device.type, dtype)
     others = [None if tensor is None else _last_contiguous(tensor) for tensor in call[1:]]
     readable = CacheCall(_last_contiguous(q), *others)  # type: ignore[arg-type]
     if call.alibi_slopes is not None:

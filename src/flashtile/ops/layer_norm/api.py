@@ -7,12 +7,14 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.common.philox import draw_dropout_seed, keep_rows
 from flashtile.ops.layer_norm import checks
 from flashtile.ops.layer_norm.operator import run_norm
 from flashtile.ops.layer_norm.spec import NormSpec, Operands
+
+_BACKENDS = standard_backends("layer_norm")
 
 
 def layer_norm(
@@ -200,7 +202,7 @@ def _plain(
     checks.check_input("x", x)
     checks.check_parameter("weight", weight, x, "x")
     checks.check_parameter("bias", bias, x, "x")
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(zero_centered_weight=zero_centered)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     spec = NormSpec(rms, checks.resolve_epsilon("eps", eps), 0.0, 1.0, zero_centered, x.dtype, rows.shape[0])
@@ -221,7 +223,7 @@ def _dropout_add_norm(
     return_dropout_mask: bool,
     backend: str,
 ) -> Tensor | tuple[Tensor, ...]:
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(
         zero_centered_weight=zero_centered,
         residual_in_fp32=residual_in_fp32,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.layer_norm import checks, reference
 from flashtile.ops.layer_norm.spec import (
     Gradients,
@@ -21,6 +22,8 @@ from flashtile.ops.layer_norm.spec import (
     present_gradients,
     statistics_dtype,
 )
+
+_BACKENDS = standard_backends("layer_norm")
 
 _SPEC_SCHEMA = (
     "bool rms, float epsilon, float dropout_p, float rowscale_const, bool zero_centered, ScalarType sum_dtype, "
@@ -153,14 +156,14 @@ class _DifferentiableBackward(torch.autograd.Function):
 def _forward(operands: Operands, spec: NormSpec, backend: str) -> Normalised:
     checks.check_values(operands, spec)
     dtype = spec.sum_dtype
-    module = backends.implementation("layer_norm", backend, operands.x0.device.type, dtype)
+    module = _BACKENDS.implementation(backend, operands.x0.device.type, dtype)
     return module.forward(Operands(*map(_rows_contiguous, operands)), spec)
 
 
 def _backward(
     dz: Tensor, dz1: Tensor | None, dx: Tensor | None, saved: Saved, spec: NormSpec, wanted: Wanted, backend: str
 ) -> Gradients:
-    module = backends.implementation("layer_norm", backend, dz.device.type, spec.sum_dtype)
+    module = _BACKENDS.implementation(backend, dz.device.type, spec.sum_dtype)
     dz, dz1, dx = map(_rows_contiguous, (dz, dz1, dx))
     return module.backward(dz, dz1, dx, Saved(*map(_rows_contiguous, saved)), spec, wanted)
 

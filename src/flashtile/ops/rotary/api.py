@@ -6,11 +6,13 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.rotary import checks
 from flashtile.ops.rotary.operator import run_rotary
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
+
+_BACKENDS = standard_backends("rotary")
 
 _DENSE = ("batch", "seq", "heads", "head_dim")
 _PACKED = ("total", "heads", "head_dim")
@@ -210,7 +212,7 @@ def _rotate(
     conjugate: bool,
     backend: str,
 ) -> Tensor:
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.raise_not_bool(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     cos, sin, cos_k, sin_k = tables
     checks.check_tables(name, x, cos, sin)

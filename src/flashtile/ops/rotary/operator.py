@@ -7,9 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.rotary import checks, reference
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
+
+_BACKENDS = standard_backends("rotary")
 
 _ARGUMENTS = (
     "Tensor cos, Tensor sin, Tensor? cos_k, Tensor? sin_k, Tensor? offsets, Tensor? cu_seqlens, "
@@ -82,7 +85,7 @@ def _forward(rotation: Rotation, spec: RotarySpec, inplace: bool, backend: str) 
     checks.check_values(rotation, spec)
     x = rotation.x
     dtype = torch.float64 if torch.float64 in (x.dtype, rotation.cos.dtype) else x.dtype
-    module = backends.implementation("rotary", backend, x.device.type, dtype)
+    module = _BACKENDS.implementation(backend, x.device.type, dtype)
     rotation = Rotation(*map(_last_contiguous, rotation))
     rotated = module.forward(rotation, spec, inplace)
     if inplace and not x.is_inference():

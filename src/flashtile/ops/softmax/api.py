@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.common import checks
-from flashtile.ops.common.backends import BACKENDS
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
 from flashtile.ops.softmax.operator import run_softmax
 from flashtile.ops.softmax.spec import MAX_COLUMNS, SoftmaxSpec
+
+_BACKENDS = standard_backends("softmax")
 
 
 def scaled_masked_softmax(
@@ -75,7 +77,7 @@ def scaled_causal_softmax(x: Tensor, scale: float = 1.0, *, backend: str = "auto
 
 
 def _check(name: str, x: Tensor, dimensions: int | None, backend: str) -> None:
-    checks.check_choice("backend", backend, BACKENDS)
+    _BACKENDS.check(backend)
     checks.check_tensors(**{name: x})
     checks.check_float_dtype(name, x.dtype)
     if dimensions is not None and x.dim() != dimensions:

@@ -20,9 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends
-from flashtile.ops.common.checks import check_choice, check_float_dtype, check_tensors
+from flashtile.ops.common.backends import standard_backends
+from flashtile.ops.common.checks import check_float_dtype, check_tensors
 from flashtile.ops.softmax.spec import compute_dtype
+
+_BACKENDS = standard_backends("softmax")
 
 
 class OnlineSoftmax(NamedTuple):
@@ -177,7 +179,7 @@ def merge_attention_(
         TypeError: something is not a tensor.
         ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
     """
-    check_choice("backend", backend, backends.BACKENDS)
+    _BACKENDS.check(backend)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum, out=out, lse=lse)
     _check_merge(acc, row_max, row_sum, compute_dtype(out.dtype), {"lse": lse})
     if out.shape != acc.shape or out.stride(-1) != 1:
@@ -185,7 +187,7 @@ def merge_attention_(
             f"out: expected the shape of acc, {tuple(acc.shape)}, the last dimension contiguous, got "
             f"{tuple(out.shape)} with strides {out.stride()}; use out.contiguous()"
         )
-    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
+    module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
     with torch.no_grad():
         module.merge_part(acc, row_max, row_sum, out, lse, first)
 
@@ -208,10 +210,10 @@ def finish_attention(
         TypeError: something is not a tensor.
         ValueError: shapes, dtypes or strides do not fit, or the backend cannot serve the call.
     """
-    check_choice("backend", backend, backends.BACKENDS)
+    _BACKENDS.check(backend)
     check_tensors(acc=acc, row_max=row_max, row_sum=row_sum)
     _check_merge(acc, row_max, row_sum, compute_dtype(dtype), {})
-    module = backends.implementation("softmax", backend, acc.device.type, acc.dtype)
+    module = _BACKENDS.implementation(backend, acc.device.type, acc.dtype)
     with torch.no_grad():
         return module.merge_finish(acc, row_max, row_sum, dtype)
 

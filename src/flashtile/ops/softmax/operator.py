@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import backends, dispatch
+from flashtile.ops.common import dispatch
+from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.softmax import reference
 from flashtile.ops.softmax.spec import SoftmaxSpec
+
+_BACKENDS = standard_backends("softmax")
 
 _library = torch.library.Library("flashtile", "FRAGMENT")
 _library.define("softmax_forward(Tensor x, Tensor? mask, float scale, bool causal, str backend) -> Tensor")
@@ -58,12 +61,12 @@ class _Softmax(torch.autograd.Function):
 
 
 def _forward(x: Tensor, mask: Tensor | None, spec: SoftmaxSpec, backend: str) -> Tensor:
-    module = backends.implementation("softmax", backend, x.device.type, x.dtype)
+    module = _BACKENDS.implementation(backend, x.device.type, x.dtype)
     return module.forward(x.contiguous(), mask, spec)
 
 
 def _backward(dout: Tensor, out: Tensor, spec: SoftmaxSpec, backend: str) -> Tensor:
-    module = backends.implementation("softmax", backend, out.device.type, out.dtype)
+    module = _BACKENDS.implementation(backend, out.device.type, out.dtype)
     return module.backward(dout.contiguous(), out, spec)
 
 

@@ -10,7 +10,7 @@ from flashtile.ops.attention.cpu.torch_flash import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 
-__all__ = ["backward", "column_sums", "forward", "served_by_torch"]
+__all__ = ["backward", "column_sums", "forward"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
+from flashtile._backends.alignment import aligned, used_strides
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
@@ -33,7 +33,6 @@ from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
     STATISTIC_COLUMNS,
-    aligned,
     backward_chunks,
     backward_config_of,
     padded_strides,
@@ -110,7 +109,7 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Runs the three kernels. The sums of dq, and where walks meet dk and dv, are added up in no fixed order unless
-    `spec.deterministic`. Of `wanted` they serve the sinks (`configs.obstacle`)."""
+    `spec.deterministic`. Of `wanted` they serve the sinks (`backend.unsupported_reason`)."""
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
@@ -257,7 +256,7 @@ def _plan(
     )
     quiet = 0
     if hides_rows:
-        # head_dim_v is a multiple of 8 (`configs.obstacle`), so that TMA can read it, and what follows is aligned.
+        # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
         quiet = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
     counter = 4 * -(-(1 + (lines if looping.meets else 0)) // 4)  # what follows is aligned to 16 bytes

@@ -1,20 +1,16 @@
-"""What the Hopper kernels serve, and how they are cut: frozen rows, and the pure functions that read them.
+"""How the Hopper kernels are cut: frozen rows, and the pure functions that read them.
 
 Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. Nothing here needs Triton.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
-
-Phase = Literal["forward", "backward"]
 
 #: Widest head of q and k, and of v.
 MAX_HEAD_DIM = 256
@@ -67,93 +63,14 @@ class HopperConfig(NamedTuple):
         return CONSUMER_ROWS * self.consumers
 
 
-class HopperCall(NamedTuple):
-    """What decides whether the kernels serve a call.
-
-    Attributes:
-        phase: "forward" or "backward".
-        arch: of the GPU; None on a CPU.
-        head_dim: of q and k.
-        head_dim_v: of v.
-        aligned: all addresses and strides are multiples of 16 bytes, but for the last stride, which is 1, and those of
-            dimensions of one.
-        tables: there is a bias or a mask.
-        placed: it is a part of a larger call, and ALiBi or dropout depend on where.
-        block_tile: `(tile_q, tile_k)` of the block mask; None without one.
-        learned_slopes: the gradient of ALiBi's slopes is wanted.
-    """
-
-    phase: Phase
-    arch: str | None
-    dtype: torch.dtype
-    head_dim: int
-    head_dim_v: int
-    aligned: bool
-    dropout: bool
-    key_lengths: bool
-    tables: bool = False
-    placed: bool = False
-    block_tile: tuple[int, int] | None = None
-    learned_slopes: bool = False
-
-
-def obstacle(call: HopperCall) -> str | None:
-    """Why the Hopper kernels cannot serve a call; None when they can."""
-    if call.arch != "sm_90":
-        return f"its kernels are for sm_90, and the tensors are on {call.arch or 'no GPU'}"
-    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
-        return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    if max(call.head_dim, call.head_dim_v) > MAX_HEAD_DIM:
-        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dim, call.head_dim_v)}"
-    if call.dropout:
-        return "it has no dropout"
-    if call.key_lengths:
-        return "it has no key_lengths; packed sequences (attention_varlen) do the same"
-    if call.placed:
-        return "its ALiBi counts from the call's own rows and keys, and this is a part of a larger call"
-    if call.tables:
-        return "it has no bias or mask"
-    if call.phase == "backward" and call.learned_slopes:
-        return "it has no gradient of alibi_slopes"
-    if call.head_dim_v % 8:
-        return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {call.head_dim_v}"
-    if not call.aligned:
-        return "TMA reads addresses and strides that are multiples of 16 bytes, and those of q, k or v are not"
-    return None if call.block_tile is None else _obstacle_of_tiles(call, *call.block_tile)
-
-
-def _obstacle_of_tiles(call: HopperCall, tile_q: int, tile_k: int) -> str | None:
-    """Why the kernels cannot walk over the tiles of a block mask."""
-    if call.phase == "backward":
+def block_mask_divisors(backward: bool, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Queries and keys of a tile, of which those of a block mask's tiles must be multiples."""
+    if backward:
         # With a soft cap tiles are smaller, so those that serve without one do.
-        backward = choose_backward_config(call.head_dim, call.head_dim_v, blocks=True)
-        block_m, block_n = backward.block_m, backward.block_n
-    else:
-        forward = choose_config(call.head_dim, call.head_dim_v, SHORT_CAUSAL, False, False, True)
-        block_m, block_n = forward.block_m, forward.block_n
-    if tile_q % block_m or tile_k % block_n:
-        return (
-            f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
-            f"{tile_q} and {tile_k}"
-        )
-    return None
-
-
-def aligned(*tensors: Tensor) -> bool:
-    """Whether TMA can read 16-bit or 8-bit tensors `[..., rows, heads, head_dim]`: addresses and strides are multiples
-    of 16 bytes, but those of dimensions of one."""
-    bits = 0
-    for tensor in tensors:
-        strides = tensor.stride()
-        bits |= tensor.data_ptr() | tensor.itemsize * (strides[0] | strides[1] | strides[-2])
-    return bits % 16 == 0 or all(map(_aligned_where_used, tensors))
-
-
-def _aligned_where_used(tensor: Tensor) -> bool:
-    bits = tensor.data_ptr()
-    for stride in used_strides(tensor.shape[:-1], tensor.stride()):
-        bits |= tensor.itemsize * stride
-    return bits % 16 == 0
+        cut = choose_backward_config(head_dim, head_dim_v, blocks=True)
+        return cut.block_m, cut.block_n
+    config = choose_config(head_dim, head_dim_v, SHORT_CAUSAL, False, False, True)
+    return config.block_m, config.block_n
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

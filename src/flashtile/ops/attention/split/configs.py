@@ -28,12 +28,10 @@ _NO_GAIN = "the queries are many enough, or the keys few enough, that splitting 
 
 
 class SplitFacts(NamedTuple):
-    """What decides whether keys are split.
+    """What decides whether splitting the keys of a call pays.
 
     Attributes:
         key_tiles: tiles of 128 keys that the queries see at most.
-        packed: sequences lie one behind another.
-        tables: there is a bias, a mask or a block mask.
     """
 
     batch: int
@@ -41,20 +39,14 @@ class SplitFacts(NamedTuple):
     heads: int
     heads_kv: int
     key_tiles: int
-    packed: bool = False
-    dropout: bool = False
-    tables: bool = False
 
 
-def facts_of(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], packed: bool, tables: bool, spec: AttentionSpec
-) -> SplitFacts:
-    """Of a call."""
-    (seq_q, heads), (seq_k, heads_kv) = q_shape[-3:-1], k_shape[-3:-1]
-    batch = 1 if packed else q_shape[0]
+def facts_of(q_shape: tuple[int, ...], k_shape: tuple[int, ...], spec: AttentionSpec) -> SplitFacts:
+    """Of a dense call."""
+    (batch, seq_q, heads, _), (_, seq_k, heads_kv, _) = q_shape, k_shape
     first, last = visible_keys(seq_q, seq_k, spec)
     key_tiles = -(-(last - first) // _KEYS)
-    return SplitFacts(batch, seq_q, heads, heads_kv, key_tiles, packed, spec.dropout_p > 0, tables)
+    return SplitFacts(batch, seq_q, heads, heads_kv, key_tiles)
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]:
@@ -66,17 +58,6 @@ def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec) -> tuple[int, int]
     if spec.window_right is not None:
         last = min(last, diagonal + seq_q + spec.window_right)
     return first, max(first, last)
-
-
-def obstacle(facts: SplitFacts) -> str | None:
-    """Why the kernels cannot serve a call; None when they can."""
-    if facts.packed:
-        return "it takes one length of queries for all sequences, and these are packed"
-    if facts.dropout:
-        return "it has no dropout"
-    if facts.tables:
-        return "it has no bias, mask or block_mask"
-    return None
 
 
 def no_gain(facts: SplitFacts, multiprocessors: int) -> str | None:

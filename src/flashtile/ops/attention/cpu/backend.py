@@ -1,0 +1,22 @@
+"""The backend "cpu": which calls it serves, and what computes them."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.cpu.torch_flash import served_by_torch
+from flashtile.ops.attention.spec import FP8, SideInputs
+from flashtile.ops.common.backends import Backend, cpu_unsupported_reason
+
+
+def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    """What computes the forward, and the backward too."""
+    if call.phase != "forward":
+        return ()
+    dtype = torch.float32 if call.dtype is FP8 else call.dtype
+    side = call.side or SideInputs()
+    return (KernelChoice(served_by_torch(call.spec, side, call.q_shape, call.k_shape, call.v_shape, dtype)[1]),)
+
+
+BACKEND = Backend("cpu", "flashtile.ops.attention.cpu", cpu_unsupported_reason, describe)

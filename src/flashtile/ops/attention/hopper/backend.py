@@ -1,0 +1,92 @@
+"""The backend "hopper", kernels for sm_90: which calls it serves, and the kernels that it runs. No Triton here."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.hopper import configs
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM
+from flashtile.ops.attention.spec import FP8, SideInputs
+from flashtile.ops.common.backends import Backend
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why the Hopper kernels cannot serve a call; None where they can."""
+    if call.phase == "column_sums":
+        return "it has no kernel for column sums; backend='triton' has one, on sm_90 too"
+    if call.device_type != "cuda":
+        return f"its kernels are for sm_90, and the tensors are on {call.device_type}"
+    if call.triton_missing:
+        return call.triton_missing
+    if call.interpreting:
+        return "Triton's interpreter does not know the language of its kernels"
+    if call.device.arch != "sm_90":
+        return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
+    if call.dtype not in (torch.float16, torch.bfloat16, FP8):
+        return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
+    return _unsupported_feature(call) or _unreadable(call) or _unsupported_blocks(call)
+
+
+def _unsupported_feature(call: AttentionCall) -> str | None:
+    if max(call.head_dims) > MAX_HEAD_DIM:
+        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
+    if call.spec.dropout_p:
+        return "it has no dropout"
+    if call.key_lengths:
+        return "it has no key_lengths; packed sequences (attention_varlen) do the same"
+    if call.spec.origin is not None:
+        return "its ALiBi counts from the call's own rows and keys, and this is a part of a larger call"
+    if call.tables:
+        return "it has no bias or mask"
+    if call.phase == "backward" and call.learned_slopes:
+        return "it has no gradient of alibi_slopes"
+    return None
+
+
+def _unreadable(call: AttentionCall) -> str | None:
+    """Why TMA cannot read or write the tensors."""
+    head_dim, head_dim_v = call.head_dims
+    if head_dim_v % 8:
+        return f"TMA writes rows of whole 16 bytes: head_dim_v must be a multiple of 8, and is {head_dim_v}"
+    # If the scale is not positive, its sign goes into a copy of q, whose rows lie side by side.
+    copied_rows_aligned = call.spec.scale > 0 or head_dim * call.dtype.itemsize % 16 == 0
+    if not (call.aligned and copied_rows_aligned):
+        return "TMA reads addresses and strides that are multiples of 16 bytes, and those of q, k or v are not"
+    return None
+
+
+def _unsupported_blocks(call: AttentionCall) -> str | None:
+    """Why the kernels cannot walk over the tiles of a block mask."""
+    if call.spec.block_shape is None:
+        return None
+    block_m, block_n = configs.block_mask_divisors(call.phase == "backward", *call.head_dims)
+    tile_q, tile_k = call.spec.block_shape[2:]
+    if tile_q % block_m or tile_k % block_n:
+        return (
+            f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
+            f"{tile_q} and {tile_k}"
+        )
+    return None
+
+
+def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    """The kernels of a phase, with their tiles."""
+    spec, heads = call.spec, call.head_dims
+    if call.phase == "backward":
+        cut = configs.backward_config_of(*heads, spec)
+        memory = configs.backward_shared_memory(cut, *heads)
+        warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
+        summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
+        return (KernelChoice("backward", cut, memory, "hopper", summary=summary),)
+    rows = (call.side or SideInputs()).max_seqlen_q
+    left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
+    config = configs.choose_config(*heads, rows, left, right, blocks, call.dtype)
+    memory = configs.shared_memory(config, *heads, call.dtype)
+    warps = f"{config.consumers} computing warpgroups and a loading warp"
+    summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
+    forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
+    return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+BACKEND = Backend("hopper", "flashtile.ops.attention.hopper.launch", unsupported_reason, describe)

@@ -1,0 +1,49 @@
+"""The backend "split": which calls it serves, and the kernel that it runs. No Triton here."""
+
+from __future__ import annotations
+
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.spec import FP8
+from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain, visible_keys
+from flashtile.ops.common.backends import Backend, triton_unsupported_reason
+from flashtile.ops.common.split_keys.configs import Situation, choose_cut, shared_memory
+
+_ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why the keys of a call are not split: for "auto" also that it would not be faster; None where they are."""
+    if call.phase == "column_sums":
+        return "it has no kernel for column sums; backend='triton' has one"
+    if reason := triton_unsupported_reason(call):
+        return reason
+    if call.dtype is FP8:
+        return "it has no 8-bit inputs"
+    automatic = call.requested == "auto"
+    if call.phase == "backward" or (automatic and (call.multiprocessors == 1 or call.q_shape[-3] > MAX_QUERIES)):
+        return _ONLY_SHORT_CALLS
+    if call.packed:
+        return "it takes one length of queries for all sequences, and these are packed"
+    if call.spec.dropout_p:
+        return "it has no dropout"
+    if call.tables or call.spec.block_shape is not None:
+        return "it has no bias, mask or block_mask"
+    return no_gain(facts_of(call.q_shape, call.k_shape, call.spec), call.multiprocessors) if automatic else None
+
+
+def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    """The kernel that attends to a part of the keys, and how many parts there are."""
+    (batch, seq_q, heads_q, head_dim), (_, seq_k, heads_kv, head_dim_v) = call.q_shape, call.v_shape
+    group = heads_q // max(heads_kv, 1)
+    first, last = visible_keys(seq_q, seq_k, call.spec)
+    situation = Situation(call.dtype, head_dim, head_dim_v, seq_q * group)
+    tiles, splits = choose_cut(situation, batch * heads_kv, last - first, call.device, call.multiprocessors)
+    memory = shared_memory(call.device, tiles, situation)
+    chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+    parts = f", keys in {splits} parts" if splits > 1 else ""
+    block, rows = (tiles.block_m, tiles.block_n), "queries and heads"
+    summary = summary_of(block, f"{tiles.num_warps} warps", tiles.num_stages, memory, rows, chunk + parts)
+    return (KernelChoice("forward", tiles, memory, "split", splits, summary),)
+
+
+BACKEND = Backend("split", "flashtile.ops.attention.split.launch", unsupported_reason, describe)

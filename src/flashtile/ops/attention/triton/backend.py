@@ -1,0 +1,41 @@
+"""The backend "triton", the portable kernels: which calls it serves, and the kernels that it runs. No Triton here."""
+
+from __future__ import annotations
+
+import torch
+
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
+from flashtile.ops.attention.spec import SideInputs
+from flashtile.ops.attention.triton.configs import Kernel, choose_tiles, is_long, shared_memory, situation_of
+from flashtile.ops.common.backends import Backend, triton_unsupported_reason
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    """Why the portable kernels do not serve a call; None where they do."""
+    if call.interpreting and call.dtype is torch.bfloat16 and not call.triton_missing:
+        return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
+    return triton_unsupported_reason(call)
+
+
+def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    """The kernels of a phase, with their tiles."""
+    side = call.side or SideInputs()
+    tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
+    long = is_long(side.max_seqlen_q, side.max_seqlen_k)
+    situation = situation_of(call.dtype, call.head_dims, call.spec, long, tables)
+
+    def kernel(name: Kernel) -> KernelChoice:
+        tiles = choose_tiles(name, call.device, situation)
+        memory = shared_memory(name, tiles, situation)
+        chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+        block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
+        summary = summary_of(block, warps, tiles.num_stages, memory, more=chunk)
+        return KernelChoice(name, tiles, memory, "triton", summary=summary)
+
+    if call.phase == "forward":
+        return (kernel("forward"),)
+    learns_bias = side.bias is not None and side.bias.requires_grad
+    return kernel("dq"), kernel("dkdv"), *((kernel("dbias"),) if learns_bias else ())
+
+
+BACKEND = Backend("triton", "flashtile.ops.attention.triton.launch", unsupported_reason, describe)

@@ -1,0 +1,41 @@
+"""Descriptions of calls, as backends of attention are asked about them, on a GPU that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile._backends import devices
+from flashtile._backends.alignment import aligned
+from flashtile.ops.attention.backend import AttentionCall, Phase
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+
+
+def hopper_call(
+    phase: Phase, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, learned_slopes: bool = False
+) -> AttentionCall:
+    """A call of "auto" on an H200, with tensors that may be on a CPU."""
+    return AttentionCall(
+        "auto", phase, "cuda", devices.KNOWN_DEVICES["sm_90"], 132, None, False, q.dtype, q.shape, k.shape, v.shape,
+        aligned(q, k, v), side.packed, side.key_lengths is not None, side.bias is not None or side.mask is not None,
+        learned_slopes, spec,
+    )  # fmt: skip
+
+
+def with_changes(
+    call: AttentionCall,
+    arch: str = "sm_90",
+    head_dim: int = 128,
+    head_dim_v: int = 128,
+    block_tile: tuple[int, int] | None = None,
+    **fields: Any,
+) -> AttentionCall:
+    """The call on another architecture, with other heads or a block mask. `fields`: of the call or of its spec."""
+    of_spec = {name: fields.pop(name) for name in list(fields) if name in AttentionSpec._fields}
+    if block_tile is not None:
+        of_spec["block_shape"] = (1, 1, *block_tile)
+    rows = call.q_shape[:-1]
+    shapes = {"q_shape": (*rows, head_dim), "k_shape": (*rows, head_dim), "v_shape": (*rows, head_dim_v)}
+    spec = call.spec._replace(**of_spec)
+    return call._replace(device=devices.KNOWN_DEVICES[arch], spec=spec, **shapes, **fields)

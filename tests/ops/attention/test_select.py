@@ -1,0 +1,103 @@
+"""Backends are objects in a list: what chooses, runs and explains knows none by name."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.ops.attention import select
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    return torch.full_like(q, 7.0), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, side: SideInputs,
+    spec: AttentionSpec, wanted: Wanted,
+) -> Gradients:  # fmt: skip
+    return Gradients(torch.full_like(q, 3.0), torch.zeros_like(k), torch.zeros_like(v))
+
+
+def softmax(*_: object) -> None:
+    """What a backend of another operation would have."""
+
+
+def unsupported_reason(call: AttentionCall) -> str | None:
+    if call.spec.softcap:
+        return "it has no soft cap"
+    if call.phase == "backward" and call.spec.window_right == 0:
+        return "its backward has no causal mask"
+    return None
+
+
+def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    return (KernelChoice(f"made-up {call.phase}", backend="made_up", summary="all at once"),)
+
+
+@pytest.fixture
+def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(select.BACKENDS.by_name, "made_up", Backend("made_up", __name__, unsupported_reason, describe))
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[forward.__module__])
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_made_up_backend_serves_calls_and_is_explained() -> None:
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    out = flashtile.attention(q, q.detach(), q.detach(), backend="made_up")
+    assert (out == 7).all() and (torch.autograd.grad(out.sum(), q)[0] == 3).all()
+    found = flashtile.explain(q, q, q, backend="made_up")
+    assert found.backend == "made_up" and [kernel.name for kernel in found.kernels] == [
+        "made-up forward", "made-up backward",
+    ]  # fmt: skip
+    assert "made-up forward (made_up): all at once" in str(found)
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_it_says_what_it_does_not_serve() -> None:
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(ValueError, match="backend: 'made_up' cannot serve this call: it has no soft cap"):
+        flashtile.attention(q, q, q, softcap=3.0, backend="made_up")
+    assert flashtile.explain(q, q, q, softcap=3.0).rejected["made_up"] == "it has no soft cap"
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_backward_that_it_lacks_is_that_of_another() -> None:
+    q = torch.randn(1, 8, 2, 4, requires_grad=True)
+    out = flashtile.attention(q, q, q, causal=True, backend="made_up")
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    assert (out == 7).all() and not (dq == 3).any()
+
+
+def test_names_are_checked_against_the_list() -> None:
+    q = torch.randn(1, 8, 2, 4)
+    with pytest.raises(ValueError, match=r"'auto', 'split', 'hopper', 'triton', 'cpu', 'reference', got 'made_up'"):
+        flashtile.attention(q, q, q, backend="made_up")
+
+
+def test_a_backward_by_name_that_cannot_even_run_the_forward_raises() -> None:
+    q = torch.randn(1, 8, 2, 16)
+    out, lse = flashtile.attention(q, q, q, return_lse=True)
+    with pytest.raises(ValueError, match="backend: 'hopper' cannot serve this call: its kernels are for sm_90"):
+        flashtile.attention_backward(out, q, q, q, out, lse, backend="hopper")
+
+
+def test_other_operations_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(call: StandardCall) -> str | None:
+        return "it is made up" if call.requested == "auto" else None
+
+    backends = standard_backends("softmax")
+    monkeypatch.setitem(backends.by_name, "made_up", Backend("made_up", __name__, never))
+    assert backends.implementation("made_up", "cpu", torch.float32).softmax is softmax
+    call = StandardCall("softmax", "auto", "cpu", torch.float32, None, False)
+    choice = backends.choose(call)
+    assert choice.backend == "cpu" and choice.rejected["made_up"] == "it is made up"
+    choice = backends.choose(call._replace(device_type="cuda", dtype=torch.float64))
+    assert choice.backend is None and choice.rejected.keys() == backends.by_name.keys()
