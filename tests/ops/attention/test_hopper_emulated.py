@@ -273,8 +273,12 @@ def _nothing(*arguments: Any, **keywords: Any) -> None:
 
 
 def _twice(module: ModuleType) -> None:
-    release = module.release
-    module.release = lambda barrier: (release(barrier), release(barrier))  # type: ignore[attr-defined]
+    release = module.Ring.release
+    module.Ring.release = lambda ring, slot: (release(ring, slot), release(ring, slot))
+
+
+def _never(method: str) -> Callable[[ModuleType], None]:
+    return lambda module: setattr(module.Ring, method, _nothing)
 
 
 def _no_wait(module: ModuleType) -> None:
@@ -291,12 +295,13 @@ def _scores_at_once(module: ModuleType) -> None:
 
 #: What goes wrong -> (module, how, what the machine says).
 _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
-    "keys are never released": ("forward_walk", _without("release"), "deadlock"),
-    "keys are released twice": ("forward_walk", _twice, "more arrivals|deadlock|largest error"),
-    "no wait for keys": ("forward_walk", _no_wait, "more arrivals|deadlock|largest error"),
-    "scores are not waited for": ("forward_walk", _scores_at_once, "before warpgroup_mma_wait"),
-    "out is not fenced": ("forward_pieces", _without("fence_async_shared"), "without fence_async_shared"),
-    "out may not have been read yet": ("forward_pieces", _without("tma_store_wait"), "largest error"),
+    "tiles are never released": ("pieces", _never("release"), "deadlock"),
+    "tiles are released twice": ("pieces", _twice, "more arrivals|deadlock|largest error"),
+    "no wait for tiles": ("pieces", _never("acquire"), "more arrivals|deadlock|largest error"),
+    "no wait for room": ("pieces", _never("wait_empty"), "more arrivals|deadlock|largest error"),
+    "scores are not waited for": ("forward", _scores_at_once, "before warpgroup_mma_wait"),
+    "out is not fenced": ("forward", _without("fence_async_shared"), "without fence_async_shared"),
+    "out may not have been read yet": ("forward", _without("tma_store_wait"), "largest error|memory ends while TMA"),
     "no wait for queries": ("backward", _no_wait, "more arrivals|deadlock|largest error"),
     "sums are not fenced": ("backward_pieces", _without("fence_async_shared"), "without fence_async_shared"),
 }

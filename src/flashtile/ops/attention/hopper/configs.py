@@ -99,29 +99,77 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
     # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
-    (64, 64, HopperConfig(3, 128, 4, 160, 128, False, 0, in_turn=True)),
+    (
+        64,
+        64,
+        HopperConfig(
+            consumers=3,
+            block_n=128,
+            stages=4,
+            registers=160,
+            max_registers=128,
+            q_in_registers=False,
+            ahead=0,
+            in_turn=True,
+        ),
+    ),
     # Half of the exponentials ahead: up to 3 % more cycles. None: 6 to 11 % more. Four stages of half the keys, or keys
     # and values released together: nothing gained. Queries in registers: such products take longer to issue (622 for
     # 648).
-    (128, 128, HopperConfig(2, 128, 2, 240, 168, False, 64)),
+    (
+        128,
+        128,
+        HopperConfig(
+            consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
+        ),
+    ),
     # Shared memory: the output of one consumer after the other goes through one place.
-    (192, 128, HopperConfig(2, 128, 2, 240, 168, False, 64)),
-    (192, 192, HopperConfig(2, 64, 3, 240, 168, False, 64)),
+    (
+        192,
+        128,
+        HopperConfig(
+            consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
+        ),
+    ),
+    (
+        192,
+        192,
+        HopperConfig(
+            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=64
+        ),
+    ),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
-    (256, 256, HopperConfig(2, 64, 2, 240, 168, False, 64, in_turn=True)),
+    (
+        256,
+        256,
+        HopperConfig(
+            consumers=2,
+            block_n=64,
+            stages=2,
+            registers=240,
+            max_registers=168,
+            q_in_registers=False,
+            ahead=64,
+            in_turn=True,
+        ),
+    ),
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
 #: or masked at its edges. Thousands of cycles, three consumers and this: causal, 1,024 tokens 459 and 349, 2,048 593
 #: and 594, 4,096 1,011 and 1,078; full, 512 297 and 305.
-_NARROW = HopperConfig(2, 128, 4, 240, 168, True, 64)
+_NARROW = HopperConfig(
+    consumers=2, block_n=128, stages=4, registers=240, max_registers=168, q_in_registers=True, ahead=64
+)
 
 
 #: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
 #: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
 #: full, 1,024 tokens 701 and 674, 2,048 840 and 860, 8,192 910 and 973; causal, 4,096 805 and 783, 8,192 870 and 906,
 #: 16,384 892 and 956. All exponentials after the product: 0 to 3 % slower; consumers in turn: no faster.
-_LONG_8 = HopperConfig(3, 64, 6, 160, 128, False, 16)
+_LONG_8 = HopperConfig(
+    consumers=3, block_n=64, stages=6, registers=160, max_registers=128, q_in_registers=False, ahead=16
+)
 
 #: Queries of a sequence from which on that serves, without a mask and under a causal one.
 LONG_8, LONG_8_CAUSAL = 2048, 8192
