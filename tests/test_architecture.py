@@ -16,6 +16,7 @@ import flashtile
 
 SOURCE = Path(flashtile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
+KERNELS = [path for path in FILES if path.is_relative_to(SOURCE / "ops") and {"hopper", "triton"} & set(path.parts)]
 MAX_LINES = 500
 #: Of a file of kernels: what one warpgroup does stays in one place.
 MAX_LINES_OF_KERNELS = 800
@@ -70,6 +71,19 @@ WITHIN_OPERATION = {
     "triton": {"backend", "philox", "plans", "spec"},
     "hopper": {"backend", "philox", "plans", "spec"},
     "split": {"backend", "spec"},
+}
+#: Files whose kernels still read state by number, and how many times at most. Numbers here may only fall.
+STATE_BY_NUMBER = {
+    "attention/hopper/backward.py": 16,
+    "attention/hopper/backward_loads.py": 14,
+    "attention/hopper/backward_split.py": 7,
+    "attention/hopper/backward_walk.py": 13,
+    "attention/triton/bias_gradient.py": 1,
+    "attention/triton/blocks.py": 3,
+    "attention/triton/column_sums.py": 1,
+    "attention/triton/forward.py": 1,
+    "attention/triton/scores.py": 4,
+    "attention/triton/tiles.py": 6,
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "split_keys", "watch"}
@@ -211,6 +225,33 @@ def test_file_is_short_and_says_what_it_is(path):
     assert text.count("\n") <= (MAX_LINES_OF_KERNELS if of_kernels else MAX_LINES), "split it"
     if text.strip():
         assert ast.get_docstring(ast.parse(text)), "the first line of a module says what it holds"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=module_name)
+def test_kernels_read_state_by_name(path):
+    found = numbered_subscripts(ast.parse(path.read_text(encoding="utf-8")))
+    allowed = STATE_BY_NUMBER.get(path.relative_to(SOURCE / "ops").as_posix(), 0)
+    assert len(found) <= allowed, f"state has names: {found}"
+
+
+def numbered_subscripts(tree: ast.AST) -> list[str]:
+    """Where jitted functions read a tuple by a number; shapes have no names."""
+    return [
+        f"{ast.unparse(node)} in {function.name}, line {node.lineno}"
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in function.decorator_list)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.slice, ast.Constant)
+        and isinstance(node.slice.value, int)
+        and not (isinstance(node.value, ast.Attribute) and node.value.attr in ("shape", "block_shape"))
+    ]
+
+
+def test_numbers_in_place_of_names_are_seen():
+    source = "@gluon.jit\ndef f(call, x):\n    return call[9] + producing[1][0].STAGES + x.shape[0] + x[None, :]"
+    assert len(numbered_subscripts(ast.parse(source))) == 3
+    assert not numbered_subscripts(ast.parse(source.replace("@gluon.jit", "@functools.cache")))
 
 
 @pytest.mark.parametrize(
