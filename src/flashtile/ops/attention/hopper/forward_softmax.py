@@ -77,23 +77,21 @@ def query_operand(q, slot, s_layout: gl.constexpr, config):
 @gluon.jit
 def start_scores(query, k, slot, zeros):
     """Starts `s = q kᵀ` `[M, N]`."""
-    keys = k.operand(slot)
-    s = warpgroup_mma(query.main, keys.main.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(query.main, k.main_operand(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
     if k.TAIL > 0:
-        s = warpgroup_mma(query.tail, keys.tail.permute([1, 0]), s, is_async=True)
+        s = warpgroup_mma(query.tail, k.tail_operand(slot).permute([1, 0]), s, is_async=True)
     return s
 
 
 @gluon.jit
 def start_values(p, out, v, slot):
     """Starts `o += p v` `[M, E]`."""
-    values = v.operand(slot)
-    main = warpgroup_mma(p, values.main, out.main, is_async=True)
+    main = warpgroup_mma(p, v.main_operand(slot), out.main, is_async=True)
     tail = out.tail
     if v.TAIL > 0:
         layout: gl.constexpr = gl.DotOperandLayout(0, tail.type.layout, p.type.layout.k_width)
         p = gl.convert_layout(p, layout, assert_trivial=True)
-        tail = warpgroup_mma(p, values.tail, tail, is_async=True)
+        tail = warpgroup_mma(p, v.tail_operand(slot), tail, is_async=True)
     return Chunks(main, tail)
 
 

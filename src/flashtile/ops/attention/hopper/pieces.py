@@ -134,12 +134,22 @@ class Ring:
 
     @gluon.jit
     def operand(self, slot):
-        """Consumer: the tile as operands of matrix products, `[ROWS, WIDTH]` and `[ROWS, TAIL]`."""
-        main = matrix(self.tiles.index(slot.place), self.ROWS, self.WIDTH)
+        """Consumer: the tile as operands of matrix products, both chunks of it."""
+        main = self.main_operand(slot)
         tail = main
         if self.TAIL > 0:
-            tail = matrix(self.tail.index(slot.place), self.ROWS, self.TAIL)
+            tail = self.tail_operand(slot)
         return Chunks(main, tail)
+
+    @gluon.jit
+    def main_operand(self, slot):
+        """The first chunk of the tile, `[ROWS, WIDTH]`."""
+        return matrix(self.tiles.index(slot.place), self.ROWS, self.WIDTH)
+
+    @gluon.jit
+    def tail_operand(self, slot):
+        """The second chunk of the tile, `[ROWS, TAIL]`, if it has one."""
+        return matrix(self.tail.index(slot.place), self.ROWS, self.TAIL)
 
     @gluon.jit
     def release(self, slot):
