@@ -110,7 +110,8 @@ def _backward(
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
-        block_tile, hides_rows=packed or block_tile is not None, alternates=ordered and right and block_tile is None,
+        block_tile, has_empty_rows=packed or block_tile is not None,
+        reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip
 
 
@@ -119,29 +120,33 @@ BACKWARD_FORMS = {
     "64": _backward(64, 64, False, False, False),
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
     "128": _backward(128, 128, False, False, False),
-    "128-long": _backward(128, 128, False, False, False)._replace(cut_last=True),
-    "128-turns": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True),
-    "128-turns-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, turns=True, dtype=torch.float16),
-    "64-meets": _backward(64, 64, False, False, False, right=False)._replace(may_cut=False, meets=True),
-    "128-meets": _backward(128, 128, False, False, False, right=False)._replace(may_cut=False, meets=True),
-    "128-meets-cut": _backward(128, 128, False, False, False, right=False)._replace(cut_last=True, meets=True),
+    "128-long": _backward(128, 128, False, False, False)._replace(masks_last=True),
+    "128-turns": _backward(128, 128, False, False, False)._replace(masks_last=True, reverses_walks=True),
+    "128-turns-fp16": _backward(128, 128, False, False, False)._replace(
+        masks_last=True, reverses_walks=True, dtype=torch.float16
+    ),
+    "64-meets": _backward(64, 64, False, False, False, right=False)._replace(masks=False, shares_progress=True),
+    "128-meets": _backward(128, 128, False, False, False, right=False)._replace(masks=False, shares_progress=True),
+    "128-meets-cut": _backward(128, 128, False, False, False, right=False)._replace(
+        masks_last=True, shares_progress=True
+    ),
     "128-meets-fp16": _backward(128, 128, False, False, False, right=False)._replace(
-        may_cut=False, meets=True, dtype=torch.float16
+        masks=False, shares_progress=True, dtype=torch.float16
     ),
-    "256-meets": _backward(256, 256, False, False, False, right=False)._replace(may_cut=False, meets=True),
+    "256-meets": _backward(256, 256, False, False, False, right=False)._replace(masks=False, shares_progress=True),
     "128-meets-alibi": _backward(128, 128, False, False, False, ScoreVariant(alibi=True), right=False)._replace(
-        meets=True
+        shares_progress=True
     ),
-    "64-turns": _backward(64, 64, False, False, False)._replace(turns=True),
-    "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(cut_last=True),
-    "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(cut_last=True, alternates=False),
+    "64-turns": _backward(64, 64, False, False, False)._replace(reverses_walks=True),
+    "128-long-ordered": _backward(128, 128, False, False, True, right=False)._replace(masks_last=True),
+    "128-long-grouped-ordered": _backward(128, 128, False, False, True)._replace(masks_last=True, reverses_lines=False),
     **{
         f"{name}-ordered": _backward(*heads, False, False, True)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
     "128-ordered-fp16": _backward(128, 128, False, False, True)._replace(dtype=torch.float16),
     **{
-        f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False)._replace(may_cut=False)
+        f"{width}-uncut-ordered": _backward(width, width, False, False, True, right=False)._replace(masks=False)
         for width in (64, 128, 256)
     },
     "128-packed-window-ordered": _backward(128, 128, True, True, True),
@@ -151,12 +156,10 @@ BACKWARD_FORMS = {
     "64-window": _backward(64, 64, False, True, False),
     "128-window": _backward(128, 128, False, True, False),
     **{
-        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(may_cut=False)
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
-    "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(
-        may_cut=False, dtype=torch.float16
-    ),
+    "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
     "192": _backward(192, 192, False, False, False),
     **{
@@ -169,7 +172,7 @@ BACKWARD_FORMS = {
         for width in (64, 128, 256)
     },
     "128-fp16-packed": _backward(128, 128, True, False, False)._replace(dtype=torch.float16),
-    "128-long-fp16": _backward(128, 128, False, False, False)._replace(cut_last=True, dtype=torch.float16),
+    "128-long-fp16": _backward(128, 128, False, False, False)._replace(masks_last=True, dtype=torch.float16),
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
     "64-sinks": _backward(64, 64, False, False, False)._replace(sinks=True, has_dlse=True),
     "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),

@@ -52,7 +52,7 @@ def main() -> int:
     forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS
     problems = sum(report(f"forward {name}", partial(compile_hopper, call)) for name, call in forms.items())
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
-    backward = {name: of for name, of in BACKWARD_FORMS.items() if SUMS_PASS_LOOPS or not of.cut_last}
+    backward = {name: of for name, of in BACKWARD_FORMS.items() if SUMS_PASS_LOOPS or not of.masks_last}
     for name, variant in backward.items():
         for kernel in ("begin", "main", "end"):
             compiles = partial(compile_hopper_backward, kernel, variant)

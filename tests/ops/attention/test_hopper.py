@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,8 +31,8 @@ from flashtile.ops.attention.backend import AttentionCall, Phase
 from flashtile.ops.attention.hopper import (
     backward_launch,
     backward_pieces,
+    backward_tiles,
     backward_variant,
-    backward_walk,
     blocks,
     configs,
     launch,
@@ -327,7 +325,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
 
 
 @pytest.mark.parametrize(
-    "rows, keys, heads, heads_kv, head_dim, spec, cut_last",
+    "rows, keys, heads, heads_kv, head_dim, spec, masks_last",
     [
         (8192, 8192, 2, 2, 128, {"window_right": 0}, True),
         (8191, 8192, 2, 2, 128, {"window_right": 0}, False),
@@ -341,24 +339,24 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     ],
     ids=str,
 )
-def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
-    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], cut_last: bool,
+def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
+    rows: int, keys: int, heads: int, heads_kv: int, head_dim: int, spec: dict[str, Any], masks_last: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Beside ALiBi, and with a Triton that makes products wait there, they never have one."""
 
     def chosen(**changes: int) -> bool:
         call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-        return _main_constants(*call, **changes)["CUT_LAST"]
+        return _main_constants(*call, **changes)["MASKS_LAST"]
 
-    assert chosen() is cut_last
+    assert chosen() is masks_last
     assert not chosen(alibi=2)
     monkeypatch.setattr(backward_variant, "SUMS_PASS_LOOPS", False)
     assert not chosen()
 
 
 @pytest.mark.parametrize(
-    "rows, keys, heads, heads_kv, spec, turns",
+    "rows, keys, heads, heads_kv, spec, reverses_walks",
     [
         (8192, 8192, 16, 2, {"window_right": 0}, True),
         (1024, 512, 8, 1, {"window_right": 0}, True),
@@ -371,16 +369,16 @@ def test_cut_steps_have_a_loop_of_their_own_in_long_walks(
     ids=str,
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_long_walks_of_heads_that_share_keys_turn(
-    rows: int, keys: int, heads: int, heads_kv: int, spec: dict[str, Any], turns: bool, head_dim: int,
+def test_long_walks_of_heads_that_share_keys_are_reversed(
+    rows: int, keys: int, heads: int, heads_kv: int, spec: dict[str, Any], reverses_walks: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     constants = _main_constants(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert constants["TURNS"] is turns
+    assert constants["REVERSES_WALKS"] is reverses_walks
 
 
 @pytest.mark.parametrize(
-    "rows, heads, heads_kv, spec, meets",
+    "rows, heads, heads_kv, spec, shares_progress",
     [
         (262144, 2, 2, {}, True),
         (32768, 16, 2, {}, True),
@@ -393,12 +391,13 @@ def test_long_walks_of_heads_that_share_keys_turn(
 )
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_walks_beyond_the_cache_begin_where_others_are(
-    rows: int, heads: int, heads_kv: int, spec: dict[str, Any], meets: bool, head_dim: int,
+    rows: int, heads: int, heads_kv: int, spec: dict[str, Any], shares_progress: bool, head_dim: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert plan.main.source.constants["MEETS"] is plan.begin.source.constants["MEETS"] is meets
-    assert plan.turns_at - plan.counter_at >= 4 * (1 + 64 * heads_kv if meets else 1)  # 64 sequences
+    for kernel in (plan.begin, plan.main):
+        assert kernel.source.constants["SHARES_PROGRESS"] is shares_progress
+    assert plan.turns_at - plan.counter_at >= 4 * (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
 
 
 @pytest.mark.parametrize(
@@ -476,7 +475,7 @@ def test_order_of_the_listed_key_tiles_of_the_backward(
     """Every key tile of every line once: the first of all lines, and then those of a few lines side by side."""
     monkeypatch.setattr(blocks, "gl", _NUMBERS)
     _number_lines(monkeypatch)
-    assert backward_walk._lines_together(tiles) == together
+    assert backward_tiles._lines_together(tiles) == together
     order = [blocks.column_in_order.fn(number, tiles, lines, together, first) for number in range(tiles * lines)]
     assert sorted(order) == [(tile, line) for tile in range(tiles) for line in range(lines)]
     ahead, others = order[: first * lines], order[first * lines :]
@@ -521,43 +520,45 @@ def test_steps_of_a_key_tile_in_the_backward(
     group: int, start: int, steps: int, way: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All heads of each query tile, from the first tile on; the next step is found without the number of this one."""
-    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    walk = SimpleNamespace(group=group, start=start, way=way)
-    visited = [backward_walk.step_of.fn(walk, it) for it in range(group * steps)]
+    monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
+    work = SimpleNamespace(group=group, first_tile=start, direction=way)
+    visited = [backward_tiles.step_of.fn(work, it) for it in range(group * steps)]
     assert visited == [(head, start + way * tile) for tile in range(steps) for head in range(group)]
-    monkeypatch.setattr(backward_walk, "gl", torch)
-    step = torch.tensor(0), torch.tensor(start)
+    monkeypatch.setattr(backward_tiles, "gl", torch)
+    step = backward_tiles.Step(torch.tensor(0), torch.tensor(start))
     for expected in visited:
         assert step == expected
-        step = backward_walk.step_after.fn(walk, *step)
+        step = backward_tiles.step_after.fn(work, step)
 
 
-@pytest.mark.parametrize("last, uncut, cut", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
+@pytest.mark.parametrize("last, unmasked, masked", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
 @pytest.mark.parametrize("up", [False, True])
-def test_tiles_of_a_walk_that_may_go_up(
-    last: int, uncut: int, cut: int, up: bool, monkeypatch: pytest.MonkeyPatch
+def test_query_tiles_of_a_key_tile_that_may_go_up(
+    last: int, unmasked: int, masked: int, up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The uncut ones in either order, then the cut ones downwards."""
-    monkeypatch.setattr(backward_walk, "gl", _NUMBERS)
-    turned = uncut if up else 0
-    walk = SimpleNamespace(turned=last + 1 - turned, mirror=2 * last + 1 - turned)
-    form = SimpleNamespace(TURNS=True, MEETS=False)
-    down = range(last, last - uncut - cut, -1)
-    visited = [backward_walk.turned_tile.fn(walk, tile, form) for tile in down]
-    assert visited == (list(down[:uncut])[::-1] if up else list(down[:uncut])) + list(down[uncut:])
+    """The unmasked ones in either order, then the masked ones downwards."""
+    monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
+    reversed_tiles = unmasked if up else 0
+    work = SimpleNamespace(reversed_from=last + 1 - reversed_tiles, mirror=2 * last + 1 - reversed_tiles)
+    config = SimpleNamespace(REVERSES_WALKS=True, SHARES_PROGRESS=False)
+    down = range(last, last - unmasked - masked, -1)
+    visited = [backward_tiles.visited_tile.fn(work, tile, config) for tile in down]
+    assert visited == (list(down[:unmasked])[::-1] if up else list(down[:unmasked])) + list(down[unmasked:])
 
 
 @pytest.mark.parametrize("tiles, lines", [(64, 16), (128, 16), (256, 16), (16, 16), (64, 1), (4, 32)])
-def test_walks_of_a_line_meet(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs that take the longest walk that is left, over the query tiles of a causal square: at any time those of a
-    line are at no more than two places, one on its way down and one on its way up."""
+def test_key_tiles_of_a_line_visit_the_same_queries(tiles: int, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thread blocks that take the longest key tile that is left, of a causal square: at any time those of a line are at
+    no more than two query tiles, one on the way down and one on the way up."""
     _number_lines(monkeypatch)
-    _, together = pieces.turn_of(0, lines, backward_walk._lines_together(tiles), backward_walk._closing_lines(tiles, 1))
+    _, together = pieces.turn_of(
+        0, lines, backward_tiles._lines_together(tiles), backward_tiles._closing_lines(tiles, 1)
+    )
     ends, places = [0] * (132 // together), {}
     for tile in range(tiles):  # of one line; the others have as many programs
         program = min(range(len(ends)), key=ends.__getitem__)
         steps = range(tile, tiles)
-        if not backward_walk.walks_up.fn(tile, tiles, 0, lines, 1, 132):
+        if not backward_tiles.reverses_walk.fn(tile, tiles, 0, lines, 1, 132):
             steps = steps[::-1]
         for time, step in enumerate(steps, ends[program]):
             places.setdefault(time, set()).add(step)
@@ -609,18 +610,18 @@ def test_key_tiles_of_a_consumer(
 
 @pytest.mark.parametrize("left, right", [band for band in _BANDS if band[0] is None])
 @pytest.mark.parametrize("rows, keys", _LENGTHS)
-def test_steps_of_the_backward_that_no_mask_cuts(
+def test_unmasked_steps_of_the_backward(
     rows: int, keys: int, left: None, right: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first ones, as many as there are: each of their queries sees all keys of the tile."""
-    for module in (backward_pieces, backward_walk):
+    for module in (backward_pieces, backward_tiles):
         monkeypatch.setattr(module, "gl", _NUMBERS)
     for shift, first in itertools.product({0, keys - rows}, range(0, keys, 128)):
         ranges = backward_pieces.query_tile_ranges.fn(
             first, keys, shift, rows, 0, right or 0, 128, 64, False, right is not None
         )
         begin, _, _, end = ranges
-        uncut = backward_walk.uncut_tiles.fn(*ranges)
+        unmasked = backward_tiles.unmasked_tiles.fn(*ranges)
         whole = [
             all(
                 {first, first + 127} <= set(_visible(query, keys, shift, left, right))
@@ -628,7 +629,7 @@ def test_steps_of_the_backward_that_no_mask_cuts(
             )
             for tile in range(end - 1, begin - 1, -1)
         ]
-        assert whole[:uncut] == [True] * uncut and not any(whole[uncut:])
+        assert whole[:unmasked] == [True] * unmasked and not any(whole[unmasked:])
 
 
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (2100, 5000)])
@@ -638,73 +639,91 @@ def test_walks_visit_each_tile_of_queries_once(
 ) -> None:
     """Under a causal mask, in either direction: all query tiles that see some of the keys, first those that see all of
     them, and whose number a mask asks for is the one that is visited."""
-    walk_of = _walks(monkeypatch)
-    form = _form_of_walks(m, n, TURNS=True)
+    _number_work(monkeypatch)
+    config = _config_of_work(m, n, REVERSES_WALKS=True)
     group, shift, directions = 2, keys - rows, set()
-    call = None, None, 1, 8, group, rows, keys, -(-keys // n), -(-rows // m), 0, 0, None, 1
+    problem = _problem(rows, keys, m, n, heads_kv=8, group=group)
     for first in range(0, keys, n):
-        walk = walk_of((first, 0, 3), call, form)
-        steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
-        tiles = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
+        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
+        steps = [backward_tiles.step_of.fn(work, it) for it in range(work.steps)]
+        tiles = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
         last = min(first + n, keys) - 1
         seeing = [tile for tile in range(-(-rows // m)) if min(rows, (tile + 1) * m) - 1 + shift >= first]
         assert sorted(tiles) == sorted((head, tile) for tile in seeing for head in range(group))
-        assert all(tile * m + shift >= last and last == first + n - 1 for _, tile in tiles[: walk.uncut])
-        assert tiles[walk.uncut :] == steps[walk.uncut :]
-        directions |= {after - before for (_, before), (_, after) in itertools.pairwise(tiles[: walk.uncut])}
+        unmasked = work.unmasked_steps
+        assert all(tile * m + shift >= last and last == first + n - 1 for _, tile in tiles[:unmasked])
+        assert tiles[unmasked:] == steps[unmasked:]
+        directions |= {after - before for (_, before), (_, after) in itertools.pairwise(tiles[:unmasked])}
     assert directions == {-1, 0, 1}
 
 
 @pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200)])
-@pytest.mark.parametrize("met", [0, 1, 17, 60])
-def test_a_walk_may_begin_anywhere(rows: int, keys: int, met: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("offset", [0, 1, 17, 60])
+def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask: from there down, and behind the first query tile from the last one on."""
-    form = _form_of_walks(64, 128, right=False, MEETS=True)
-    tiles = -(-rows // 64)
-    call = None, None, 1, 8, 2, rows, keys, -(-keys // 128), tiles, 0, 0, None, 1
-    walk = _walks(monkeypatch)((256, 0, 3, met), call, form)
-    steps = [backward_walk.step_of.fn(walk, it) for it in range(walk.total)]
-    visited = [(head, backward_walk.turned_tile.fn(walk, tile, form)) for head, tile in steps]
-    begin = tiles - 1 - met
+    _number_work(monkeypatch)
+    config = _config_of_work(64, 128, right=False, SHARES_PROGRESS=True)
+    problem = _problem(rows, keys, 64, 128, heads_kv=8, group=2)
+    tiles = problem.query_tiles
+    work = backward_tiles.work_of.fn(backward_tiles.OffsetKeyTile(256, 0, 3, offset), problem, config)
+    steps = [backward_tiles.step_of.fn(work, it) for it in range(work.steps)]
+    visited = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
+    begin = tiles - 1 - offset
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
 
 
-def _walks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """`walk_of` for Python's numbers, with all that it calls."""
+def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`work_of` for Python's numbers, with all that it calls."""
     numbers = SimpleNamespace(**vars(_NUMBERS), to_tensor=lambda x: x, num_programs=lambda axis: 132)
     _number_lines(monkeypatch)
-    for module in (backward_walk, backward_pieces, pieces):
+    for module in (backward_tiles, backward_pieces, pieces):
         monkeypatch.setattr(module, "gl", numbers)
-    monkeypatch.setattr(backward_walk, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("uncut_tiles", "walks_up", "_lines_at_once", "rises"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
+    monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
+    for name in ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line"):
+        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
     for name in ("tile_in_order", "locate_tile"):
-        monkeypatch.setattr(backward_walk, name, getattr(pieces, name).fn)
-    source = inspect.getsource(backward_walk)
-    fields = re.findall(r"^    (\w+): gl.tensor$", source[source.index("class Walk:") :], re.MULTILINE)
-    monkeypatch.setattr(
-        backward_walk, "Walk", lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
+        monkeypatch.setattr(backward_tiles, name, getattr(pieces, name).fn)
+
+
+def _problem(
+    rows: int, keys: int, m: int, n: int, heads_kv: int, group: int = 1, batch: int = 1, band: tuple[int, int] = (0, 0)
+) -> backward_tiles.Problem:
+    """A dense call."""
+    return backward_tiles.Problem(
+        cu_seqlens_q_ptr=None,
+        cu_seqlens_k_ptr=None,
+        batch=batch,
+        heads_kv=heads_kv,
+        group=group,
+        shares=1,
+        rows_q=rows,
+        rows_k=keys,
+        key_tiles=-(-keys // n),
+        query_tiles=-(-rows // m),
+        window_left=band[0],
+        window_right=band[1],
     )
-    return backward_walk.walk_of.fn
 
 
 def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tells which lines take turns, for Python's numbers."""
-    for module in (pieces, backward_walk):
+    for module in (pieces, backward_tiles):
         monkeypatch.setattr(module, "gl", _NUMBERS)
     monkeypatch.setattr(pieces, "_TILES_AT_THE_END", pieces._TILES_AT_THE_END.value)
     monkeypatch.setattr(pieces, "turn_of", pieces.turn_of.fn)
     for name in ("PAIRS_TOGETHER", "_TILES_AT_ONCE", "_TILES_TOGETHER"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).value)
-    monkeypatch.setattr(backward_walk, "turn_of", pieces.turn_of)
-    monkeypatch.setattr(backward_walk, "closing_lines", pieces.closing_lines.fn)
+        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).value)
+    monkeypatch.setattr(backward_tiles, "turn_of", pieces.turn_of)
+    monkeypatch.setattr(backward_tiles, "closing_lines", pieces.closing_lines.fn)
     for name in ("_lines_together", "_closing_lines"):
-        monkeypatch.setattr(backward_walk, name, getattr(backward_walk, name).fn)
+        monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
 
 
-def _form_of_walks(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
-    """What the walks of dense calls ask of a `Form`."""
-    absent = dict.fromkeys(("PACKED", "TOP_LEFT", "ORDERED", "ALTERNATES", "TURNS", "MEETS", "TILE_K"), False)
+def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
+    """What the work of dense calls asks of a `KernelConfig`."""
+    absent = dict.fromkeys(
+        ("PACKED", "TOP_LEFT", "ORDERED", "REVERSES_LINES", "REVERSES_WALKS", "SHARES_PROGRESS", "TILE_K"), False
+    )
     return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
 
@@ -717,26 +736,25 @@ def test_key_tiles_add_in_one_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """To each tile of queries, each waiting for those that were taken before it alone: so all of them end. Lines that
-    rise visit what the others do: whatever a query sees."""
-    walk_of = _walks(monkeypatch)
+    are reversed visit what the others do: whatever a query sees."""
+    _number_work(monkeypatch)
     flags = left is not None, right is not None
-    form = _form_of_walks(m, n, *flags, ORDERED=True, ALTERNATES=right is not None)
-    band = left or 0, right or 0
-    tiles = -(-keys // n)
-    call = None, None, 3, heads, 1, rows, keys, tiles, -(-rows // m), *band, None, 1
+    config = _config_of_work(m, n, *flags, ORDERED=True, REVERSES_LINES=right is not None)
+    problem = _problem(rows, keys, m, n, heads_kv=heads, batch=3, band=(left or 0, right or 0))
+    tiles = problem.key_tiles
     added: collections.defaultdict = collections.defaultdict(list)
-    ways = set()
+    directions = set()
     for number in range(3 * heads * tiles):
-        found = backward_walk._locate_keys.fn(number, call, form)
-        walk = walk_of(found, call, form)
-        ways |= {walk.way} if walk.total else set()
-        for it in range(walk.total):
-            _, tile = backward_walk.step_of.fn(walk, it)
-            adders = added[found[1], found[2], tile]
-            assert backward_walk.adders_before.fn(walk, tile, *band, form) == len(adders)
-            adders.append(walk.first // n)
-    assert backward_walk._locate_keys.fn(3 * heads * tiles, call, form)[0] < 0
-    assert ways == ({-1, 1} if right is not None and 3 * heads > max(128 // tiles, 1) else {-1})
+        key_tile = backward_tiles._locate_key_tile.fn(number, problem, None, config)
+        work = backward_tiles.work_of.fn(key_tile, problem, config)
+        directions |= {work.direction} if work.steps else set()
+        for it in range(work.steps):
+            tile = backward_tiles.step_of.fn(work, it).tile
+            adders = added[key_tile.sequence, key_tile.head_kv, tile]
+            assert backward_tiles.dq_turn.fn(work, tile, problem, config) == len(adders)
+            adders.append(work.first_key // n)
+    assert backward_tiles._locate_key_tile.fn(3 * heads * tiles, problem, None, config).first_key < 0
+    assert directions == ({-1, 1} if right is not None and 3 * heads > max(128 // tiles, 1) else {-1})
     for tile in range(-(-rows // m)):
         seen = (_visible(query, keys, keys - rows, left, right) for query in range(tile * m, min((tile + 1) * m, rows)))
         needed = {key // n for of_a_query in seen for key in of_a_query}
@@ -1047,10 +1065,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     for grad, of in zip(grads, (q, k, v)):
         assert grad.shape == of.shape and alignment.aligned(grad)
     main, begin = launched["backward"], launched["begin"]
-    assert ("quiet_ptr" in begin) == ("blocks" in name or "hidden" in name)
+    assert ("masked_dout_ptr" in begin) == ("blocks" in name or "hidden" in name)
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
-    assert main["dout_desc"] == begin.get("quiet_ptr", begin["dout_ptr"])
+    assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
     assert ("dout_tail_desc" in main) == (128 < dout.shape[-1] <= 192)
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
@@ -1069,13 +1087,13 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert following - begin["statistics_ptr"] >= 2 * rows * configs.STATISTIC_COLUMNS * 2
     assert ("turns_ptr" in main) == ordered
     assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
-    order = ("sums_ptr", "statistics_ptr", "quiet_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
+    order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)
     assert all(at % 16 == 0 for at in buffers)
     assert main["counter_ptr"] == begin["counter_ptr"]
-    if "quiet_ptr" in begin:
-        assert begin["counter_ptr"] - begin["quiet_ptr"] == dout.nbytes
+    if "masked_dout_ptr" in begin:
+        assert begin["counter_ptr"] - begin["masked_dout_ptr"] == dout.nbytes
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])

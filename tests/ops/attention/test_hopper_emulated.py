@@ -281,12 +281,23 @@ def _never(method: str) -> Callable[[ModuleType], None]:
     return lambda module: setattr(module.Ring, method, _nothing)
 
 
-def _no_wait(module: ModuleType) -> None:
-    module.mbarrier = SimpleNamespace(arrive=module.mbarrier.arrive, wait=_nothing)  # type: ignore[attr-defined]
+def _rings_without_wait(module: ModuleType) -> None:
+    make_ring = module.make_ring
+
+    def make(*arguments: Any) -> Any:
+        ring = make_ring(*arguments)
+        ring.acquire = _nothing
+        return ring
+
+    module.make_ring = make  # type: ignore[attr-defined]
 
 
 def _without(name: str) -> Callable[[ModuleType], None]:
     return lambda module: setattr(module, name, _nothing)
+
+
+def _handovers_without_wait(module: ModuleType) -> None:
+    module.Handover.acquire = _nothing
 
 
 def _scores_at_once(module: ModuleType) -> None:
@@ -302,7 +313,8 @@ _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
     "scores are not waited for": ("forward", _scores_at_once, "before warpgroup_mma_wait"),
     "out is not fenced": ("forward", _without("fence_async_shared"), "without fence_async_shared"),
     "out may not have been read yet": ("forward", _without("tma_store_wait"), "largest error|memory ends while TMA"),
-    "no wait for queries": ("backward", _no_wait, "more arrivals|deadlock|largest error"),
+    "no wait for queries": ("backward", _rings_without_wait, "more arrivals|deadlock|largest error"),
+    "no wait for ds": ("backward_pieces", _handovers_without_wait, "more arrivals|deadlock|largest error"),
     "sums are not fenced": ("backward_pieces", _without("fence_async_shared"), "without fence_async_shared"),
 }
 

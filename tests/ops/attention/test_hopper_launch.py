@@ -221,7 +221,7 @@ def test_a_backward_passes_what_its_kernels_declare(
     described = {"k": k, "v": v, "dk": gradients.k, "dv": gradients.v}
     if spec.scale > 0:
         described["q"] = q
-    if not begin["quiet_ptr"]:
+    if not begin["masked_dout_ptr"]:
         described["dout"] = dout
     assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
     assert (begin["dout_ptr"], end["dq_ptr"]) == (dout.data_ptr(), gradients.q.data_ptr())
@@ -230,9 +230,9 @@ def test_a_backward_passes_what_its_kernels_declare(
     sums = 4 * tiles * config.block_m * configs.tile_width(q.shape[-1])
     statistics = begin["sums_ptr"] + sums
     assert begin["statistics_ptr"] >= statistics
-    quiet = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
-    quiet_bytes = 2 * out.numel() if begin["quiet_ptr"] else 0
-    assert begin["quiet_ptr"] in (None, quiet) and begin["counter_ptr"] >= quiet + quiet_bytes
+    masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
+    masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
+    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
     turns = begin["counter_ptr"] + 4
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
     after_turns = (begin["turns_ptr"] or turns) + (4 * tiles if begin["turns_ptr"] else 0)

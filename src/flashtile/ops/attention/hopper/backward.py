@@ -1,9 +1,7 @@
-"""Backward kernels for Hopper: statistics, then dk, dv and the sums of dq in one kernel, then dq in its own dtype.
+"""Backward kernel for Hopper: dk, dv and the sums of dq. `backward_ends` has the kernels before and after it.
 
-Programs of the main kernel stay on their multiprocessors and take one tile of keys after another. A producer warp finds
-the tile, tells the others, and loads its keys and values, and one tile of queries after another with its dout and
-statistics: the first ones of the next tile of keys while this one is still being worked on. Per query tile, everything
-transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queries)::
+A thread block stays on its multiprocessor and takes one tile of keys after another (`backward_tiles`). For each query
+tile it computes, everything transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queries)::
 
     sᵀ  = k qᵀ                  [N, M]
     pᵀ  = exp2(c·sᵀ - lse)      [N, M]
@@ -11,89 +9,149 @@ transposed, with `c = scale · log2(e)` (letters as in `pieces`; N keys, M queri
     dsᵀ = pᵀ · (dpᵀ - delta)    [N, M]      delta = rowsum(dout · out) - dlse
     dv += pᵀ dout               [N, E]
     dk += dsᵀ q                 [N, D]
-    dq += ds k                  [M, D]      over all key tiles: added up in device memory
+    dq += ds k                  [M, D]      over all key tiles: summed in device memory
 
-Three warpgroups share the work. Two compute the gradients of keys and values; they pass `dsᵀ` on through shared memory
-to the third, which multiplies it by the keys and adds the product to a float32 buffer (`backward_pieces.add_to_sums`).
-None of them waits for another but through these rings. Where dk and dv of 64 keys fit a warpgroup's registers (heads of
-up to 128 columns, or of 192 and 128 for v), each of the two takes 64 keys; the latter need the producer's registers
-too, and the third warpgroup loads. Wider heads: there are 64 keys, one warpgroup computes `pᵀ` and dv, the other `dsᵀ`
-and dk.
+Roles, one for each warpgroup, and a warp that loads:
 
-The time of the inner loop is that of the shared-memory pipe more than that of the tensor cores. So lse and delta are
-taken off by products more, or stored in the order in which threads hold them (`backward_pieces.less_statistics`).
+- `sum_dk_dv`, twice: dk and dv of 64 keys each, and `dsᵀ`, which it hands to `sum_dq` through shared memory.
+- `sum_dv` and `sum_dk`, instead of these, where dk and dv of 64 keys do not fit the registers of one warpgroup (heads
+  wider than 128, apart from 192 with 128 for v): there are 64 keys. One computes `pᵀ` and dv, and hands `pᵀ` to the
+  other, which computes `dsᵀ` and dk.
+- `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
+  (`backward_pieces.add_to_dq`).
+- `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
+  statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 192
+  (v: 128) need its registers too, so `sum_dq` loads there.
+
+They wait for one another only through the rings in `Shared`.
+
+The inner loop takes the time of the shared-memory pipe more than that of the tensor cores. So lse and delta are taken
+off by one more product each, or stored in the order in which threads hold them (`backward_pieces.subtract_statistic`).
 
 Reference: Dao et al., "FlashAttention" (2022), algorithm 4; Shah et al., "FlashAttention-3" (2024), section 3.
 """
+
+from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
+    tma_load,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.backward_loads import load_keys, load_step, load_tiles, receive_step
 from flashtile.ops.attention.hopper.backward_pieces import (
+    DELTA,
+    LSE,
     ROWS,
-    add_to_sums,
-    begin_turn,
-    chunks_of,
+    STATISTIC_COLUMNS,
+    DqSums,
+    ScoreModifiers,
+    Statistics,
+    add_to_dq,
     columns_of,
-    end_turn,
-    less_statistics,
-    make_statistics,
+    make_handover,
+    make_ones,
     mask_probs,
     modified_scores,
+    pass_dq_turn,
     pin_pairs_before_product,
     products_of_sum,
     slice_of,
+    start_store,
     start_sum,
     start_transposed,
-    store_rows,
+    subtract_statistic,
     unpack,
+    wait_dq_turn,
     wait_sum,
     wide_zeros,
 )
-from flashtile.ops.attention.hopper.backward_split import sum_dk, sum_dv
-from flashtile.ops.attention.hopper.backward_walk import (
-    Form,
-    adders_before,
-    await_last_sum,
-    find_keys,
-    first_number,
-    keys_of,
-    receive_keys,
-    receive_next_keys,
+from flashtile.ops.attention.hopper.backward_tiles import (
+    KernelConfig,
+    Problem,
+    Step,
+    dq_turn,
+    first_number_of,
+    first_tile_number,
+    next_tile_number,
+    publish_key_tile,
+    receive_key_tile,
+    receive_next_key_tile,
+    shared_progress,
     step_after,
     step_of,
-    turned_tile,
-    walk_of,
+    visited_tile,
+    work_of,
 )
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
     TILE_HEAD,
+    TILE_KIND,
     TILE_NUMBER,
     TILE_TURN,
     BlockLists,
+    line_entries,
+    listed_rank,
+    listed_tile,
     load_bits,
     make_tile_info,
     read_tile_info,
     where_visible,
+    write_tile_info,
 )
-from flashtile.ops.attention.hopper.pieces import (
-    WARPGROUP,
-    Chunks,
-    barriers,
-    make_ring,
-    make_tile_queue,
-    matrix_layout,
-    pack,
-    place_of,
-    release,
-)
+from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, coordinates, make_ring, make_tile_queue, pack
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors, of tensors with a head_dim as `Chunks`."""
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    statistics: Any
+    dk: Any
+    dv: Any
+
+
+class Shared(NamedTuple):
+    """What the roles share on chip.
+
+    `q`, `k`, `v`, `dout`: rings that the producer fills. Keys and values have a tile for each 64 keys, queries and dout
+    one of M rows. `statistics` arrive with the queries. `dscores`: `dsᵀ` on its way to `sum_dq`. `probs`: with split
+    roles, `pᵀ` on its way from `sum_dv` to `sum_dk`; else None. `tile_info`: with a block mask, what the producer
+    publishes of each step; else None. `queue`: the key tiles that it publishes.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    dout: Any
+    statistics: Any
+    dscores: Any
+    probs: Any
+    tile_info: Any
+    queue: Any
+
+
+class KeyOperands(NamedTuple):
+    """64 keys of a key tile and their values. `first`: the first of them in the sequence, `positions`: all, `[64]`."""
+
+    first: Any
+    positions: Any
+    k: Any
+    v: Any
+
+
+class KeyGradients(NamedTuple):
+    """Sums of dk and dv of 64 keys, dk still without the scale."""
+
+    dk: Any
+    dv: Any
 
 
 @gluon.jit
@@ -106,307 +164,621 @@ def attention_backward_kernel(
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr,
-    SUM_COLUMNS: gl.constexpr, HANDOVERS: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
-    ORDERED: gl.constexpr, ALTERNATES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
+    ORDERED: gl.constexpr, REVERSES_LINES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MAY_CUT: gl.constexpr, CUT_LAST: gl.constexpr, TURNS: gl.constexpr, MEETS: gl.constexpr,
+    MASKS: gl.constexpr, MASKS_LAST: gl.constexpr, REVERSES_WALKS: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
     STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
 ):  # fmt: skip
-    """`..._tail_desc`: of the second chunk of columns, or None. `heads_kv` counts each key/value head `shares` times,
-    once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles` key tiles (packed:
-    slots) on each line of such a head, `query_tiles` likewise of a query head. `turns_ptr`: for each query tile how
+    """`..._tail_desc`: of the second chunk of head_dim, or None. `heads_kv` counts each key/value head `shares` times,
+    once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles`: key tiles (packed:
+    slots) on each line of such a head. `query_tiles`: likewise of a query head. `turns_ptr`: for each query tile how
     many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
-    been taken, unless ORDERED beside each program's first, zero at the start; if MEETS, with a zero for each line
-    behind it (`backward_walk.meeting_point`). `scale` > 0. Other arguments as in the forward kernel."""
+    been taken, unless ORDERED besides the first of each thread block, zero at the start. If SHARES_PROGRESS, a zero for
+    each line follows it (`backward_tiles.shared_progress`). `scale` > 0. The forward kernel explains the others."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
+    config = KernelConfig(
+        KEYS=KEYS,
+        M=M,
+        PARTS=PARTS,
+        SUM_COLUMNS=SUM_COLUMNS,
+        DSCORE_STAGES=DSCORE_STAGES,
+        KEY_STAGES=KEY_STAGES,
+        PERSISTENT=PRODUCER,
+        ORDERED=ORDERED,
+        REVERSES_LINES=REVERSES_LINES,
+        PACKED=PACKED,
+        HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=MASKS,
+        MASKS_LAST=MASKS_LAST,
+        REVERSES_WALKS=REVERSES_WALKS,
+        SHARES_PROGRESS=SHARES_PROGRESS,
+        STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
+        SUMS_BY_TMA=SUMS_BY_TMA,
+        TILE_Q=TILE_Q,
+        TILE_K=TILE_K,
+    )
+    problem = Problem(
+        cu_seqlens_q_ptr=cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr=cu_seqlens_k_ptr,
+        batch=batch,
+        heads_kv=heads_kv,
+        group=group,
+        shares=shares,
+        rows_q=rows_q,
+        rows_k=rows_k,
+        key_tiles=tiles,
+        query_tiles=query_tiles,
+        window_left=window_left,
+        window_right=window_right,
+    )
     blocks = BlockLists(
-        block_lists_ptr, block_offsets, block_tiles, block_kinds, block_bits,
-        stride_block_batch, stride_block_head, None,
-    )  # fmt: skip
-    form = Form(
-        KEYS, M, PARTS, SUM_COLUMNS, HANDOVERS, KEY_STAGES, PRODUCER, ORDERED, ALTERNATES, PACKED, HAS_LEFT, HAS_RIGHT,
-        TOP_LEFT, MAY_CUT, CUT_LAST, TURNS, MEETS, STATISTICS_MULTIPLIED, SUMS_BY_TMA, TILE_Q, TILE_K,
-    )  # fmt: skip
-    call = (
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads_kv, group, rows_q, rows_k, tiles, query_tiles,
-        window_left, window_right, blocks, shares,
-    )  # fmt: skip
+        lists_ptr=block_lists_ptr,
+        offsets=block_offsets,
+        tiles=block_tiles,
+        kinds=block_kinds,
+        bits=block_bits,
+        stride_batch=stride_block_batch,
+        stride_head=stride_block_head,
+        order=None,
+    )
+    modifiers = ScoreModifiers(scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
+    descriptors = Descriptors(
+        q=Chunks(q_desc, q_tail_desc),
+        k=Chunks(k_desc, k_tail_desc),
+        v=Chunks(v_desc, v_tail_desc),
+        dout=Chunks(dout_desc, dout_tail_desc),
+        statistics=statistics_desc,
+        dk=Chunks(dk_desc, dk_tail_desc),
+        dv=Chunks(dv_desc, dv_tail_desc),
+    )
+
     READERS: gl.constexpr = 2
-    k = make_ring(Chunks(k_desc, k_tail_desc), KEY_STAGES * WARPGROUPS, 2 if SPLIT_ROLES else 1)
-    v = make_ring(Chunks(v_desc, v_tail_desc), KEY_STAGES * WARPGROUPS, 1)
-    q = make_ring(Chunks(q_desc, q_tail_desc), STAGES, READERS)
-    dout = make_ring(Chunks(dout_desc, dout_tail_desc), STAGES, READERS)
-    statistics = make_statistics(statistics_desc, STAGES, STATISTICS_MULTIPLIED)
-    sums = (sums_ptr, sums_desc, sums_ptr)
+    k = make_ring(descriptors.k, KEY_STAGES, 2 if SPLIT_ROLES else 1, WARPGROUPS)
+    v = make_ring(descriptors.v, KEY_STAGES, 1, WARPGROUPS)
+    q = make_ring(descriptors.q, STAGES, READERS)
+    dout = make_ring(descriptors.dout, STAGES, READERS)
+    statistics = gl.allocate_shared_memory(
+        statistics_desc.dtype, [STAGES] + statistics_desc.block_shape, statistics_desc.layout
+    )
+    ones = None
+    if STATISTICS_MULTIPLIED:
+        ones = make_ones(statistics_desc)
+    staging = None
     if SUMS_BY_TMA:
-        sums = (sums_ptr, sums_desc, gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout))
-    dscores = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS * WARPGROUPS, ROWS, M], matrix_layout(M))
-    dscores_full = barriers(HANDOVERS, WARPGROUPS)
-    dscores_empty = barriers(HANDOVERS, WARPGROUP)
+        staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+    dq_sums = DqSums(sums_ptr, sums_desc, staging, turns_ptr)
+    dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
+    tile_info = None
     if TILE_K > 0:
-        # `_sum_dq` may still read of a tile whose place in the ring is taken already, but for no longer than handovers.
-        listing = (blocks, make_tile_info(STAGES + HANDOVERS))
-    else:
-        listing = (blocks, block_lists_ptr)
+        # `sum_dq` may still read the info of a step whose stage is filled anew, for at most DSCORE_STAGES steps.
+        tile_info = make_tile_info(STAGES + DSCORE_STAGES)
     queue = make_tile_queue(3 if PRODUCER else 2)
-    loading = (
-        q, dout, statistics[0], q_desc, q_tail_desc, dout_desc, dout_tail_desc, statistics_desc, listing[1]
-    )  # fmt: skip
-    producing = (
-        form, loading, k, v, k_desc, k_tail_desc, v_desc, v_tail_desc, queue, counter_ptr, call
-    )  # fmt: skip
-    summing = (
-        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, queue, call
-    )  # fmt: skip
-    storing = (dk_desc, dk_tail_desc, dv_desc, dv_tail_desc)
-    changing = (scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
+    probs = None
     if SPLIT_ROLES:
-        probs = gl.allocate_shared_memory(q_desc.dtype, [HANDOVERS, ROWS, M], matrix_layout(M))
-        probs_full = barriers(HANDOVERS, 1)
-        probs_empty = barriers(HANDOVERS, WARPGROUP)
-        fence_async_shared()
-        scoring = (
-            form, k, v, q, dout, statistics, probs, probs_full, probs_empty, listing, changing, storing, queue, call,
-        )  # fmt: skip
-        grading = (
-            form, k, v, q, dout, statistics, probs, probs_full, probs_empty,
-            dscores, dscores_full, dscores_empty, scale, storing, queue, call,
-        )  # fmt: skip
+        probs = make_handover(q_desc.dtype, M, DSCORE_STAGES, 1)
+    shared = Shared(
+        q=q,
+        k=k,
+        v=v,
+        dout=dout,
+        statistics=Statistics(statistics, ones),
+        dscores=dscores,
+        probs=probs,
+        tile_info=tile_info,
+        queue=queue,
+    )
+    fence_async_shared()
+
+    if SPLIT_ROLES:
         gl.warp_specialize(
             [
-                (_sum_dq, (False, summing, producing)),
-                (sum_dv, (scoring,)),
-                (sum_dk, (grading,)),
-                (load_tiles, (producing,)),
+                (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                (sum_dv, (config, shared, descriptors, problem, blocks, modifiers)),
+                (sum_dk, (config, shared, descriptors, problem, scale)),
+                (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )
     else:
-        fence_async_shared()
-        stepping = (
-            form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing,
-            window_left, window_right,
-        )  # fmt: skip
-        working = (form, k, v, q, dout, dscores_empty, scale, storing, queue, call, stepping)
         if PRODUCER:
             gl.warp_specialize(
                 [
-                    (_sum_dq, (False, summing, producing)),
-                    (_sum_dk_dv, (0, working)),
-                    (_sum_dk_dv, (1, working)),
-                    (load_tiles, (producing,)),
+                    (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                    (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
                 ],
                 [4, 4, 1],
                 [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
             )
         else:
             gl.warp_specialize(
-                [(_sum_dq, (True, summing, producing)), (_sum_dk_dv, (0, working)), (_sum_dk_dv, (1, working))],
+                [
+                    (sum_dq, (True, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                ],
                 [4, 4],
                 [REGISTERS, REGISTERS],
             )
 
 
+# The producer
+
+
 @gluon.jit
-def _sum_dk_dv(WHICH: gl.constexpr, inputs):
-    """dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `_sum_dq`."""
-    form, k, v, q, dout, dscores_empty, scale, storing, queue, call, stepping = inputs
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.M // form.PARTS, 16])
-    count = 0
-    before = 0
-    found = receive_keys(queue, count, form)
-    while found[0] >= 0:
-        walk = walk_of(found, call, form)
-        row = walk.first + WHICH * ROWS
-        key = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-        mine, key_phase = keys_of(count, WHICH, form)
-        k_tile, k_tail = chunks_of(k, mine)
-        v_tile, v_tail = chunks_of(v, mine)
-        dk, dk_tail = wide_zeros(q)
-        dv, dv_tail = wide_zeros(dout)
-        mbarrier.wait(k.full.index(mine), key_phase)
-        mbarrier.wait(v.full.index(mine), key_phase)
-        step = step_of(walk, 0)
-        sums = (dk, dk_tail, dv, dv_tail)
-        keys = (row, key, k_tile, k_tail, v_tile, v_tail)
-        uncut = 0
-        if form.CUT_LAST:
-            uncut = walk.uncut
-            for it in range(uncut):
-                step, sums = _add_step(it, step, sums, before, walk, keys, stepping, False, WHICH)
-        for it in range(uncut, walk.total):
-            step, sums = _add_step(it, step, sums, before, walk, keys, stepping, form.MAY_CUT, WHICH)
-        dk, dk_tail, dv, dv_tail = sums
-        dk_desc, dk_tail_desc, dv_desc, dv_tail_desc = storing
-        store_rows(dv_desc, dv_tail_desc, v, mine, dv, dv_tail, walk, row, form.PACKED)
-        before += walk.total
-        count += 1
-        await_last_sum(walk, before, form, dscores_empty)
-        dk = dk * scale
-        dk_tail = dk_tail * scale
-        # Keys are what the next tile needs first: where both gradients fit there, they leave through the values' place.
+def produce(config, shared, descriptors, problem, blocks, counter_ptr):
+    """Finds the key tiles of this thread block, and loads what they need as soon as there is a place for it.
+
+    Where there is one place for keys and values, the first queries come before them, because the gradients of the tile
+    before leave through that place last.
+    """
+    tiles_done = 0
+    steps_done = 0
+    number = first_tile_number(counter_ptr, config)
+    number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
+    while tile.first_key >= 0:
+        work = work_of(tile, problem, config)
+        if config.TILE_K > 0:
+            _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks)
+        else:
+            ahead = 0
+            if config.KEY_STAGES == 1:
+                ahead = gl.minimum(work.steps, shared.q.STAGES)
+            for index in range(ahead):
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+            load_keys(work, tiles_done, config, shared, descriptors, problem)
+            for index in range(ahead, work.steps):
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+        tiles_done += 1
+        steps_done += work.steps
+        number = next_tile_number(number, counter_ptr, config)
+        number, tile = publish_key_tile(number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
+
+
+@gluon.jit
+def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, problem, blocks):
+    """The loads of a key tile with a block mask."""
+    AHEAD: gl.constexpr = shared.q.STAGES if config.KEY_STAGES == 1 else 0
+    index = 0
+    for head in range(problem.group):
+        line = work.first_key // config.TILE_K
+        entry, last_entry = line_entries(blocks, work.sequence, work.first_head + head, line)
+        steps = (last_entry - entry) * (config.TILE_Q // config.M)
+        for step in range(steps):
+            if index == AHEAD:
+                load_keys(work, tiles_done, config, shared, descriptors, problem)
+            turn = 0
+            if config.ORDERED:
+                step = steps - 1 - step
+                rank = listed_rank(blocks, entry, step, config.M, config.TILE_Q)
+                turn = rank * (config.TILE_K // config.KEYS) + work.first_key % config.TILE_K // config.KEYS
+            tile, kind = listed_tile(blocks, entry, step, True, config.M, config.TILE_Q)
+            _load_queries(work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors)
+            index += 1
+    if index <= AHEAD:
+        load_keys(work, tiles_done, config, shared, descriptors, problem)
+
+
+@gluon.jit
+def load_keys(work, tiles_done, config, shared, descriptors, problem):
+    """Loads keys and values of a key tile, before which the thread block had `tiles_done`."""
+    rows = HeadRows(work.sequence, work.head_kv // problem.shares, work.begin_k, work.seq_k)
+    _load_all_keys(shared.k, descriptors.k, rows, work.first_key, tiles_done, config)
+    _load_all_keys(shared.v, descriptors.v, rows, work.first_key, tiles_done, config)
+
+
+@gluon.jit
+def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
+    for which in gl.static_range(config.KEYS // ROWS):
+        slot = ring.slot(tiles_done, which)
+        ring.fill(slot, descriptors, rows, first_key + which * ROWS, config.PACKED)
+
+
+@gluon.jit
+def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
+    """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
+    `steps_done` steps before this key tile."""
+    step = step_of(work, index)
+    tile = visited_tile(work, step.tile, config)
+    if config.SHARES_PROGRESS:
+        if step.head == 0:
+            progress = shared_progress(counter_ptr, work.sequence, work.head_kv, problem)
+            gl.store(progress, work.query_tiles - 1 - tile)
+    _load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors)
+
+
+@gluon.jit
+def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
+    """Loads what the thread block's step number `count` needs of a query tile. The statistics complete the same barrier
+    as the queries."""
+    q = shared.q
+    slot = q.slot(count)
+    row = step.tile * config.M
+    q.wait_empty(slot)
+    if config.TILE_K > 0:
+        place = _place_of_info(count, config, shared)
+        write_tile_info(shared.tile_info, place, TILE_NUMBER, step.tile)
+        write_tile_info(shared.tile_info, place, TILE_KIND, kind)
+        write_tile_info(shared.tile_info, place, TILE_HEAD, step.head)
+        if config.ORDERED:
+            write_tile_info(shared.tile_info, place, TILE_TURN, turn)
+    full = q.full.index(slot.place)
+    STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if config.STATISTICS_MULTIPLIED else 8
+    mbarrier.expect(full, config.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS))
+    rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
+    tma_load(descriptors.q.main, coordinates(rows, row, 0, config.PACKED), full, q.tiles.index(slot.place))
+    if q.TAIL > 0:
+        tma_load(descriptors.q.tail, coordinates(rows, row, q.WIDTH, config.PACKED), full, q.tail.index(slot.place))
+    number = first_number_of(work, step.head) + step.tile
+    statistics_row = descriptors.statistics.block_shape[0] * number
+    tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.tiles.index(slot.place))
+    shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
+
+
+@gluon.jit
+def _place_of_info(count, config, shared):
+    """Where the info of step number `count` lies."""
+    return count % (shared.q.STAGES + config.DSCORE_STAGES)
+
+
+@gluon.jit
+def _listed_step(count, config, shared):
+    """Step number `count` as the producer published it, and the kind of its tile."""
+    place = _place_of_info(count, config, shared)
+    tile = read_tile_info(shared.tile_info, place, TILE_NUMBER)
+    kind = read_tile_info(shared.tile_info, place, TILE_KIND)
+    return Step(read_tile_info(shared.tile_info, place, TILE_HEAD), tile), kind
+
+
+# dk and dv, both by each of two warpgroups
+
+
+@gluon.jit
+def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks, modifiers, scale):
+    """Consumer: dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `sum_dq`."""
+    k, v = shared.k, shared.v
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M // config.PARTS, 16])
+    tiles_done = 0
+    steps_done = 0
+    tile = receive_key_tile(shared.queue, tiles_done, config)
+    while tile.first_key >= 0:
+        work = work_of(tile, problem, config)
+        first_key = work.first_key + WHICH * ROWS
+        positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        slot = k.slot(tiles_done, WHICH)
+        keys = KeyOperands(first_key, positions, k.operand(slot), v.operand(slot))
+        dk, dv = wide_zeros(shared.q), wide_zeros(shared.dout)
+        k.acquire(slot)
+        v.acquire(slot)
+        step = step_of(work, 0)
+        sums = KeyGradients(dk, dv)
+        unmasked = 0
+        if config.MASKS_LAST:
+            unmasked = work.unmasked_steps
+            for index in range(unmasked):
+                step, sums = _add_step(
+                    steps_done + index, step, sums, keys, work, config, shared, problem, blocks, modifiers,
+                    False, WHICH,
+                )  # fmt: skip
+        for index in range(unmasked, work.steps):
+            step, sums = _add_step(
+                steps_done + index, step, sums, keys, work, config, shared, problem, blocks, modifiers,
+                config.MASKS, WHICH,
+            )  # fmt: skip
+        start_store(descriptors.dv, v, slot, sums.dv, work, first_key, config.PACKED)
+        steps_done += work.steps
+        tiles_done += 1
+        _wait_dq_summed(work, steps_done, shared)
+        dk = _scaled(sums.dk, scale)
+        # The next tile needs its keys first. So dk leaves through the place of the values too where it fits there.
         if k.WIDTH == v.WIDTH and k.TAIL == v.TAIL:
-            release(k.empty.index(mine))
-            store_rows(dk_desc, dk_tail_desc, v, mine, dk, dk_tail, walk, row, form.PACKED)
-            found = receive_next_keys(found, queue, count, form)
+            k.release(slot)
+            start_store(descriptors.dk, v, slot, dk, work, first_key, config.PACKED)
+            tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
             tma_store_wait(0)
         else:
-            store_rows(dk_desc, dk_tail_desc, k, mine, dk, dk_tail, walk, row, form.PACKED)
-            found = receive_next_keys(found, queue, count, form)
+            start_store(descriptors.dk, k, slot, dk, work, first_key, config.PACKED)
+            tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
             tma_store_wait(0)
-            release(k.empty.index(mine))
-        release(v.empty.index(mine))
+            k.release(slot)
+        v.release(slot)
 
 
 @gluon.jit
-def _add_step(it, step, sums, before, walk, keys, stepping, CUT: gl.constexpr, WHICH: gl.constexpr):
-    """Step `it` of a walk: its part of dk and dv, and `dsᵀ` for `_sum_dq`. Returns the next step and the sums.
+def _scaled(total, scale):
+    return Chunks(total.main * scale, total.tail * scale)
 
-    CUT: a mask may cut its tile.
-    """
-    (
-        form, q, dout, statistics, dscores, dscores_full, dscores_empty, listing, changing, window_left, window_right
-    ) = stepping  # fmt: skip
-    head, tile = step
-    dk, dk_tail, dv, dv_tail = sums
-    row, key, k_tile, k_tail, v_tile, v_tail = keys
+
+@gluon.jit
+def _wait_dq_summed(work, steps_done, shared):
+    """Waits until `sum_dq` has read the keys for the last time. `steps_done`: with those of this key tile."""
+    if work.steps > 0:
+        shared.dscores.wait_released(shared.dscores.slot(steps_done - 1))
+
+
+@gluon.jit
+def _add_step(
+    count, step, sums, keys, work, config, shared, problem, blocks, modifiers, MASK: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
+    """The thread block's step number `count`: adds its part of dk and dv, and hands `dsᵀ` to `sum_dq`. Returns the next
+    step and the sums. MASK: a band or the end of the keys may cut its tile."""
+    q, dout, dscores = shared.q, shared.dout, shared.dscores
+    dk, dv = sums.dk, sums.dv
     dtype: gl.constexpr = q.tiles.dtype
-    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
-    QUERIES: gl.constexpr = form.M // form.PARTS
+    QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
-    stage, phase = place_of(before + it, q.STAGES)
-    place, place_phase = place_of(before + it, form.HANDOVERS)
-    q_tile, q_tail = chunks_of(q, stage)
-    dout_tile, dout_tail = chunks_of(dout, stage)
-    mbarrier.wait(q.full.index(stage), phase)
-    for part in gl.static_range(form.PARTS):
-        s = start_transposed(k_tile, k_tail, q_tile, q_tail, part * QUERIES, zeros, q.TAIL)
-        s, lse = less_statistics(s, statistics, stage, 0, part * QUERIES, QUERIES, form)
-        if form.TILE_K > 0:
+    slot = q.slot(count)
+    ds_slot = dscores.slot(count)
+    q_tile = q.operand(slot)
+    dout_tile = dout.operand(slot)
+    kind = FULL
+    q.acquire(slot)
+    for part in gl.static_range(config.PARTS):
+        s = start_transposed(keys.k, q_tile, part * QUERIES, zeros, q.TAIL)  # [64, QUERIES]
+        s, lse = subtract_statistic(s, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config)
+        if config.TILE_K > 0:
             if part == 0:
-                head, tile, kind = receive_step(listing, before + it, q, form)
+                step, kind = _listed_step(count, config, shared)
         s = warpgroup_mma_wait(0, [s])
-        query = tile * form.M + part * QUERIES
-        seen = turned_tile(walk, tile, form) * form.M + part * QUERIES
-        s, tanh = modified_scores(s, key, seen, head, walk, changing)
-        if form.TILE_K > 0:
-            if kind != FULL:
-                column = tile * form.PARTS + part
-                bits = load_bits(listing[0], kind, row, column, QUERIES, form.TILE_K, form.TILE_Q)
-                s = where_visible(bits, s, float("-inf"))
-        p = gl.exp2(s * changing[0] - lse[None, :])
-        if CUT:
-            if (tile < walk.full_begin) | (tile >= walk.full_end):
-                p = mask_probs(p, key, query, walk.shift, walk.seq_k, window_left, window_right, form)
+        p, tanh = _probs(
+            s, lse, keys.positions, keys.first, step, kind, part, work, config, problem, blocks, modifiers, MASK
+        )  # fmt: skip
         probs = pack(p, dtype)
-        if form.STATISTICS_MULTIPLIED and not CUT:
+        if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
         factors = probs
-        if changing[1] is not None:
+        if modifiers.cap_scale is not None:
             factors = pack(p * (1.0 - tanh * tanh), dtype)
         if part == 0:
-            mbarrier.wait(dout.full.index(stage), phase)
-        dp = start_transposed(v_tile, v_tail, dout_tile, dout_tail, part * QUERIES, zeros, dout.TAIL)
-        dp, delta = less_statistics(dp, statistics, stage, 1, part * QUERIES, QUERIES, form)
-        dv, dv_tail = start_sum(probs, dout_tile, dout_tail, part * QUERIES, dv, dv_tail, dout.TAIL)
+            dout.acquire(slot)
+        dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
+        dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
+        dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
         ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
         if part == 0:
-            mbarrier.wait(dscores_empty.index(place), place_phase ^ 1)
-        slice_of(dscores.index(place * WARPGROUPS + WHICH), part * QUERIES, QUERIES, 1).store(ds)
-        if part == form.PARTS - 1:
+            dscores.wait_empty(ds_slot)
+        slice_of(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
+        if part == config.PARTS - 1:
             fence_async_shared()
-            mbarrier.arrive(dscores_full.index(place), count=1)
-        dk, dk_tail = start_sum(ds, q_tile, q_tail, part * QUERIES, dk, dk_tail, q.TAIL)
-        dv, dv_tail = wait_sum(products_of_sum(q), dout, dv, dv_tail)
-        if part == form.PARTS - 1:
-            release(dout.empty.index(stage))
-        dk, dk_tail = wait_sum(0, q, dk, dk_tail)
-    release(q.empty.index(stage))
-    return step_after(walk, head, tile), (dk, dk_tail, dv, dv_tail)
+            dscores.publish(ds_slot)
+        dk = start_sum(ds, q_tile, part * QUERIES, dk, q.TAIL)
+        dv = wait_sum(products_of_sum(q), dout, dv)
+        if part == config.PARTS - 1:
+            dout.release(slot)
+        dk = wait_sum(0, q, dk)
+    q.release(slot)
+    return step_after(work, step), KeyGradients(dk, dv)
 
 
 @gluon.jit
-def _sum_dq(LOADS: gl.constexpr, summing, producing):
-    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds it to the sums.
+def _probs(
+    s, lse, positions, first_key, step, kind, part: gl.constexpr, work, config, problem, blocks, modifiers,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and the tanh of the soft cap. `lse` is still to be subtracted from
+    the products `s`. `kind`: of the tile in the block mask."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    query = step.tile * config.M + part * QUERIES
+    visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    s, tanh = modified_scores(s, positions, visited, step.head, work, modifiers)
+    if config.TILE_K > 0:
+        if kind != FULL:
+            column = step.tile * config.PARTS + part
+            bits = load_bits(blocks, kind, first_key, column, QUERIES, config.TILE_K, config.TILE_Q)
+            s = where_visible(bits, s, float("-inf"))
+    p = gl.exp2(s * modifiers.scale_log2 - lse[None, :])
+    if MASK:
+        if (step.tile < work.full_begin) | (step.tile >= work.full_end):
+            p = mask_probs(p, positions, query, work, problem, config)
+    return p, tanh
 
-    `LOADS`: it also does what `load_tiles` does else. The tile after the next takes the place of the one before, which
-    the others have done with by the time that they give the next `ds`.
+
+# dv and dk, each by a warpgroup of its own
+
+
+@gluon.jit
+def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
+    """Consumer: dv of all keys. It hands `sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, or with a soft cap
+    `pᵀ · (1 - tanh²)`."""
+    q, k, v, dout, probs = shared.q, shared.k, shared.v, shared.dout, shared.probs
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
+    zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
+    tiles_done = 0
+    steps_done = 0
+    tile = receive_key_tile(shared.queue, tiles_done, config)
+    while tile.first_key >= 0:
+        work = work_of(tile, problem, config)
+        positions = work.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        key_slot = k.slot(tiles_done)
+        k_tile = k.operand(key_slot)
+        dv = wide_zeros(dout)
+        k.acquire(key_slot)
+        step = step_of(work, 0)
+        for index in range(work.steps):
+            slot = q.slot(steps_done + index)
+            probs_slot = probs.slot(steps_done + index)
+            kind = FULL
+            q_tile = q.operand(slot)
+            q.acquire(slot)
+            s = start_transposed(k_tile, q_tile, 0, zeros, q.TAIL)  # [64, M]
+            s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
+            if config.TILE_K > 0:
+                step, kind = _listed_step(steps_done + index, config, shared)
+            s = warpgroup_mma_wait(0, [s])
+            p, tanh = _probs(
+                s, lse, positions, work.first_key, step, kind, 0, work, config, problem, blocks, modifiers,
+                config.MASKS,
+            )  # fmt: skip
+            q.release(slot)
+            weights = pack(p, dtype)
+            probs.wait_empty(probs_slot)
+            if modifiers.cap_scale is not None:
+                probs.tile(probs_slot).store(pack(p * (1.0 - tanh * tanh), dtype))
+            else:
+                probs.tile(probs_slot).store(weights)
+            probs.publish(probs_slot)
+            dout.acquire(slot)
+            dout_tile = dout.operand(slot)
+            dv = start_sum(weights, dout_tile, 0, dv, dout.TAIL)
+            dv = wait_sum(0, dout, dv)
+            dout.release(slot)
+            step = step_after(work, step)
+        steps_done += work.steps
+        if work.steps > 0:  # `sum_dk` has read the values for the last time before it took the last weights
+            probs.wait_released(probs.slot(steps_done - 1))
+        else:
+            v.acquire(key_slot)
+        k.release(key_slot)
+        tiles_done += 1
+        start_store(descriptors.dv, v, key_slot, dv, work, work.first_key, config.PACKED)
+        tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
+        tma_store_wait(0)
+        v.release(key_slot)
+
+
+@gluon.jit
+def sum_dk(config, shared, descriptors, problem, scale):
+    """Consumer: dk of all keys, and `dsᵀ` for `sum_dq`, from the weights of `sum_dv`."""
+    q, k, v, dout = shared.q, shared.k, shared.v, shared.dout
+    probs, dscores = shared.probs, shared.dscores
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
+    zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
+    tiles_done = 0
+    steps_done = 0
+    tile = receive_key_tile(shared.queue, tiles_done, config)
+    while tile.first_key >= 0:
+        work = work_of(tile, problem, config)
+        key_slot = k.slot(tiles_done)
+        v_tile = v.operand(key_slot)
+        dk = wide_zeros(q)
+        v.acquire(key_slot)
+        for index in range(work.steps):
+            slot = q.slot(steps_done + index)
+            ds_slot = dscores.slot(steps_done + index)
+            dout_tile = dout.operand(slot)
+            dout.acquire(slot)
+            dp = start_transposed(v_tile, dout_tile, 0, zeros, dout.TAIL)  # [64, M]
+            q.acquire(slot)
+            dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, 0, config.M, config)
+            dp = warpgroup_mma_wait(0, [dp])
+            dout.release(slot)
+            probs.acquire(ds_slot)
+            p = probs.tile(ds_slot).load(s_layout).to(gl.float32)
+            probs.release(ds_slot)
+            ds = pack(p * (dp - delta[None, :]), dtype)
+            dscores.wait_empty(ds_slot)
+            dscores.tile(ds_slot).store(ds)
+            fence_async_shared()
+            dscores.publish(ds_slot)
+            q_tile = q.operand(slot)
+            dk = start_sum(ds, q_tile, 0, dk, q.TAIL)
+            dk = wait_sum(0, q, dk)
+            q.release(slot)
+        k.acquire(key_slot)
+        steps_done += work.steps
+        tiles_done += 1
+        _wait_dq_summed(work, steps_done, shared)
+        # `sum_dv` has read the keys before it handed over the last weights.
+        start_store(descriptors.dk, k, key_slot, _scaled(dk, scale), work, work.first_key, config.PACKED)
+        tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
+        tma_store_wait(0)
+        k.release(key_slot)
+
+
+# dq
+
+
+@gluon.jit
+def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr):
+    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
+
+    LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
+    the others no longer read by the time that they hand over the next `ds`.
     """
-    (
-        form, k, dscores, dscores_full, dscores_empty, sums, turns_ptr, listing, queue, call
-    ) = summing  # fmt: skip
-    STAGES: gl.constexpr = producing[1][0].STAGES
-    WARPGROUPS: gl.constexpr = form.KEYS // ROWS
-    PARTS: gl.constexpr = form.M // ROWS
+    k, dscores = shared.k, shared.dscores
+    STAGES: gl.constexpr = shared.q.STAGES
+    PARTS: gl.constexpr = config.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.TAIL
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, form.SUM_COLUMNS, 16])
-    zeros = gl.zeros([ROWS, form.SUM_COLUMNS], gl.float32, layout)
-    window_left, window_right = call[9], call[10]
-    count = 0
-    before = 0
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.SUM_COLUMNS, 16])
+    zeros = gl.zeros([ROWS, config.SUM_COLUMNS], gl.float32, layout)
+    tiles_done = 0
+    steps_done = 0
     if LOADS:
-        _, found = find_keys(first_number(producing[9], form), (queue, count, producing[9], call), form)
+        first_number = first_tile_number(counter_ptr, config)
+        _, tile = publish_key_tile(first_number, tiles_done, shared.queue, counter_ptr, problem, blocks, config)
     else:
-        found = receive_keys(queue, count, form)
-    while found[0] >= 0:
-        walk = walk_of(found, call, form)
+        tile = receive_key_tile(shared.queue, tiles_done, config)
+    while tile.first_key >= 0:
+        work = work_of(tile, problem, config)
         if LOADS:
-            for it in range(gl.minimum(walk.total, STAGES)):
-                load_step(walk, it, before, producing)
-            load_keys(walk, count, producing)
-        # It does not wait for the keys: they are there when others give the first `ds`, and where no query sees them
-        # they may be gone before it looks.
-        first_keys, _ = keys_of(count, 0, form)
+            for index in range(gl.minimum(work.steps, STAGES)):
+                load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr)
+            load_keys(work, tiles_done, config, shared, descriptors, problem)
+        # It does not wait for the keys. They are there when the others hand over the first `ds`, and where no query
+        # sees them they may be gone before it looks.
+        key_slot = k.slot(tiles_done)
         number_before = 0
-        head, tile = step_of(walk, 0)
-        for it in range(walk.total):
+        step = step_of(work, 0)
+        for index in range(work.steps):
             if LOADS:
-                if (it > 0) & (it + STAGES - 1 < walk.total):
-                    load_step(walk, it + STAGES - 1, before, producing)
-            place, phase = place_of(before + it, form.HANDOVERS)
-            number = walk.place + head * walk.line + turned_tile(walk, tile, form)
-            if form.ORDERED and form.TILE_K == 0:
-                turn_seen = gl.load(turns_ptr + number, volatile=True)
-            mbarrier.wait(dscores_full.index(place), phase)
-            if form.TILE_K > 0:
-                at = (before + it) % (STAGES + form.HANDOVERS)
-                number = (
-                    walk.place
-                    + read_tile_info(listing[1], at, TILE_HEAD) * walk.line
-                    + read_tile_info(listing[1], at, TILE_NUMBER)
-                )
-                if form.ORDERED:
-                    turn = read_tile_info(listing[1], at, TILE_TURN)
-                    turn_seen = gl.load(turns_ptr + number, volatile=True)
+                if (index > 0) & (index + STAGES - 1 < work.steps):
+                    load_step(work, index + STAGES - 1, steps_done, config, shared, descriptors, problem, counter_ptr)
+            slot = dscores.slot(steps_done + index)
+            number = first_number_of(work, step.head) + visited_tile(work, step.tile, config)
+            if config.ORDERED and config.TILE_K == 0:
+                turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
+            dscores.acquire(slot)
+            if config.TILE_K > 0:
+                place = _place_of_info(steps_done + index, config, shared)
+                number = first_number_of(work, read_tile_info(shared.tile_info, place, TILE_HEAD))
+                number += read_tile_info(shared.tile_info, place, TILE_NUMBER)
+                if config.ORDERED:
+                    turn = read_tile_info(shared.tile_info, place, TILE_TURN)
+                    turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
-                for column in gl.static_range(0, WIDTH, form.SUM_COLUMNS):
-                    dq = zeros
-                    for which in gl.static_range(WARPGROUPS):
-                        ds = dscores.index(place * WARPGROUPS + which).permute([1, 0])
-                        if PARTS > 1:
-                            ds = ds.slice(part * ROWS, ROWS)
-                        k_tile = columns_of(k, first_keys + which, column, form.SUM_COLUMNS)
-                        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
-                    if form.ORDERED and part == 0 and column == 0:
-                        if it > 0:  # while this product is computed
-                            end_turn(turns_ptr + number_before)
+                for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
+                    dq = _start_dq(slot, key_slot, part, column, zeros, config, shared)  # [64, SUM_COLUMNS]
+                    if config.ORDERED and part == 0 and column == 0:
+                        if index > 0:  # while this product is computed
+                            pass_dq_turn(dq_sums.turns_ptr + number_before)
                     dq = warpgroup_mma_wait(0, [dq])
-                    if (part == PARTS - 1) and (column == WIDTH - form.SUM_COLUMNS):
-                        release(dscores_empty.index(place))
-                    if form.ORDERED and part == 0 and column == 0:
-                        if form.TILE_K == 0:
-                            turn = adders_before(walk, tile, window_left, window_right, form)
-                        begin_turn(turns_ptr + number, turn_seen, turn)
-                    add_to_sums(sums, dq, (number * PARTS + part) * WIDTH + column, form)
-            head, tile = step_after(walk, head, tile)
+                    if (part == PARTS - 1) and (column == WIDTH - config.SUM_COLUMNS):
+                        dscores.release(slot)
+                    if config.ORDERED and part == 0 and column == 0:
+                        if config.TILE_K == 0:
+                            turn = dq_turn(work, step.tile, problem, config)
+                        wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
+                    add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
+            step = step_after(work, step)
             number_before = number
-        if form.ORDERED:
-            if walk.total > 0:
-                end_turn(turns_ptr + number_before)
-        before += walk.total
-        count += 1
-        found = receive_next_keys(found, queue, count, form)
+        if config.ORDERED:
+            if work.steps > 0:
+                pass_dq_turn(dq_sums.turns_ptr + number_before)
+        steps_done += work.steps
+        tiles_done += 1
+        tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
     tma_store_wait(0)
+
+
+@gluon.jit
+def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, zeros, config, shared):
+    """Starts `ds k` of 64 queries, `part`, and the columns from `column` on, over all keys of the tile. `key_slot`: of
+    the first 64 keys."""
+    k, dscores = shared.k, shared.dscores
+    dq = zeros
+    for which in gl.static_range(dscores.WRITERS):
+        ds = dscores.tile(slot, which).permute([1, 0])
+        if config.M > ROWS:
+            ds = ds.slice(part * ROWS, ROWS)
+        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, config.SUM_COLUMNS)
+        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+    return dq

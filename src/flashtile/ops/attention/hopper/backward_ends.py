@@ -1,9 +1,10 @@
-"""What comes before and after the main backward kernel: the statistics of the queries, where rows may see no key their
-dout without these, the gradient of sinks, and dq in its own dtype.
+"""The kernels before and after the main backward kernel.
 
-Both are bound by device memory. Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one
-head of a sequence; packed: one head) is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin
-at `cu_seqlens_q[b] // M + b`. Letters as in `backward`.
+The first writes the statistics of the queries, a copy of dout without rows that see no key where there may be such
+rows, and the gradient of sinks. The last writes dq in its own dtype. Both are bound by device memory. Statistics and
+sums are stored by tiles of `M` query rows: tile `t` of a line (one head of a sequence; packed: one head) is number
+`line · query_tiles + t`, where the tiles of packed sequence `b` begin at `cu_seqlens_q[b] // M + b`. Letters as in
+`backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
@@ -39,23 +40,26 @@ def _columns_together(WIDTH):
 
 @gluon.jit
 def attention_begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, quiet_ptr,
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
     sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
-    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, MEETS: gl.constexpr,
+    PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
 ):  # fmt: skip
-    """Writes lse and `delta = rowsum(dout · out) - dlse` of one tile, as `backward_pieces.less_statistics` reads them:
-    lse in units of log2, or where they are operands (`lse_unit`: minus one of these in units of scores) in parts, and
-    both with the opposite sign. Also zeros where the tile's dq will be summed, where key tiles count their turns to do
-    so, and where programs count the tiles that they take and tell where they are. `quiet_ptr`, where rows may see no
-    key: dout for the main kernel, in the layout of out, with zeros in these rows, whose weights of 0 would not stop NaN
-    there. `sink_logits_ptr`, beside sinks: those that lse counts, and `sink_sums_ptr`: the tile's part of minus their
-    gradient."""
+    """Writes lse and `delta = rowsum(dout · out) - dlse` of one tile, as `backward_pieces.subtract_statistic` reads
+    them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
+    minus one unit of log2, in units of scores).
+
+    It also writes zeros where the dq of the tile will be summed, where key tiles count their turns to do so, and where
+    thread blocks count the tiles that they take and say where they are.
+
+    `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
+    rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
+    `sink_sums_ptr`: the tile's part of minus their gradient."""
     number = gl.program_id(0)
     if number == 0:
         gl.store(counter_ptr, 0)
-    if MEETS:
+    if SHARES_PROGRESS:
         if number < batch * heads:
             gl.store(counter_ptr + 1 + number, 0)
     tile = number % query_tiles
@@ -80,15 +84,15 @@ def attention_begin_kernel(
 
     numbers = (head.to(gl.int64) if PACKED else line.to(gl.int64)) * rows_q + (begin if PACKED else 0) + row
     lse = gl.load(lse_ptr + numbers, mask=row < rows, other=float("-inf"))
-    if quiet_ptr is not None:
+    if masked_dout_ptr is not None:
         hidden = lse == float("-inf")
         if sink_logits_ptr is not None:
-            # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
-            # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
+            # A row with tiny weights may look like one that sees its sink alone, and has gradients. So finite numbers
+            # stay, which do no harm. Because out is 0, delta is NaN where dout is not finite.
             alone = _sees_sink_alone(lse, gl.load(sink_logits_ptr + head), out)
             hidden = hidden | (alone & (delta != delta))
         delta = gl.where(hidden, 0.0, delta)
-        gl.store(quiet_ptr + elements, gl.where(hidden[:, None], 0.0, dout), mask=mask)
+        gl.store(masked_dout_ptr + elements, gl.where(hidden[:, None], 0.0, dout), mask=mask)
     seen = lse > float("-inf")
     if HAS_DLSE:
         # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
@@ -97,8 +101,8 @@ def attention_begin_kernel(
         # Rows past the last sequence have no sink, whatever their delta is.
         weight = gl.where(lse == float("-inf"), 0.0, gl.exp2((gl.load(sink_logits_ptr + head) - lse) * LOG2_E))
         gl.store(sink_sums_ptr + number, gl.sum(gl.where(weight == 0.0, 0.0, weight * delta), 0))
-        if HAS_DLSE and quiet_ptr is not None:
-            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
+        if HAS_DLSE and masked_dout_ptr is not None:
+            # The gradient of lse in a row that sees its sink alone belongs to the sink, to nobody else.
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
     # +inf for rows that saw no key, so that their weights are 0; NaN stays NaN.
     lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
@@ -124,7 +128,7 @@ def attention_begin_kernel(
 
 @gluon.jit
 def _store_parts(base, numbers):
-    """Stores of each number three bfloat16 that it is the sum of; of one that is not finite that and zeros."""
+    """Stores each number as the three bfloat16 that it is the sum of; one that is not finite as itself and zeros."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
     numbers = gl.convert_layout(numbers, gl.SliceLayout(1, layout))
     high = numbers.to(gl.bfloat16)
@@ -141,7 +145,7 @@ def _store_parts(base, numbers):
 
 @gluon.jit
 def _sees_sink_alone(lse, sink, out):
-    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse, up to rounding."""
+    """Whether rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse, up to rounding."""
     near = gl.abs(sink - lse) <= 1e-6 + 1e-6 * gl.abs(lse)
     return near & (gl.sum(gl.abs(out.to(gl.float32)), 1) == 0.0)
 
@@ -149,7 +153,7 @@ def _sees_sink_alone(lse, sink, out):
 @gluon.constexpr_function
 def _rows_of_sums(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
-    side, and those 4 below (`backward_pieces.add_to_sums`)."""
+    side, and the same of the rows 4 below (`backward_pieces.add_to_dq`)."""
     registers = [[1], [2], [4], [8], [64], *([64 << bit] for bit in range(6, (COLUMNS - 1).bit_length()))]
     lanes = [[512], [1024], [2048], [16], [32]]
     return gl.DistributedLinearLayout(registers, lanes, [[128], [256]], [], [ROWS.value * COLUMNS])
@@ -157,7 +161,7 @@ def _rows_of_sums(COLUMNS):
 
 @gluon.constexpr_function
 def _rows_of_dq(COLUMNS):
-    """The same by rows and columns, in the order in which a thread writes."""
+    """The same layout by rows and columns, in the order in which a thread writes."""
     more = [[0, 1 << bit] for bit in range(6, (COLUMNS - 1).bit_length())]
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], [4, 0], *more]
     lanes = [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]

@@ -79,7 +79,7 @@ class BackwardPlan(NamedTuple):
         scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
             the counter of tiles that were taken and where walks meet, where dq is added up in order the turns, and
             beside sinks the parts of their gradient.
-        statistics_at, quiet_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
+        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
     """
 
     begin: Plan
@@ -90,7 +90,7 @@ class BackwardPlan(NamedTuple):
     shares: int
     scratch: Layout
     statistics_at: int
-    quiet_at: int
+    masked_dout_at: int
     counter_at: int
     turns_at: int
     sink_sums_at: int
@@ -116,7 +116,7 @@ def backward(
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
-    hides_rows = may_hide_rows(q, k, side, spec)
+    has_empty_rows = may_hide_rows(q, k, side, spec)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -129,7 +129,7 @@ def backward(
         dlse is not None,
         alibi_dimensions(side),
         block_sizes(side),
-        hides_rows,
+        has_empty_rows,
         side.sinks is not None,
     )
     dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
@@ -138,16 +138,16 @@ def backward(
     statistics = sums + plan.statistics_at
     turns = sums + plan.turns_at if spec.deterministic else None
     counter = sums + plan.counter_at
-    quiet = sums + plan.quiet_at if hides_rows else None
+    masked_dout = sums + plan.masked_dout_at if has_empty_rows else None
     sink_sums = sums + plan.sink_sums_at if side.sinks is not None else None
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
     plan.begin.launch(
         out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        counter, quiet, pointer(side.sinks), sink_sums, cu_seqlens_q,
+        counter, masked_dout, pointer(side.sinks), sink_sums, cu_seqlens_q,
     )  # fmt: skip
     descriptors = plan.describe(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), quiet or dout.data_ptr(), statistics, sums, dk.data_ptr(),
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums, dk.data_ptr(),
         dv.data_ptr(),
     )  # fmt: skip
     plan.main.launch(
@@ -188,7 +188,7 @@ def _plan(
     has_dlse: bool,
     alibi: int = 0,
     blocks: tuple[int, int] | None = None,
-    hides_rows: bool = False,
+    has_empty_rows: bool = False,
     sinks: bool = False,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
@@ -232,7 +232,9 @@ def _plan(
     row_strides = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
     wide = max(row_strides) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
-    begins = variant._replace(hides_rows=hides_rows, wide_strides=wide, sinks=sinks, meets=looping.meets)
+    begins = variant._replace(
+        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=sinks, shares_progress=looping.shares_progress
+    )
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     window_left, window_right = clipped_window(spec)
     common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
@@ -254,14 +256,14 @@ def _plan(
     sums, statistics = (
         math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
     )
-    quiet = 0
-    if hides_rows:
+    masked_dout = 0
+    if has_empty_rows:
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
-        quiet = math.prod(dout_shape) * dtype.itemsize // 4
+        masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
-    counter = 4 * -(-(1 + (lines if looping.meets else 0)) // 4)  # what follows is aligned to 16 bytes
+    counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if spec.deterministic else 0
-    scratch = sums + statistics + quiet + counter + turns + (tiles if sinks else 0)
+    scratch = sums + statistics + masked_dout + counter + turns + (tiles if sinks else 0)
     return BackwardPlan(
         begin,
         main,
@@ -272,9 +274,9 @@ def _plan(
         Layout((scratch,), (1,), torch.float32),
         4 * sums,
         4 * (sums + statistics),
-        4 * (sums + statistics + quiet),
-        4 * (sums + statistics + quiet + counter),
-        4 * (sums + statistics + quiet + counter + turns),
+        4 * (sums + statistics + masked_dout),
+        4 * (sums + statistics + masked_dout + counter),
+        4 * (sums + statistics + masked_dout + counter + turns),
     )
 
 
@@ -381,7 +383,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "STAGES": config.stages,
         "KEY_STAGES": config.key_stages,
         "SUM_COLUMNS": config.sum_columns,
-        "HANDOVERS": config.handovers,
+        "DSCORE_STAGES": config.dscore_stages,
         "SPLIT_ROLES": config.split_roles,
         "PRODUCER": config.producer,
         "REGISTERS": config.registers,
@@ -394,15 +396,15 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "HAS_LEFT": variant.has_left,
         "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
-        "MAY_CUT": variant.may_cut,
-        "CUT_LAST": variant.cut_last,
-        "TURNS": variant.turns,
-        "MEETS": variant.meets,
+        "MASKS": variant.masks,
+        "MASKS_LAST": variant.masks_last,
+        "REVERSES_WALKS": variant.reverses_walks,
+        "SHARES_PROGRESS": variant.shares_progress,
         "STATISTICS_MULTIPLIED": config.statistics_multiplied,
         "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
-        "ALTERNATES": variant.alternates,
+        "REVERSES_LINES": variant.reverses_lines,
         **block_constants(variant.block_tile),
     }
     limit = config.max_registers if kernel == "main" else None
@@ -420,7 +422,7 @@ def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
             for of, box in _boxes(variant).items()
         },
         **dict.fromkeys(("out_ptr", "dout_ptr", "dq_ptr"), tensor),
-        "quiet_ptr": optional(variant.hides_rows, tensor),
+        "masked_dout_ptr": optional(variant.has_empty_rows, tensor),
         "lse_ptr": statistics,
         "dlse_ptr": optional(variant.has_dlse, statistics),
         "statistics_ptr": pointer_to(_dtype_of("statistics", variant), 16),

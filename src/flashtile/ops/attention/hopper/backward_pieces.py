@@ -1,12 +1,17 @@
-"""The vocabulary of the Hopper backward kernels: which queries see a key tile, statistics, sums, and 16-bit pairs.
+"""The vocabulary of the Hopper backward kernels: handovers between warpgroups, query tiles that see a key tile,
+statistics, products and sums, and 16-bit pairs.
 
 Letters as in `pieces` and `backward`.
 """
 
+from typing import Any, NamedTuple
+
 from flashtile._backends.gluon import (
+    aggregate,
     fence_async_shared,
     gl,
     gluon,
+    mbarrier,
     reinterpret,
     thread_barrier,
     tma_reduce_add,
@@ -15,14 +20,112 @@ from flashtile._backends.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from flashtile.ops.attention.hopper.pieces import HeadRows, await_stores, coordinates, matrix
+from flashtile.ops.attention.hopper.pieces import (
+    WARPGROUP,
+    Chunks,
+    HeadRows,
+    Slot,
+    await_stores,
+    barriers,
+    coordinates,
+    matrix,
+    matrix_layout,
+    place_of,
+    release,
+)
 from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
 
-#: Columns of statistics that are operands: three parts of a number, and zeros, for a product takes no fewer.
+#: Columns of statistics that are operands: three parts of a number, and zeros, because a product takes no fewer.
 STATISTIC_COLUMNS = gl.constexpr(16)
+
+
+@aggregate
+class Handover:
+    """Tiles `[64, M]` that warpgroups hand to another one through shared memory. A stage has a tile of each of its
+    `WRITERS`. It owns a barrier of either kind for each stage and knows their phases: callers count stages."""
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    WRITERS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty, STAGES, WRITERS):
+        self.tiles, self.full, self.empty = tiles, full, empty
+        self.STAGES, self.WRITERS = gl.constexpr(STAGES), gl.constexpr(WRITERS)
+
+    @gluon.jit
+    def slot(self, count):
+        place, phase = place_of(count, self.STAGES)
+        return Slot(place, phase)
+
+    @gluon.jit
+    def tile(self, slot, WRITER: gl.constexpr = 0):
+        """The tile of one writer, in shared memory."""
+        return self.tiles.index(slot.place * self.WRITERS + WRITER)
+
+    @gluon.jit
+    def wait_empty(self, slot):
+        """Writer: waits until the reader has released what was in the slot before."""
+        mbarrier.wait(self.empty.index(slot.place), slot.phase ^ 1)
+
+    @gluon.jit
+    def publish(self, slot):
+        """Writer: its tile is there."""
+        mbarrier.arrive(self.full.index(slot.place), count=1)
+
+    @gluon.jit
+    def wait_released(self, slot):
+        """Writer: waits until the reader has released what is in the slot now."""
+        mbarrier.wait(self.empty.index(slot.place), slot.phase)
+
+    @gluon.jit
+    def acquire(self, slot):
+        """Reader: waits until the tiles of all writers are there."""
+        mbarrier.wait(self.full.index(slot.place), slot.phase)
+
+    @gluon.jit
+    def release(self, slot):
+        """Reader: the tiles are no longer read."""
+        release(self.empty.index(slot.place))
+
+
+@gluon.jit
+def make_handover(dtype: gl.constexpr, M: gl.constexpr, STAGES: gl.constexpr, WRITERS: gl.constexpr):
+    tiles = gl.allocate_shared_memory(dtype, [STAGES * WRITERS, ROWS, M], matrix_layout(M))
+    return Handover(tiles, barriers(STAGES, WRITERS), barriers(STAGES, WARPGROUP), STAGES, WRITERS)
+
+
+class Statistics(NamedTuple):
+    """lse and delta of the query tiles on chip. They arrive with the queries. `ones`: the other operand where they are
+    operands, `[64, 16]` with ones in the first three columns; else None."""
+
+    tiles: Any
+    ones: Any
+
+
+class DqSums(NamedTuple):
+    """The float32 buffer in which dq is summed. `desc` and `staging`: how TMA gets there, or None. `turns_ptr`: how
+    many key tiles have added to the dq of each query tile; None where they add in no order."""
+
+    sums_ptr: Any
+    desc: Any
+    staging: Any
+    turns_ptr: Any
+
+
+class ScoreModifiers(NamedTuple):
+    """What changes the scores, as `scores` takes it. `cap_scale` and `alibi_slopes_ptr` are None where a call has no
+    soft cap or no ALiBi."""
+
+    scale_log2: Any
+    cap_scale: Any
+    alibi_slopes_ptr: Any
+    stride_alibi_batch: Any
 
 
 @gluon.jit
@@ -30,8 +133,9 @@ def query_tile_ranges(
     first, keys, shift, rows, window_left, window_right,
     N: gl.constexpr, M: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """The query tiles `[begin, end)` that see some of the `N` keys from `first` on, and those of them,
-    `[full_begin, full_end)`, of which every row sees all. `shift` is the key of row 0's diagonal."""
+    """The query tiles `[begin, end)` that see some of the `N` keys from `first` on, and the tiles
+    `[full_begin, full_end)` among them in which every row sees all of these keys. `shift`: the key on the diagonal of
+    row 0."""
     last = gl.minimum(first + N, keys) - 1
     tiles = gl.cdiv(rows, M)
     begin = 0
@@ -44,32 +148,23 @@ def query_tile_ranges(
     if HAS_LEFT:
         end = gl.minimum(end, gl.cdiv(gl.maximum(last - shift + window_left + 1, 0), M))
         full_end = gl.maximum(first - shift + window_left + 1, 0) // M
-    # Keys past the end are zeros, whose weights must not be taken for real ones.
+    # Keys past the end are zeros. Their weights must not count as real ones.
     full_end = gl.where(first + N > keys, 0, full_end)
     return begin, full_begin, full_end, gl.maximum(end, begin)
 
 
-#: Columns of a product: one of 256 does not compile in a kernel of four warpgroups, for want of registers.
+#: Columns of a product. A product of 256 does not compile in a kernel of four warpgroups, for want of registers.
 _BLOCK = gl.constexpr(128)
 
 
 @gluon.jit
-def chunks_of(ring, stage):
-    """A place of a ring as operands: both chunks of columns; the first again, where there is no second."""
-    tile = matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH)
-    rest = tile
-    if ring.TAIL > 0:
-        rest = matrix(ring.tail.index(stage), ring.ROWS, ring.TAIL)
-    return tile, rest
-
-
-@gluon.jit
-def columns_of(ring, stage, COLUMN: gl.constexpr, COUNT: gl.constexpr):
-    """`COUNT` columns of a place of a ring, all in one chunk."""
+def columns_of(ring, slot, COLUMN: gl.constexpr, COUNT: gl.constexpr):
+    """`COUNT` columns of a tile of a ring, all in one chunk."""
     if COLUMN < ring.WIDTH:
-        columns = slice_of(matrix(ring.tiles.index(stage), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
+        columns = slice_of(matrix(ring.tiles.index(slot.place), ring.ROWS, ring.WIDTH), COLUMN, COUNT, 1)
     else:
-        columns = slice_of(matrix(ring.tail.index(stage), ring.ROWS, ring.TAIL), COLUMN - ring.WIDTH, COUNT, 1)
+        tail = matrix(ring.tail.index(slot.place), ring.ROWS, ring.TAIL)
+        columns = slice_of(tail, COLUMN - ring.WIDTH, COUNT, 1)
     return columns
 
 
@@ -82,12 +177,12 @@ def slice_of(tile, FIRST: gl.constexpr, COUNT: gl.constexpr, DIM: gl.constexpr):
 
 
 @gluon.jit
-def start_transposed(a, a_tail, b, b_tail, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
-    """Starts `a bᵀ` of both chunks of columns, with as many rows of b from `FIRST` on as `zeros` has columns."""
+def start_transposed(a, b, FIRST: gl.constexpr, zeros, TAIL: gl.constexpr):
+    """Starts `a bᵀ` of both chunks of head_dim, with as many rows of b from `FIRST` on as `zeros` has columns."""
     COUNT: gl.constexpr = zeros.shape[1]
-    s = warpgroup_mma(a, slice_of(b, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(a.main, slice_of(b.main, FIRST, COUNT, 0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     if TAIL > 0:
-        s = warpgroup_mma(a_tail, slice_of(b_tail, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
+        s = warpgroup_mma(a.tail, slice_of(b.tail, FIRST, COUNT, 0).permute([1, 0]), s, is_async=True)
     return s
 
 
@@ -98,77 +193,79 @@ def _sum_layout(COLUMNS):
 
 @gluon.jit
 def wide_zeros(ring):
-    """A sum with the columns of a ring, `[64, WIDTH + TAIL]`, in two blocks: at most `_BLOCK` columns, and what is
-    left. Where nothing is left, the second is not used."""
+    """A sum as wide as the tiles of a ring, `[64, WIDTH + TAIL]`, in two chunks: at most `_BLOCK` columns, and what is
+    left. Where nothing is left, the second one is not used."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
     MORE: gl.constexpr = max(ring.WIDTH + ring.TAIL - _BLOCK, 64)
-    block = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
-    return block, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE))
+    main = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
+    return Chunks(main, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE)))
 
 
 @gluon.constexpr_function
 def products_of_sum(ring):
-    """How many products a term of a `wide_zeros` sum is."""
+    """How many products add one term to a `wide_zeros` sum."""
     return 2 if ring.WIDTH + ring.TAIL > 128 else 1
 
 
 @gluon.jit
-def start_sum(a, b, b_tail, FIRST: gl.constexpr, block, rest, TAIL: gl.constexpr):
-    """Starts `[block, rest] += a b`, with `a` of 16 bits in registers and as many rows of b from `FIRST` on."""
-    WIDTH: gl.constexpr = b.shape[1]
+def start_sum(a, b, FIRST: gl.constexpr, total, TAIL: gl.constexpr):
+    """Starts `total += a b`, with `a` of 16 bits in registers and as many rows of b from `FIRST` on."""
+    WIDTH: gl.constexpr = b.main.shape[1]
     COLUMNS: gl.constexpr = min(WIDTH, _BLOCK)
-    rows = slice_of(b, FIRST, a.shape[1], 0)
-    block = _start_product(a, slice_of(rows, 0, COLUMNS, 1), block)
+    rows = slice_of(b.main, FIRST, a.shape[1], 0)
+    main = _start_product(a, slice_of(rows, 0, COLUMNS, 1), total.main)
+    tail = total.tail
     if TAIL > 0:
-        rest = _start_product(a, slice_of(b_tail, FIRST, a.shape[1], 0), rest)
+        tail = _start_product(a, slice_of(b.tail, FIRST, a.shape[1], 0), tail)
     elif WIDTH > COLUMNS:
-        rest = _start_product(a, rows.slice(COLUMNS, WIDTH - COLUMNS, dim=1), rest)
-    return block, rest
+        tail = _start_product(a, rows.slice(COLUMNS, WIDTH - COLUMNS, dim=1), tail)
+    return Chunks(main, tail)
 
 
 @gluon.jit
-def _start_product(a, b, block):
+def _start_product(a, b, total):
     layout: gl.constexpr = gl.DotOperandLayout(0, _sum_layout(b.shape[1]), 2)
-    return warpgroup_mma(gl.convert_layout(a, layout, assert_trivial=True), b, block, is_async=True)
+    return warpgroup_mma(gl.convert_layout(a, layout, assert_trivial=True), b, total, is_async=True)
 
 
 @gluon.jit
-def wait_sum(IN_FLIGHT: gl.constexpr, ring, block, rest):
-    """Waits until no more than so many products are in flight."""
+def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
+    """Waits until at most `IN_FLIGHT` products are in flight."""
+    main, tail = total.main, total.tail
     if products_of_sum(ring) > 1:
-        block, rest = warpgroup_mma_wait(IN_FLIGHT, [block, rest])
+        main, tail = warpgroup_mma_wait(IN_FLIGHT, [main, tail])
     else:
-        block = warpgroup_mma_wait(IN_FLIGHT, [block])
-    return block, rest
+        main = warpgroup_mma_wait(IN_FLIGHT, [main])
+    return Chunks(main, tail)
 
 
 @gluon.jit
-def add_to_sums(sums, dq, line, form):
+def add_to_dq(sums, dq, line, config):
     """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on.
 
-    There it is `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time, what a warp has of these, what a thread has, in
-    two rows two columns each. So threads write four numbers side by side, into shared memory without bank conflicts.
+    There it is stored as `[columns / 8, 4, 8, 4, 2, 2]`: eight columns at a time, then warps, threads in rows of four,
+    and two rows with two columns each. So threads write four numbers side by side, into shared memory without bank
+    conflicts.
     """
-    sums_ptr, sums_desc, smem = sums
     BLOCKS: gl.constexpr = dq.shape[1] // 8
-    if form.SUMS_BY_TMA:
+    if config.SUMS_BY_TMA:
         tma_store_wait(0)  # until the block before has been read from there
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
         parts = gl.permute(gl.reshape(dq, [4, 2, 8, BLOCKS, 4, 2]), [3, 0, 2, 4, 1, 5])
-        reinterpret(smem, gl.float32, [BLOCKS, 4, 8, 4, 2, 2], plain).store(parts)
+        reinterpret(sums.staging, gl.float32, [BLOCKS, 4, 8, 4, 2, 2], plain).store(parts)
         fence_async_shared()
-        tma_reduce_add(sums_desc, (line, 0), smem)
+        tma_reduce_add(sums.desc, (line, 0), sums.staging)
     else:
         ADDITIONS: gl.constexpr = _additions(BLOCKS)
         OPERANDS: gl.constexpr = _addition_operands(BLOCKS)
-        base = (sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
+        base = (sums.sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
         gl.inline_asm_elementwise(ADDITIONS, OPERANDS, [dq, base], dtype=gl.int32, is_pure=False, pack=4 * BLOCKS)
 
 
 @gluon.constexpr_function
 def _additions(BLOCKS):
-    """Four numbers at a time to where a thread's are. The barrier keeps ptxas from starting the next block's product
-    before: with two blocks in registers it would make all products wait for one another (C7512)."""
+    """PTX that adds four numbers at a time to the place of a thread. The barrier keeps ptxas from starting the next
+    block's product before it: with two blocks in registers, all products would wait for one another (C7512)."""
     count = 4 * BLOCKS
     place = ["mov.u32 thread, %tid.x;", "and.b32 thread, thread, 127;", "mul.wide.u32 place, thread, 16;"]
     place += [f"add.u64 place, place, ${2 * count};"]
@@ -187,36 +284,36 @@ def _addition_operands(BLOCKS):
 
 
 @gluon.jit
-def make_statistics(desc, STAGES: gl.constexpr, MULTIPLIED: gl.constexpr):
-    """Places for the statistics of tiles of queries, and where they are operands the other one: `[64, 16]` with ones in
-    the first three columns."""
-    statistics = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_shape, desc.layout)
-    ones = statistics
-    if MULTIPLIED:
-        ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, STATISTIC_COLUMNS], desc.layout)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-        column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, layout))[None, :]
-        ones.store(gl.where(column + gl.zeros([ROWS, 1], gl.int32, layout) < 3, 1.0, 0.0).to(gl.bfloat16))
-    return statistics, ones
+def make_ones(desc):
+    """The other operand of statistics that are operands (`Statistics.ones`)."""
+    ones = gl.allocate_shared_memory(gl.bfloat16, [ROWS, STATISTIC_COLUMNS], desc.layout)
+    registers: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    column = gl.arange(0, STATISTIC_COLUMNS, gl.SliceLayout(0, registers))[None, :]
+    ones.store(gl.where(column + gl.zeros([ROWS, 1], gl.int32, registers) < 3, 1.0, 0.0).to(gl.bfloat16))
+    return ones
+
+
+#: The two statistics of a query, in the order in which they are stored.
+LSE, DELTA = gl.constexpr(0), gl.constexpr(1)
 
 
 @gluon.jit
-def less_statistics(
-    product, statistics, stage, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, form
+def subtract_statistic(
+    product, statistics, slot, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, config
 ):  # fmt: skip
-    """Of `QUERIES` queries, a column each of a product that is in flight, lse (in its units; KIND 0) or delta (1).
+    """Takes lse or delta (`KIND`) of `QUERIES` queries from `FIRST` on off a product that is in flight, whose columns
+    are these queries. Returns the product and what is left to subtract, `[QUERIES]`.
 
-    Either another product takes them off, and what is left to do so is 0; or they are loaded, lse in units of log2.
+    Either one more product takes them off, and 0 is left. Or they are loaded, lse in units of log2.
     """
-    smem, ones = statistics
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
-    if form.STATISTICS_MULTIPLIED:
-        parts = smem.index(stage).slice(KIND * form.M + FIRST, QUERIES)
-        product = warpgroup_mma(ones, parts.permute([1, 0]), product, is_async=True)
-        numbers = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(0, s_layout))
+    if config.STATISTICS_MULTIPLIED:
+        parts = statistics.tiles.index(slot.place).slice(KIND * config.M + FIRST, QUERIES)
+        product = warpgroup_mma(statistics.ones, parts.permute([1, 0]), product, is_async=True)
+        left = gl.zeros([QUERIES], gl.float32, gl.SliceLayout(0, s_layout))
     else:
-        numbers = _load_statistics(smem.index(stage), KIND, FIRST, QUERIES, s_layout)
-    return product, numbers
+        left = _load_statistic(statistics.tiles.index(slot.place), KIND, FIRST, QUERIES, s_layout)
+    return product, left
 
 
 @gluon.constexpr_function
@@ -229,45 +326,46 @@ def _statistics_layout(QUERIES):
 
 
 @gluon.jit
-def _load_statistics(smem, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
-    """lse (in units of log2; KIND 0) or delta (1) of `QUERIES` queries of a tile, a column each of `sᵀ`.
+def _load_statistic(tile, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.constexpr, s_layout: gl.constexpr):
+    """lse (in units of log2) or delta of `QUERIES` queries of a tile, the columns of `sᵀ`.
 
-    Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`: what thread `t` of a row needs lies side by side.
+    Query `16·a + 8·b + 2·t + e` is stored at `16·a + 4·t + 2·b + e`, so that the numbers of thread `t` of a row lie
+    side by side.
     """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     layout: gl.constexpr = _statistics_layout(QUERIES)
-    TILE: gl.constexpr = smem.shape[1]
-    sixteens = reinterpret(smem, gl.float32, [2, TILE // 16, 4, 2, 2], plain).index(KIND)
+    TILE: gl.constexpr = tile.shape[1]
+    sixteens = reinterpret(tile, gl.float32, [2, TILE // 16, 4, 2, 2], plain).index(KIND)
     quads = slice_of(sixteens, FIRST // 16, QUERIES // 16, 0).load(layout)
     numbers = gl.reshape(gl.permute(quads, [0, 2, 1, 3]), [QUERIES])
     return gl.convert_layout(numbers, gl.SliceLayout(0, s_layout), assert_trivial=True)
 
 
 @gluon.jit
-def modified_scores(s, key, first_query, head, walk, changing):
+def modified_scores(s, key, first_query, head, work, modifiers):
     """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
-    scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch = changing
-    if cap_scale is not None:
-        s = capped(s, cap_scale)
+    if modifiers.cap_scale is not None:
+        s = capped(s, modifiers.cap_scale)
     tanh = s
-    if alibi_slopes_ptr is not None:
+    if modifiers.alibi_slopes_ptr is not None:
         slope = load_slope(
-            alibi_slopes_ptr, stride_alibi_batch, walk.sequence, walk.first_head + head, scale_log2, True
+            modifiers.alibi_slopes_ptr, modifiers.stride_alibi_batch, work.sequence, work.first_head + head,
+            modifiers.scale_log2, True,
         )  # fmt: skip
-        s = lowered_by_distance(s, key, first_query + (walk.seq_k - walk.seq_q), slope)
+        s = lowered_by_distance(s, key, first_query + (work.seq_k - work.seq_q), slope)
     return s, tanh
 
 
 @gluon.jit
-def mask_probs(p, key, first_query, shift, keys, window_left, window_right, form):
+def mask_probs(p, key, first_query, work, problem, config):
     """`pᵀ` `[keys, queries]`, 0 where the query does not see the key."""
     query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
-    last = keys - 1 + query * 0
-    if form.HAS_RIGHT:
-        last = gl.minimum(last, query + (shift + window_right))
+    last = work.seq_k - 1 + query * 0
+    if config.HAS_RIGHT:
+        last = gl.minimum(last, query + (work.shift + problem.window_right))
     visible = key[:, None] <= last[None, :]
-    if form.HAS_LEFT:
-        visible &= key[:, None] >= (query + (shift - window_left))[None, :]
+    if config.HAS_LEFT:
+        visible &= key[:, None] >= (query + (work.shift - problem.window_left))[None, :]
     return gl.where(visible, p, 0.0)
 
 
@@ -288,10 +386,10 @@ def _pin_operands(WORDS):
 
 @gluon.jit
 def pin_pairs_before_product(weights):
-    """The same rounded weights, computed before whatever comes after this; as `pieces.pin_before_wait`.
+    """The same rounded weights, computed before everything that follows, as in `pieces.pin_before_wait`.
 
-    ptxas moves exponentials down past the start of the next product, and has no registers then for the scores beside
-    it: it makes all products wait for one another (C7512).
+    ptxas moves exponentials down past the start of the next product. Then it has no registers for the scores, and makes
+    all products wait for one another (C7512).
     """
     WORDS: gl.constexpr = min(16, weights.shape[1] // 4)
     PIN: gl.constexpr = _pin(WORDS)
@@ -301,7 +399,7 @@ def pin_pairs_before_product(weights):
 
 @gluon.jit
 def unpack(x, dtype: gl.constexpr):
-    """The inverse of `pack`, likewise in pairs."""
+    """Undoes `pack`, also in pairs."""
     if dtype == gl.bfloat16:
         wide = gl.inline_asm_elementwise(
             "{ .reg .b32 x; shl.b32 x, $2, 16; mov.b32 $0, x; and.b32 x, $2, 0xffff0000; mov.b32 $1, x; }",
@@ -316,34 +414,35 @@ def unpack(x, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(desc, tail_desc, ring, which, block, rest, walk, row, PACKED: gl.constexpr):
-    """Starts the store of a sum of 64 keys, from `row` on, through a ring's place. Keys past the end are not
+def start_store(descriptors, ring, slot, total, work, row, PACKED: gl.constexpr):
+    """Starts the store of a sum of 64 keys, from `row` on, through a slot of a ring. Keys past the end are not
     written."""
-    COLUMNS: gl.constexpr = block.shape[1]
+    COLUMNS: gl.constexpr = total.main.shape[1]
     dtype: gl.constexpr = ring.tiles.dtype
-    tma_store_wait(0)  # of what left through this place before
-    columns_of(ring, which, 0, COLUMNS).store(block.to(dtype))
+    tma_store_wait(0)  # until what left through this place before has been read
+    columns_of(ring, slot, 0, COLUMNS).store(total.main.to(dtype))
     if products_of_sum(ring) > 1:
-        columns_of(ring, which, COLUMNS, rest.shape[1]).store(rest.to(dtype))
+        columns_of(ring, slot, COLUMNS, total.tail.shape[1]).store(total.tail.to(dtype))
     fence_async_shared()
-    rows = HeadRows(walk.sequence, walk.head_kv, walk.begin_k, walk.seq_k)
-    tma_store(desc, coordinates(rows, row, 0, PACKED), ring.tiles.index(which))
+    rows = HeadRows(work.sequence, work.head_kv, work.begin_k, work.seq_k)
+    tma_store(descriptors.main, coordinates(rows, row, 0, PACKED), ring.tiles.index(slot.place))
     if ring.TAIL > 0:
-        tma_store(tail_desc, coordinates(rows, row, ring.WIDTH, PACKED), ring.tail.index(which))
+        tma_store(descriptors.tail, coordinates(rows, row, ring.WIDTH, PACKED), ring.tail.index(slot.place))
 
 
 @gluon.jit
-def begin_turn(turn_ptr, seen, turn):
-    """Waits until so many key tiles have added to the sums of a query tile; `seen`: how many had, a while ago."""
+def wait_dq_turn(turn_ptr, seen, turn):
+    """Waits until `turn` key tiles have added to the dq of a query tile. `seen`: how many had, a while ago."""
     while seen < turn:
         seen = gl.load(turn_ptr, volatile=True)
 
 
 @gluon.jit
-def end_turn(turn_ptr):
+def pass_dq_turn(turn_ptr):
     """Lets the next key tile add, once what TMA has added is in the L2 cache, where all additions meet.
 
-    So the turn needs no release, whose fence would wait for whatever the program has under way: 16 % of all cycles.
+    So the turn needs no release. The fence of a release would wait for everything that the thread block has under way:
+    16 % of all cycles.
     """
     await_stores()
     thread_barrier()

@@ -241,7 +241,8 @@ class BackwardConfig(NamedTuple):
             (2) or all of it (1); all of it in split roles.
         stages: tiles of queries and of dout in flight.
         key_stages: tiles of keys and of values on chip: with two, the next one is loaded while one is worked on.
-        handovers: places for what one warpgroup passes on to another.
+        dscore_stages: places for the gradients of scores (in split roles also for the weights) that one warpgroup hands
+            to another.
         sum_columns: columns of dq that are multiplied and added to the sums at a time.
         split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
             both for half of the keys.
@@ -258,7 +259,7 @@ class BackwardConfig(NamedTuple):
     parts: int
     stages: int
     key_stages: int
-    handovers: int
+    dscore_stages: int
     sum_columns: int
     split_roles: bool
     producer: bool
@@ -277,30 +278,50 @@ class BackwardConfig(NamedTuple):
         return 4 * STATISTIC_COLUMNS if self.statistics_multiplied else 8
 
 
+# fmt: off
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
     # multiplied: 3 % fewer cycles.
-    (64, 64, BackwardConfig(128, 128, 1, 2, 2, 2, 64, False, True, 208, True, True)),
+    (64, 64, BackwardConfig(
+        block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+    )),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
     # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
-    (128, 128, BackwardConfig(128, 64, 1, 3, 1, 2, 64, False, True, 208, True, True)),
+    (128, 128, BackwardConfig(
+        block_n=128, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+    )),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
     # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
-    (192, 128, BackwardConfig(128, 64, 2, 2, 1, 2, 64, False, False, 216, True, False)),
-    # 64 keys: no more fit on chip. One handover place, so that two tiles of dout do. Sums not by TMA: 8 % fewer cycles.
-    # Statistics multiplied: 2.6 % more.
-    (256, 256, BackwardConfig(64, 64, 1, 2, 1, 1, 64, True, True, 208, False, False)),
+    (192, 128, BackwardConfig(
+        block_n=128, block_m=64, parts=2, stages=2, key_stages=1, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
+    )),
+    # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit. Sums not by TMA:
+    # 8 % fewer cycles. Statistics multiplied: 2.6 % more.
+    (256, 256, BackwardConfig(
+        block_n=64, block_m=64, parts=1, stages=2, key_stages=1, dscore_stages=1,
+        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=False,
+    )),
 )
 
 #: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(128, 64, 1, 3, 2, 2, 64, False, True, 208, False, True)),
+    (64, 64, BackwardConfig(
+        block_n=128, block_m=64, parts=1, stages=3, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
+    )),
     # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, 128, BackwardConfig(64, 64, 1, 3, 1, 2, 64, True, True, 208, False, True)),
+    (128, 128, BackwardConfig(
+        block_n=64, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
+        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
+    )),
     _BACKWARD_ROWS[-1],
 )
+# fmt: on
 
 
 def backward_chunks(head_dim: int) -> tuple[int, int]:
@@ -329,7 +350,7 @@ def choose_backward_config(
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
     a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
-    takes TMA, whose additions can be awaited without a fence (`backward_pieces.end_turn`)."""
+    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`)."""
     rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
@@ -351,7 +372,7 @@ def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: in
     width = tile_width(head_dim) + tile_width(head_dim_v)
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
     kinds = 2 if config.split_roles else 1
-    handed_over = config.handovers * config.block_n * config.block_m * kinds
+    handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
     statistics = config.statistics_bytes * config.stages * config.block_m
     if config.statistics_multiplied:
         statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS

@@ -39,7 +39,7 @@ PAIRS_TOGETHER = gl.constexpr(8)
 #: Tiles that end a call, longest first: about twice as many as run at once.
 _TILES_AT_THE_END = gl.constexpr(256)
 
-#: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_walk.find_keys`).
+#: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_tiles.publish_key_tile`).
 FIELDS = gl.constexpr(7)
 
 

@@ -1,0 +1,479 @@
+"""Which key tiles a thread block of the Hopper backward takes, and which query tiles each one visits, in what order.
+
+Letters as in `pieces` and `backward`.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import aggregate, gl, gluon
+from flashtile.ops.attention.hopper.backward_pieces import query_tile_ranges
+from flashtile.ops.attention.hopper.blocks import column_in_order, line_entries
+from flashtile.ops.attention.hopper.pieces import (
+    PAIRS_TOGETHER,
+    closing_lines,
+    locate_tile,
+    next_number,
+    publish_tile,
+    receive_tile,
+    tile_in_order,
+    turn_of,
+)
+
+#: What stands for the first key: there are no more tiles; a tile has no keys.
+_END, _EMPTY_SLOT = gl.constexpr(-1), gl.constexpr(-2)
+
+#: Key tiles that run at once, about, and key tiles whose lines take turns.
+_TILES_AT_ONCE, _TILES_TOGETHER = gl.constexpr(128), gl.constexpr(256)
+
+
+@aggregate
+class KernelConfig:
+    """What the compiled main kernel is specialised for.
+
+    KEYS: keys of a tile. M: queries of a tile. PARTS: `pᵀ` and `dsᵀ` are computed for M / PARTS queries at a time.
+    SUM_COLUMNS: columns of dq that are summed at a time. DSCORE_STAGES: places for the `dsᵀ` and `pᵀ` that one
+    warpgroup passes on to another. KEY_STAGES: tiles of keys and of values on chip. PERSISTENT: a thread block takes
+    one key tile after another. ORDERED: key tiles add to dq in order. REVERSES_LINES: key tiles of every second group
+    of lines add in the opposite order (`reverses_line`). MASKS: a band or the end of the keys may cut a tile. (A branch
+    for that, even one that is never taken, keeps ptxas from mixing what is before and behind it.) MASKS_LAST: the tiles
+    that it cuts are the last steps of a key tile and have a loop of their own (`backward_variant`). REVERSES_WALKS:
+    some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
+    line are (`shared_progress`). STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
+    tiles of the block mask, or 0.
+    """
+
+    KEYS: gl.constexpr
+    M: gl.constexpr
+    PARTS: gl.constexpr
+    SUM_COLUMNS: gl.constexpr
+    DSCORE_STAGES: gl.constexpr
+    KEY_STAGES: gl.constexpr
+    PERSISTENT: gl.constexpr
+    ORDERED: gl.constexpr
+    REVERSES_LINES: gl.constexpr
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    MASKS: gl.constexpr
+    MASKS_LAST: gl.constexpr
+    REVERSES_WALKS: gl.constexpr
+    SHARES_PROGRESS: gl.constexpr
+    STATISTICS_MULTIPLIED: gl.constexpr
+    SUMS_BY_TMA: gl.constexpr
+    TILE_Q: gl.constexpr
+    TILE_K: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, **constants):
+        for name, value in constants.items():
+            setattr(self, name, gl.constexpr(value))
+
+
+class Problem(NamedTuple):
+    """Sizes of the call, in rows, heads and tiles; the kernel's docstring says what they count."""
+
+    cu_seqlens_q_ptr: Any
+    cu_seqlens_k_ptr: Any
+    batch: Any
+    heads_kv: Any
+    group: Any
+    shares: Any
+    rows_q: Any
+    rows_k: Any
+    key_tiles: Any
+    query_tiles: Any
+    window_left: Any
+    window_right: Any
+
+
+class KeyTile(NamedTuple):
+    """A key tile as the producer publishes it: its first key in the sequence (or `_END`, `_EMPTY_SLOT`), sequence and
+    key/value head. What else a call needs of it is in the types below."""
+
+    first_key: Any
+    sequence: Any
+    head_kv: Any
+
+
+class PackedKeyTile(NamedTuple):
+    """A key tile of packed sequences: also where the sequence's queries and keys begin and how many there are."""
+
+    first_key: Any
+    sequence: Any
+    head_kv: Any
+    begin_q: Any
+    seq_q: Any
+    begin_k: Any
+    seq_k: Any
+
+
+class ListedKeyTile(NamedTuple):
+    """A key tile of a call with a block mask: also the number of steps that its lists name."""
+
+    first_key: Any
+    sequence: Any
+    head_kv: Any
+    listed_steps: Any
+
+
+class OffsetKeyTile(NamedTuple):
+    """A key tile if SHARES_PROGRESS: also how many query tiles further down it begins."""
+
+    first_key: Any
+    sequence: Any
+    head_kv: Any
+    start_offset: Any
+
+
+class KeyTileWork(NamedTuple):
+    """What a thread block does for one key tile: `steps` steps, for each query tile one for each of `group` heads from
+    `first_head` on.
+
+    `first_key`: in its sequence. `begin_q`, `seq_q`, `begin_k`, `seq_k`: where the rows of the sequence begin, and how
+    many there are. `shift`: the key on the diagonal of query 0. `first_tile`: the query tile that comes first.
+    `direction`: 1 or -1, to the next one. Query tiles in `[full_begin, full_end)` need no mask, and neither do the
+    first `unmasked_steps` steps. `first_number`: the number of the first head's tile 0 among all tiles of statistics
+    and of dq. `query_tiles`: tiles of a head. `reversed_from`, `mirror`, `start_offset`: see `visited_tile`.
+    """
+
+    first_key: Any
+    sequence: Any
+    first_head: Any
+    head_kv: Any
+    begin_q: Any
+    seq_q: Any
+    begin_k: Any
+    seq_k: Any
+    shift: Any
+    first_tile: Any
+    direction: Any
+    group: Any
+    steps: Any
+    full_begin: Any
+    full_end: Any
+    first_number: Any
+    query_tiles: Any
+    unmasked_steps: Any
+    reversed_from: Any
+    mirror: Any
+    start_offset: Any
+
+
+class Step(NamedTuple):
+    """A head, counted from the first of the group, and a query tile. `visited_tile` says which tile is loaded then."""
+
+    head: Any
+    tile: Any
+
+
+@gluon.jit
+def first_tile_number(counter_ptr, config):
+    """The number of this thread block's first key tile: its program id, but in order whichever tile is next.
+
+    In order, thread blocks wait for tiles with smaller numbers. Beside a kernel of another stream some thread blocks
+    begin only when others have ended. So nobody may wait for the tile of a thread block that has not begun. Thread
+    blocks that are not persistent begin in the order of their numbers.
+    """
+    number = gl.program_id(0)
+    if config.ORDERED and config.PERSISTENT:
+        number = gl.atomic_add(counter_ptr, 1)
+    return number
+
+
+@gluon.jit
+def next_tile_number(number, counter_ptr, config):
+    """The number of the next key tile of a persistent thread block."""
+    if config.ORDERED:
+        following = gl.atomic_add(counter_ptr, 1)
+    else:
+        following = next_number(number, counter_ptr, 1)
+    return following
+
+
+@gluon.jit
+def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config):
+    """Finds the first tile that has keys, from number `number` on, and publishes it as the thread block's `count`-th.
+    Returns its number and the tile. A thread block that is not persistent takes its own tile even if that is empty."""
+    tile = _locate_key_tile(number, problem, blocks, config)
+    if config.PERSISTENT and (config.PACKED or config.TILE_K > 0):
+        while tile.first_key == _EMPTY_SLOT:
+            number = next_tile_number(number, counter_ptr, config)
+            tile = _locate_key_tile(number, problem, blocks, config)
+    if config.SHARES_PROGRESS:
+        progress = shared_progress(counter_ptr, tile.sequence, tile.head_kv, problem)
+        start_offset = gl.load(progress, volatile=True)
+        tile = OffsetKeyTile(tile.first_key, tile.sequence, tile.head_kv, start_offset)
+    publish_tile(queue, count, tile)
+    return number, tile
+
+
+@gluon.jit
+def _locate_key_tile(number, problem, blocks, config):
+    """The `number`-th key tile, still without a `start_offset`."""
+    UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT
+    tiles = problem.key_tiles
+    lines = problem.heads_kv if config.PACKED else problem.batch * problem.heads_kv
+    valid = number < tiles * lines
+    number = gl.minimum(number, tiles * lines - 1)
+    if config.REVERSES_LINES:
+        together = _lines_at_once(tiles)
+    elif config.ORDERED and config.TILE_K > 0:
+        together = PAIRS_TOGETHER  # tiles of a line wait for one another in no regular way: other lines go on
+    else:
+        together = _lines_together(tiles)
+    closing = gl.to_tensor(1) if config.ORDERED else _closing_lines(tiles, problem.group)
+    if config.TILE_K > 0 and not config.ORDERED:
+        tile, line = column_in_order(number, tiles, lines, together, config.TILE_K // config.KEYS)
+    else:
+        tile, line = tile_in_order(number, tiles, lines, together, closing, UNEVEN or config.ORDERED)
+        if config.REVERSES_LINES:
+            tile = gl.where(reverses_line(line, lines, together) != 0, tile, tiles - 1 - tile)
+        elif config.ORDERED or (config.HAS_RIGHT and not config.PACKED):
+            # The first keys are seen by the most queries. In order, thread blocks wait for smaller numbers only.
+            tile = tiles - 1 - tile
+    sequence, head_kv, first_key, begin_k, seq_k, begin_q, seq_q = locate_tile(
+        tile, line, problem.cu_seqlens_k_ptr, problem.cu_seqlens_q_ptr, problem.batch, problem.heads_kv,
+        problem.rows_k, problem.rows_q, config.KEYS, config.PACKED,
+    )  # fmt: skip
+    if config.PACKED or config.TILE_K > 0:
+        first_key = gl.where(first_key < seq_k, first_key, _EMPTY_SLOT)
+    first_key = gl.where(valid, first_key, _END)
+    if config.PACKED:
+        located = PackedKeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k)
+    elif config.TILE_K > 0:
+        listed_steps = gl.to_tensor(0)
+        if first_key >= 0:
+            for which in range(problem.group):
+                head = head_kv * problem.group + which
+                entry, last_entry = line_entries(blocks, sequence, head, first_key // config.TILE_K)
+                listed_steps += (last_entry - entry) * (config.TILE_Q // config.M)
+        located = ListedKeyTile(first_key, sequence, head_kv, listed_steps)
+    else:
+        located = KeyTile(first_key, sequence, head_kv)
+    return located
+
+
+@gluon.jit
+def _lines_together(tiles):
+    """How many lines' key tiles take turns: enough that these are about twice as many tiles as run at once.
+
+    Together they read and add to queries, dout and sums of dq, of whole lines where a mask has gaps. That is 1 KiB for
+    each row and head at D 128, which should stay in the L2 cache. It is never one line, because the last tiles of a
+    line would leave more of the GPU idle.
+    """
+    return gl.minimum(gl.maximum(_TILES_TOGETHER // tiles, 2), PAIRS_TOGETHER)
+
+
+@gluon.jit
+def _closing_lines(tiles, group):
+    """How many lines take turns at the end of a call. Where heads share keys, no more than have 8 thread blocks each at
+    work, which read the same queries, because more are too many for the L2 cache. With twice as many lines, 64 and 8
+    heads of 1,024 tokens take 7 % longer. With that many lines at 2,048 tokens they take 18 % less than with 8."""
+    closing = closing_lines(tiles)
+    return gl.where(group > 1, gl.minimum(closing, _TILES_AT_ONCE // 8), closing)
+
+
+@gluon.jit
+def _lines_at_once(tiles):
+    """How many lines have all their key tiles under way at once, at least one."""
+    return gl.maximum(_TILES_AT_ONCE // tiles, 1)
+
+
+@gluon.jit
+def reverses_line(line, lines, together):
+    """Whether (1 or 0) the key tiles of a line under a causal mask add from the last one on and visit queries upwards.
+
+    Key tiles that start together at their diagonals each follow the one with the next keys, and wait for it. They end
+    one after another, and the one with the last keys ends first. So the tiles of the next line start one after another,
+    and the longest, with the first keys, starts first. Going down from the last query tile, each of them follows the
+    one with the keys before, and they end together. So lines go up and down in turn, and the last lines go down. If all
+    lines went up, thread blocks would drift apart and end apart. If all went down, those that start together would
+    wait.
+    """
+    return ((lines - 1) // together - line // together) % 2
+
+
+@gluon.jit
+def receive_key_tile(queue, count, config):
+    """The thread block's `count`-th key tile, as the producer published it. Past the last its `first_key` is
+    negative."""
+    if config.PACKED:
+        tile = PackedKeyTile(*receive_tile(queue, count, 7))
+    elif config.TILE_K > 0:
+        tile = ListedKeyTile(*receive_tile(queue, count, 4))
+    elif config.SHARES_PROGRESS:
+        tile = OffsetKeyTile(*receive_tile(queue, count, 4))
+    else:
+        tile = KeyTile(*receive_tile(queue, count, 3))
+    return tile
+
+
+@gluon.jit
+def receive_next_key_tile(tile, queue, count, config):
+    """The key tile after `tile`. In a thread block that is not persistent it is the end, which the compiler knows."""
+    if config.PERSISTENT:
+        following = receive_key_tile(queue, count, config)
+    else:
+        end = gl.to_tensor(_END)
+        if config.PACKED:
+            following = PackedKeyTile(
+                end, tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k
+            )  # fmt: skip
+        else:
+            following = KeyTile(end, tile.sequence, tile.head_kv)
+    return following
+
+
+@gluon.jit
+def work_of(tile, problem, config):
+    """What is done for a key tile."""
+    group = problem.group
+    head = tile.head_kv * group
+    if config.PACKED:
+        begin_q, seq_q, begin_k, seq_k = tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k
+        first_number = head * problem.query_tiles + begin_q // config.M + tile.sequence
+    else:
+        begin_q, seq_q = gl.to_tensor(0), gl.to_tensor(problem.rows_q)
+        begin_k, seq_k = gl.to_tensor(0), gl.to_tensor(problem.rows_k)
+        first_number = (tile.sequence * problem.heads_kv * group + head) * problem.query_tiles
+    shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
+    begin, full_begin, full_end, end = query_tile_ranges(
+        tile.first_key, seq_k, shift, seq_q, problem.window_left, problem.window_right,
+        config.KEYS, config.M, config.HAS_LEFT, config.HAS_RIGHT,
+    )  # fmt: skip
+    steps = group * (end - begin)
+    unmasked = unmasked_tiles(begin, full_begin, full_end, end)
+    start_offset = gl.to_tensor(0)
+    if config.SHARES_PROGRESS:
+        start_offset = tile.start_offset
+    reversed_tiles = gl.to_tensor(0)
+    if config.REVERSES_WALKS:
+        line = tile.sequence * problem.heads_kv + tile.head_kv
+        reversed_tiles = unmasked * reverses_walk(
+            tile.first_key // config.KEYS, problem.key_tiles, line, problem.batch * problem.heads_kv, group,
+            gl.num_programs(0),
+        )  # fmt: skip
+    first_tile, direction = gl.to_tensor(end - 1), gl.to_tensor(-1)
+    if config.REVERSES_LINES:
+        if config.PACKED:
+            line, lines = tile.head_kv, problem.heads_kv
+        else:
+            line, lines = tile.sequence * problem.heads_kv + tile.head_kv, problem.batch * problem.heads_kv
+        if reverses_line(line, lines, _lines_at_once(problem.key_tiles)) != 0:
+            first_tile, direction = gl.to_tensor(begin), gl.to_tensor(1)
+    if config.TILE_K > 0:
+        steps = tile.listed_steps
+    return KeyTileWork(
+        first_key=tile.first_key,
+        sequence=tile.sequence,
+        first_head=head,
+        head_kv=tile.head_kv,
+        begin_q=begin_q,
+        seq_q=seq_q,
+        begin_k=begin_k,
+        seq_k=seq_k,
+        shift=shift,
+        first_tile=first_tile,
+        direction=direction,
+        group=group,
+        steps=steps,
+        full_begin=full_begin,
+        full_end=full_end,
+        first_number=first_number,
+        query_tiles=problem.query_tiles,
+        unmasked_steps=group * unmasked,
+        reversed_from=end - reversed_tiles,
+        mirror=2 * end - 1 - reversed_tiles,
+        start_offset=start_offset,
+    )
+
+
+@gluon.jit
+def unmasked_tiles(begin, full_begin, full_end, end):
+    """How many query tiles, from the last one on, need no mask (ranges as of `query_tile_ranges`)."""
+    return gl.where(full_end < end, 0, gl.maximum(end - gl.maximum(full_begin, begin), 0))
+
+
+@gluon.jit
+def reverses_walk(tile, tiles, line, lines, group, programs):
+    """Whether (1 or 0) a key tile visits its queries upwards, which is every second one that a thread block takes in a
+    line.
+
+    The first ones, with the most query tiles, start together at the last query tile. Under a causal mask they end one
+    after the other. The one with the last keys ends first, and its thread block takes the longest key tile that is
+    left. So key tiles that go up from their diagonal are at the same query tile at any time, although they start one
+    after the other. They end together at the last query tile, where those of the next round start.
+    """
+    _, lines_here = turn_of(line, lines, _lines_together(tiles), _closing_lines(tiles, group))
+    of_a_round = gl.maximum(programs // lines_here, 1)
+    return tile // of_a_round % 2
+
+
+@gluon.jit
+def shared_progress(counter_ptr, sequence, head_kv, problem):
+    """Where the key tiles of a line say how many query tiles, from the last one down, lie before the one that they are
+    at. It is behind the count of tiles.
+
+    Thread blocks that visit the same queries together read them once from memory. But some multiprocessors are faster,
+    and each key tile takes them further apart, until the L2 cache has dropped for one what another has read. So each
+    key tile begins where another one is. Without a mask that does not matter: behind the first query tile comes the
+    last. A model of 132 thread blocks and a cache of 35 MB has 8 fetches of each tile instead of 142 (64 and 8 heads,
+    32k).
+    """
+    return counter_ptr + 1 + sequence * problem.heads_kv + head_kv
+
+
+@gluon.jit
+def visited_tile(work, tile, config):
+    """The query tile of a step that would have `tile` if the key tile went down from the last one.
+
+    Where it goes up, the tiles from `reversed_from` on, which are unmasked, come in the opposite order, each in the
+    place of its mirror image. So `tile` will do for masks. Where it began `start_offset` tiles further down, without a
+    mask, all are shifted.
+    """
+    if config.REVERSES_WALKS:
+        tile = gl.where(tile >= work.reversed_from, work.mirror - tile, tile)
+    if config.SHARES_PROGRESS:
+        tile -= work.start_offset
+        tile = gl.where(tile < 0, tile + work.query_tiles, tile)
+    return tile
+
+
+@gluon.jit
+def first_number_of(work, head):
+    """The number of tile 0 of a head of the group, among all tiles of statistics and of dq."""
+    return work.first_number + head * work.query_tiles
+
+
+@gluon.jit
+def step_of(work, index):
+    """Step number `index` of a key tile. With a block mask the producer publishes it instead.
+
+    Query tiles come from the last to the first, unless the line is reversed, and all heads of a tile come before the
+    next tile. So thread blocks of a line that began together read the same queries at the same time, with or without a
+    causal mask. In order, each follows the one before it by a single step.
+    """
+    return Step(index % work.group, work.first_tile + work.direction * (index // work.group))
+
+
+@gluon.jit
+def step_after(work, step):
+    """The step that follows one, without a division."""
+    done = step.head + 1 == work.group
+    return Step(gl.where(done, 0, step.head + 1), step.tile + gl.where(done, work.direction, 0))
+
+
+@gluon.jit
+def dq_turn(work, tile, problem, config):
+    """How many key tiles add to the dq of a query tile before this one does, without a block mask."""
+    number = work.first_key // config.KEYS
+    turn = number
+    if config.HAS_LEFT:
+        turn = number - gl.maximum(tile * config.M + work.shift - problem.window_left, 0) // config.KEYS
+    if config.REVERSES_LINES:
+        # The last key that the last query of the tile sees.
+        last_key = tile * config.M + config.M - 1 + work.shift + problem.window_right
+        last = gl.minimum(last_key // config.KEYS, gl.cdiv(work.seq_k, config.KEYS) - 1)
+        turn = gl.where(work.direction > 0, last - number, turn)
+    return turn
