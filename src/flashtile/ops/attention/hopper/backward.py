@@ -415,7 +415,7 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
     if q.TAIL > 0:
         tma_load(descriptors.q.tail, coordinates(rows, row, q.WIDTH, config.PACKED), full, q.tail.index(slot.place))
     number = first_number_of(work, step.head) + step.tile
-    statistics_row = descriptors.statistics.block_shape[0] * number
+    statistics_row = shared.statistics.tiles.shape[1] * number
     tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.tiles.index(slot.place))
     shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
 
