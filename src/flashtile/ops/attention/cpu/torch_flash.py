@@ -175,7 +175,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Sta
     group = q.shape[2] // k.shape[2]
     stacked = group > 1 and not causal
     q = _stacked(q, group) if stacked else q.transpose(1, 2)
-    out, lse = _forward_op(q, k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale)
+    reread = causal and group > 1
+    out, lse = _forward_op(q, _by_head(k, reread), _by_head(v, reread), 0.0, causal, scale=scale)
     # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a visible
     # key: out = 0 and lse = 0, a value that hardly any other row has.
     if k.shape[1] < _LONGEST_VECTOR and (lse == 0).any():
@@ -277,9 +278,17 @@ def _gradients(
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    reread = causal and group > 1
+    k, v = _by_head(k, reread), _by_head(v, reread)
     dq, dk, dv = _backward_op(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
     return _unstacked(dq, group) if stacked else dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _by_head(tensor: Tensor, reread: bool) -> Tensor:
+    """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. Where several query heads read a key/value head in turn, a copy whose rows
+    lie side by side saves an eighth of the time in float32; in 16 bits PyTorch's kernel packs the rows itself."""
+    heads_first = tensor.transpose(1, 2)
+    return heads_first.contiguous() if reread and tensor.itemsize >= 4 else heads_first
 
 
 def _stacked(tensor: Tensor, group: int) -> Tensor:
