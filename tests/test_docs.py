@@ -273,6 +273,39 @@ def test_speeds_beside_attention_are_those_of_the_record():
         assert cells == [str(len(found[0])), means[0] + lowest[0], means[1] + lowest[1]], name
 
 
+def _on_a_cpu(row):
+    """The cells that name a row of a record of a CPU."""
+    case = row["case"]
+    page = f", pages of {case['page']}" if case.get("page") else ""
+    mask = ["causal" if case["causal"] else "full"] if "causal" in case else []
+    heads = f"{case['H']} / {case['Hkv']} of {case['D']}"
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[case["dtype"]]
+    return f"{case['B']} × {case['S']:,}{page}", heads, *mask, dtype
+
+
+@pytest.mark.parametrize("table, record, columns", [
+    ("cache on a CPU", "cpu-decode.json", (("flashtile-cpu",), ("sdpa-flash", "sdpa-gathered"), ("matmul",))),
+    ("shape on a CPU", "cpu-grouped.json", (("flashtile-cpu",), ("sdpa-flash",))),
+])  # fmt: skip
+def test_times_on_a_cpu_are_those_of_the_records(table, record, columns):
+    found = {}
+    for row in _rows(record):
+        if row["op"] != "copy" and row["ms"] is not None and not row["case"].get("append"):
+            found[_on_a_cpu(row), row["impl"], row["phase"]] = f"{row['ms']:.{2 if row['ms'] < 10 else 1}f}"
+    lines = _table(FIGURES, table)[1:]
+    named = len(lines[0]) - len(columns) * len({phase for *_, phase in found})
+    for line in lines:
+        case = tuple(line[:named])
+        phases = [phase for phase in ("fwd", "bwd") if (case, "flashtile-cpu", phase) in found]
+        times = [
+            next((found[case, impl, phase] for impl in impls if (case, impl, phase) in found), "–")
+            for phase in phases
+            for impls in columns
+        ]
+        assert list(line[named:]) == times, case
+    assert {tuple(line[:named]) for line in lines} == {case for case, *_ in found}
+
+
 def test_decoding_speeds_are_those_of_the_record():
     found = {}
     for row in _rows("h200-decode.json"):
