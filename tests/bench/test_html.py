@@ -139,7 +139,7 @@ def test_the_main_result_of_the_gpu_comes_first(whole):
     assert "flashtile-hopper is" in said and "times as fast as the fastest peer" in said and "fa4" in said
     assert len(list(first.iter(f"{SVG}svg"))) == 2, "forward and backward"
     machines = [heading.text.strip() for heading in second.iter(f"{HTML}h3")]
-    assert machines[0] == "NVIDIA H200" and machines[-1] == "AMD EPYC (2 cores)"
+    assert machines[0] == "NVIDIA H200" and machines[-1].endswith("(2 cores)")
 
 
 def test_no_title_or_label_is_a_dump_of_keys_or_a_checksum(whole):
