@@ -291,8 +291,9 @@ def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) 
         for number in range(begin, end):
             instruction = instructions[number]
             target, *sources = instruction.operands
-            if instruction.name == "ULOP3" and sources[2:4] == ["URZ", "0x3c"] and target in sources[:2]:
-                other = sources[0] if sources[1] == target else sources[1]
+            other = next((source for source in sources[:2] if source != target), target)
+            combines = instruction.name == "ULOP3" and sources[2:4] == ["URZ", "0x3c"] and target in sources[:2]
+            if combines and _UNIFORM.fullmatch(other):
                 if steps and steps[-1][1:] != (other, target):
                     steps.clear()
                 steps.append((number, target, other))

@@ -143,6 +143,7 @@ def test_a_descriptor_with_another_high_word_is_seen(old: str, new: list[str]) -
                 "UMOV UR5, UR4",
                 "UMOV UR4, 0x40000040",
                 "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
+                "ULOP3.LUT UR9, UR9, 0x1, URZ, 0x3c, !UPT",  # of something else
                 "ULOP3.LUT UR4, UR5, UR4, URZ, 0x3c, !UPT",
                 "ULOP3.LUT UR5, UR5, UR4, URZ, 0x3c, !UPT",
             ],
