@@ -35,3 +35,5 @@ class Layout:
 #: Rows at every place modulo 16 bytes, and whole tensors that begin between two places that are multiples of 4 bytes.
 ODD_STRIDE = Layout(behind_rows=1)
 ODD_ADDRESS = Layout(before=1)
+#: Rows in a wider tensor, and an address in its middle, that are multiples of 16 bytes, as TMA needs them.
+IN_WIDER_ROWS = Layout(before=8, behind_rows=8)
