@@ -31,6 +31,7 @@ int1 = DType("int1", torch.bool, 8)
 int32 = DType("int32", torch.int32, 32)
 uint32 = DType("uint32", torch.int64, 32)
 int64 = DType("int64", torch.int64, 64)
+uint8 = DType("uint8", torch.uint8, 8)
 float8e4nv = DType("float8e4nv", torch.float8_e4m3fn, 8)
 float16 = DType("float16", torch.float16, 16)
 bfloat16 = DType("bfloat16", torch.bfloat16, 16)
@@ -38,10 +39,10 @@ float32 = DType("float32", torch.float32, 32)
 
 #: By the names that Triton's signatures have.
 BY_SIGNATURE = {
-    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "i32": int32, "i64": int64,
+    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "u8": uint8, "i32": int32, "i64": int64,
 }  # fmt: skip
 BY_TORCH = {dtype.held_as: dtype for dtype in (float8e4nv, float16, bfloat16, float32, int32, int64)}
-_INTEGERS = (int1, int32, uint32, int64)
+_INTEGERS = (int1, uint8, int32, uint32, int64)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ class Value:
 
     def to(self, dtype: DType, bitcast: bool = False) -> Value:
         if bitcast:
-            return Value(self.data.view(dtype.held_as), dtype, self._layout)
+            data = self.data.to(int32.held_as) if self.dtype is uint32 else self.data  # the same 32 bits
+            return Value(data.view(dtype.held_as), dtype, self._layout)
         return Value(_wrapped(self.data.to(dtype.held_as), dtype), dtype, self._layout)
 
     def with_layout(self, layout: Any) -> Value:

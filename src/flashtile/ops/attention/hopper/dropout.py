@@ -1,0 +1,127 @@
+"""Dropout in the Hopper kernels: which weights of a tile are kept.
+
+Bits are those of `flashtile.ops.attention.philox`. One call of Philox gives four words, for the weights `(r, c)`,
+`(r, c+8)`, `(r+8, c)` and `(r+8, c+8)`. In the result of a product, one thread holds all four, of `S` as well as of
+`Sᵀ`. So the counters of a tile `[R, C]` are a tensor `[R/2, C/2]` in the layout in which each thread has the calls of
+its own weights, and no word moves.
+
+A call takes ten rounds of two wide multiplications and two exclusive ors. In the first round one of the products
+belongs to the head alone, and in the second one belongs to a row.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import gl, gluon
+
+_ROUNDS = gl.constexpr(10)
+_MULTIPLIER_A, _MULTIPLIER_B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57)
+_WEYL_A, _WEYL_B = gl.constexpr(0x9E3779B9), gl.constexpr(0xBB67AE85)
+
+
+class Dropout(NamedTuple):
+    """Dropout of a call. `seed_ptr`: two int64, seed and offset; None without dropout, as is all else. A word is kept
+    from `threshold` on. `keep_scale`: 1 / (1 - p). The others say where in a larger call this one lies (`spec.Origin`);
+    None where that changes nothing."""
+
+    seed_ptr: Any
+    threshold: Any
+    keep_scale: Any
+    origin_row: Any
+    origin_column: Any
+    origin_matrix: Any
+    origin_heads: Any
+
+
+class HeadDropout(NamedTuple):
+    """Dropout of one head of one sequence: the key of Philox in two words, the counters that the head and the call
+    give, and the number of the first row and column in a larger call."""
+
+    key_a: Any
+    key_b: Any
+    matrix: Any
+    offset: Any
+    threshold: Any
+    row: Any
+    column: Any
+
+
+@gluon.jit
+def dropout_of_head(dropout, sequence, head, heads):
+    """What `kept_weights` needs to know of a head."""
+    seed = gl.load(dropout.seed_ptr)
+    offset = gl.load(dropout.seed_ptr + 1)
+    matrix = sequence * heads + head
+    row = 0
+    column = 0
+    if dropout.origin_matrix is not None:
+        matrix = dropout.origin_matrix + sequence * dropout.origin_heads + head
+        row = dropout.origin_row
+        column = dropout.origin_column
+    return HeadDropout(
+        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), matrix.to(gl.uint32), offset.to(gl.uint32), dropout.threshold,
+        row, column,
+    )  # fmt: skip
+
+
+@gluon.jit
+def kept_weights(
+    dropout, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
+):  # fmt: skip
+    """Which weights of a tile are kept: bool `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a
+    product of a warpgroup. `first_query` and `first_key` are multiples of 16, also in the numbers of the larger call.
+    """
+    ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
+    COLUMNS: gl.constexpr = QUERIES if TRANSPOSED else KEYS
+    calls: gl.constexpr = _calls_layout(ROWS, COLUMNS)
+    down = gl.arange(0, ROWS // 2, gl.SliceLayout(1, calls))[:, None]
+    across = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, calls))[None, :]
+    query_group = (first_query + dropout.row) // 16 * 8
+    key_group = (first_key + dropout.column) // 16 * 8
+    # The word of a weight is number 2 · (its query's half of sixteen) + (its key's half).
+    if TRANSPOSED:
+        near, next_key, next_query, both = _philox(
+            dropout, (across + query_group).to(gl.uint32), (down + key_group).to(gl.uint32)
+        )
+        left, right = gl.join(near, next_key), gl.join(next_query, both)
+    else:
+        near, next_key, next_query, both = _philox(
+            dropout, (down + query_group).to(gl.uint32), (across + key_group).to(gl.uint32)
+        )
+        left, right = gl.join(near, next_query), gl.join(next_key, both)
+    # (row / 16, row % 8, column / 16, column % 8, row + 8?, column + 8?) -> (rows, columns)
+    joined = gl.reshape(gl.join(left, right), [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
+    joined = gl.reshape(gl.permute(joined, [0, 4, 1, 2, 5, 3]), [ROWS, COLUMNS])
+    words = gl.convert_layout(joined, layout, assert_trivial=True)
+    return words.to(gl.int32, bitcast=True) >= dropout.threshold
+
+
+@gluon.constexpr_function
+def _calls_layout(ROWS, COLUMNS):
+    """Calls `[ROWS / 2, COLUMNS / 2]`, each with the thread that has its four weights of a product."""
+    across = [[0, 8 << bit] for bit in range((COLUMNS // 16).bit_length() - 1)]
+    down = [[32 << bit, 0] for bit in range((ROWS // 64).bit_length() - 1)]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout([[0, 1], *across, *down], lanes, [[8, 0], [16, 0]], [], [ROWS // 2, COLUMNS // 2])
+
+
+@gluon.jit
+def _philox(dropout, query_group, key_group):
+    """Philox4x32-10: the four words of each call. Counters broadcast to the calls of a tile."""
+    c0 = key_group
+    c1 = query_group
+    c2 = dropout.matrix
+    c3 = dropout.offset
+    key_a = dropout.key_a
+    key_b = dropout.key_b
+    for _ in gl.static_range(_ROUNDS):
+        # Both halves of a product are one instruction this way, and two as a product and its upper half.
+        product_a = c0.to(gl.int64) * _MULTIPLIER_A
+        product_b = c2.to(gl.int64) * _MULTIPLIER_B
+        c0 = (product_b >> 32).to(gl.uint32) ^ key_a ^ c1
+        c2 = (product_a >> 32).to(gl.uint32) ^ key_b ^ c3
+        c1 = product_b.to(gl.uint32)
+        c3 = product_a.to(gl.uint32)
+        key_a += _WEYL_A
+        key_b += _WEYL_B
+    return c0, c1, c2, c3
