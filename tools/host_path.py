@@ -6,7 +6,7 @@
 
 Tensors are on the CPU, and the code that runs is that of a GPU: the public function, autograd, checks, the choice of
 the backend, the look-up of the plan, allocation and the launch, whose C function is replaced by one that takes any
-arguments. So figures compare two states of the sources; those of a GPU (`python -m flashtile.bench host-time`) have
+arguments. So figures compare two states of the sources; those of a GPU (`flashtile bench host-time`) have
 the driver's part as well.
 """
 

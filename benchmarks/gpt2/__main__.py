@@ -1,7 +1,7 @@
 """Loss curves of GPT-2 on real text: `python -m benchmarks.gpt2 --minutes 3 --output curves.json`.
 
 From the root of a checkout, with flashtile on the path. The text is Python's own standard library, as bytes, or that of
-`--data`. Step times and the share of the GPU's peak at other contexts are those of `python -m flashtile.bench train
+`--data`. Step times and the share of the GPU's peak at other contexts are those of `flashtile bench train
 --context 1024 4096 16384 65536`.
 """
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
+from command_line import invoke
 from flashtile.bench import breakdown, runner
-from flashtile.bench.__main__ import main
 from flashtile.bench.breakdown import FUSED, Steps, breakdown_tables, draw_breakdown, run_breakdown
 from flashtile.bench.cases import Case
 from flashtile.bench.compare import comparison_tables
@@ -123,11 +123,11 @@ def test_the_picture_has_a_bar_for_each_step(tmp_path):
     assert sizes[0] >= 1 and sizes[1] == 2 * sizes[0] and sizes[2] == 0
 
 
-def test_the_module_measures_and_prints(tmp_path, capsys):
+def test_the_command_measures_and_prints(tmp_path):
     output = tmp_path / "record.json"
     options = ["--seq", "32", "--heads", "2", "--head-dim", "8", "--full", "--dropout-p", "0", "--seconds", "0"]
-    assert main(["breakdown", *options, "--output", str(output)]) == 0
-    assert "Where the backward spends its time" in capsys.readouterr().out
+    result = invoke("bench", "breakdown", *options, "--output", output)
+    assert result.exit_code == 0 and "Where the backward spends its time" in result.stdout, result.output
     rows = json.loads(output.read_text())["rows"]
     assert {row["step"] for row in rows} == {"q kᵀ", "softmax", "weights · v", *BACKWARD, FUSED} - {"dropout, backward"}
     assert rows[0]["case"]["S"] == 32 and not rows[0]["case"]["causal"]
@@ -147,11 +147,10 @@ def test_the_module_measures_and_prints(tmp_path, capsys):
     ],
     ids=["dtype", "impl", "both", "format", "place", "dropout", "head_dim", "memory"],
 )
-def test_mistakes_are_reported(options, message, capsys, monkeypatch):
+def test_mistakes_are_reported(options, message, monkeypatch):
     monkeypatch.setattr(breakdown, "Steps", None)  # nothing is measured before
-    with pytest.raises(SystemExit) as stop:
-        main(["breakdown", "--seq", "16", "--seconds", "0", *options])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    result = invoke("bench", "breakdown", "--seq", 16, "--seconds", 0, *options)
+    assert result.exit_code == 2 and message in result.stderr, result.output
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import flashtile
+from command_line import invoke
 from flashtile.bench import against, commands, outcome, runner
-from flashtile.bench.__main__ import main
 from flashtile.bench.cases import Case
 from flashtile.bench.compare import comparison_tables, differences, read_record
 from flashtile.bench.errors import ChoiceError
@@ -73,16 +73,13 @@ def test_what_is_no_record_is_refused(text, message, tmp_path):
         read_record(path)
 
 
-def test_a_command_compares_with_a_record(tmp_path, capsys, monkeypatch):
+def test_a_command_compares_with_a_record(tmp_path, monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
-    first, arguments = tmp_path / "first.json", ["attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash"]
-    assert main([*arguments, "--output", str(first)]) == 0
-    assert main([*arguments, "--compare", str(first)]) == 0
-    printed = capsys.readouterr().out
+    first = tmp_path / "first.json"
+    arguments = ("bench", "attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash")
+    assert invoke(*arguments, "--output", first).exit_code == 0
+    printed = invoke(*arguments, "--compare", first).stdout
     assert "Beside the earlier record" in printed and "speed here / there" in printed and "not alike" not in printed
-    with pytest.raises(SystemExit):
-        main([*arguments, "--compare", str(tmp_path / "none.json")])
-    assert "cannot be read" in capsys.readouterr().err
 
 
 def git(folder, *arguments):

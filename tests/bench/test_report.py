@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile.bench.__main__ import main
 from flashtile.bench.cases import Case, packed_case
-from flashtile.bench.report import case_name, host_table, mean_tables, plain_text, reasons, speed_tables
+from flashtile.bench.report import case_name, host_table, mean_tables, reasons, speed_tables
 from flashtile.bench.summary import geometric_mean, peers, ratios_to_best, ratios_to_peer
 from flashtile.bench.tables import tables
 
@@ -109,34 +108,6 @@ def test_reasons_are_counted_once():
     assert case_name(ROWS[0]) == "b2-h4-d64-full-s512-bf16"
 
 
-def test_plain_text_aligns_columns():
-    lines = plain_text(speed_tables(ROWS)[0]).splitlines()
-    assert len({len(line) for line in lines[1:]}) == 1
-
-
 def test_host_table_is_in_microseconds():
     rows = [row("a", 0, 0.0123, phase="fwd"), row("a", 0, None, phase="fwd+bwd", why="x")]
     assert host_table(rows).lines == [["a", "12.3", "–"]]
-
-
-def test_module_lists_cases(capsys):
-    assert main(["attention", "--list"]) == 0
-    assert "d64-causal-s1024-fp32" in capsys.readouterr().out
-
-
-def test_module_measures_and_writes(capsys, tmp_path):
-    output = tmp_path / "record.json"
-    options = ["--quick", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash", "--seconds", "0.01"]
-    assert main(["attention", *options, "--output", str(output)]) == 0
-    printed = capsys.readouterr()
-    assert "Attention bwd: TFLOP/s" in printed.out and "[1/1" in printed.err and output.exists()
-
-
-@pytest.mark.parametrize(
-    "options", [["--cases", "nothing"], ["--impl", "nobody"], ["--table", "none"]], ids=lambda o: o[0]
-)
-def test_module_reports_user_mistakes_without_traceback(options, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["attention", *options])
-    assert stop.value.code == 2
-    assert "there are:" in capsys.readouterr().err

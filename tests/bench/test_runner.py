@@ -399,8 +399,8 @@ def test_command_line_leaves_the_output_out(monkeypatch):
     arguments = ["bench", "attention", "--output", "x/y.json", "--quick", "--output=z.json"]
     monkeypatch.setattr("sys.argv", ["somewhere/bin/flashtile", *arguments])
     assert command_line() == "flashtile bench attention --quick"
-    monkeypatch.setattr("sys.argv", ["somewhere/flashtile/bench/__main__.py", "attention"])
-    assert command_line() == "python -m flashtile.bench attention"
+    monkeypatch.setattr("sys.argv", ["somewhere/flashtile/__main__.py", "bench", "attention", "--cases", "*s64*"])
+    assert command_line() == "flashtile bench attention --cases '*s64*'"
     monkeypatch.setattr("sys.argv", ["flashtile", "bench", "breakdown", "--plot", "a.png", "--full"])
     assert command_line() == "flashtile bench breakdown --full"
 

@@ -13,15 +13,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from rich.console import Console
-from typer.testing import CliRunner
 
 import flashtile.cli
+from command_line import invoke
 from flashtile.bench import against, commands, host_time, runner
 from flashtile.bench.companions.tables import OPERATIONS
 from flashtile.bench.outcome import report_of
 from flashtile.bench.report import Table
 from flashtile.cli import doctor, warmup
-from flashtile.cli.app import app
 from flashtile.cli.console import print_table, print_text
 from flashtile.cli.demo import plan
 from flashtile.cli.demo.results import Results, scaling_table, training_table
@@ -42,15 +41,10 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="about machi
 
 
 @pytest.fixture(autouse=True)
-def short_and_wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
+def short(monkeypatch):
     monkeypatch.setitem(runner._SECONDS, "cpu", 0.01)
     monkeypatch.setitem(host_time._ROUNDS, "cpu", 1)
     monkeypatch.setattr(host_time, "_CALLS", 1)
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("command", [(), ("demo",), ("doctor",), ("explain",), ("warmup",), ("bench",)], ids=str)
@@ -290,7 +284,8 @@ def test_bench_attention_prints_tables_and_writes_the_record(tmp_path):
         "bench", "attention", "--cases", "causal-s1024-fp32", "--impl", "sdpa-flash,sdpa-math", "-o", output
     )
     assert result.exit_code == 0, result.output
-    assert "Attention fwd: TFLOP/s" in result.output and "Attention bwd: TFLOP/s" in result.output
+    assert "Attention fwd: TFLOP/s" in result.stdout and "Attention bwd: TFLOP/s" in result.stdout
+    assert "[1/1" in result.stderr and "[1/1" not in result.stdout
     assert {row["impl"] for row in json.loads(output.read_text())["rows"]} == {"sdpa-flash", "sdpa-math"}
 
 
@@ -299,7 +294,7 @@ def test_bench_attention_lists_its_choices():
     assert result.exit_code == 0 and "sdpa-flash" in result.output and "causal" in result.output
 
 
-@pytest.mark.parametrize("option", ["--cases", "--impl"])
+@pytest.mark.parametrize("option", ["--cases", "--impl", "--table"])
 def test_bench_attention_reports_unknown_names(option):
     result = invoke("bench", "attention", option, "nonsense")
     assert result.exit_code == 2 and "there are:" in result.output and "Traceback" not in result.output
@@ -368,9 +363,21 @@ def test_bench_decode_lists_its_choices():
     assert result.exit_code == 0 and "sdpa-flash" in result.output and "decode-b" in result.output
 
 
+def test_lists_are_words_commas_or_repeated_options(monkeypatch):
+    seen = []
+    monkeypatch.setattr(commands, "measure", lambda command, options, *rest: seen.append(options) or {"rows": []})
+    for names in (("a", "b"), ("a,b",), ("a", "--impl", "b")):
+        result = invoke("bench", "train", "--impl", *names, "--quick", "--context", 8, 16)
+        assert result.exit_code == 0, result.output
+        (options,) = (seen.pop(),)
+        assert commands._split(options["impl"]) == ["a", "b"] and options["context"] == [8, 16] and options["quick"]
+    stray = invoke("bench", "train", "--quick", "a")
+    assert stray.exit_code == 2 and not seen
+
+
 @needs_no_gpu
 def test_bench_train_prints_tokens_each_second():
-    result = invoke("bench", "train", "--batch", 1, "--impl", "plain")
+    result = invoke("bench", "train", "--batch", 1, "--impl", "plain", "flashtile", "--seconds", 0)
     assert result.exit_code == 0, result.output
     assert "Training fwd+bwd+step: tokens/s" in result.output
 

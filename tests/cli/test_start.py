@@ -23,9 +23,14 @@ def test_version_and_help_need_no_torch(run_without, arguments):
     assert (f"flashtile {flashtile.__version__}\n" if "--version" in arguments else "Usage: ") in done.stdout
 
 
-def test_help_of_the_benchmarks_needs_neither_torch_nor_typer(run_without):
-    done = run_without({"torch", "typer", "rich"}, "-m", "flashtile.bench", "attention", "--help")
-    assert done.returncode == 0 and "usage: " in done.stdout, done.stderr
+def test_the_module_of_the_benchmarks_is_the_same_command(run_without):
+    """Its help, which needs no torch, and what it says where typer is missing."""
+    pytest.importorskip("typer")
+    command = run_without({"torch"}, "-m", "flashtile", "bench", "attention", "--help")
+    module = run_without({"torch"}, "-m", "flashtile.bench", "attention", "--help")
+    assert "Usage: flashtile bench attention" in command.stdout and module.stdout == command.stdout, module.stderr
+    without = run_without({"typer"}, "-m", "flashtile.bench", "--help")
+    assert without.returncode == 1 and 'needs typer: pip install "flashtile[cli]"' in without.stderr
 
 
 def test_the_script_starts_without_torch_too(run_without, tmp_path):

@@ -36,7 +36,7 @@ def measure_against(ref: str, arguments: Sequence[str], on_run: OnRun, rounds: i
 
     Args:
         ref: a commit, branch or tag of the repository that flashtile runs from.
-        arguments: of `python -m flashtile.bench`, without `--output`; both trees get the same.
+        arguments: of `flashtile bench`, without `--output`; both trees get the same.
         on_run: called before each process.
         rounds: how often each tree runs.
 

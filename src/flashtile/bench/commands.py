@@ -1,8 +1,9 @@
-"""The benchmark commands without their rendering, which both command lines share."""
+"""The benchmark commands without their rendering."""
 
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -319,7 +320,7 @@ def _check_seconds(seconds: float | None) -> None:
 
 
 def as_arguments(command: str, options: Mapping[str, Any], device: torch.device) -> list[str]:
-    """The same as arguments of `python -m flashtile.bench`; without `impl`, ours alone."""
+    """The same as arguments of `flashtile bench`; without `impl`, ours alone."""
     arguments = [command]
     for name, value in {**options, "impl": options.get("impl") or ours(command, device)}.items():
         if value is True:
@@ -359,7 +360,6 @@ def _speed(row: Row) -> float:
 
 def command_line() -> str:
     """How this run was started: the arguments as given, without the place of the program or of its output."""
-    program = "flashtile" if Path(sys.argv[0]).name != "__main__.py" else "python -m flashtile.bench"
     kept, skip = [], False
     for argument in sys.argv[1:]:
         if skip or argument.startswith(("--output=", "--plot=")):
@@ -368,4 +368,4 @@ def command_line() -> str:
             skip = True
         else:
             kept.append(argument)
-    return " ".join([program, *kept])
+    return shlex.join(["flashtile", *kept])

@@ -1,4 +1,4 @@
-"""What a benchmark command tells in the end, as plain data, which both command lines print."""
+"""What a benchmark command tells in the end, as plain data."""
 
 from __future__ import annotations
 

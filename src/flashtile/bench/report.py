@@ -1,4 +1,4 @@
-"""Tables of a record, as plain data and as plain text; `flashtile bench` draws the same data with colours."""
+"""Tables of a record, as plain data, which `flashtile bench` draws."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
     then with the share of a copy's speed that ours reaches; so is decoding, by the bytes of its cache. Training in
-    tokens each second. Where rows have them, also
-    tables of the memory that they take, and of the share of the GPU's peak.
+    tokens each second. Where rows have them, also tables of the memory that they take, and of the share of the GPU's
+    peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -142,18 +142,6 @@ def reasons(rows: Sequence[Row]) -> list[str]:
         f"{impl}: {why} ({next(iter(where)) if len(where) == 1 else f'{len(where)} measurements'})"
         for (impl, why), where in cases.items()
     ]
-
-
-def plain_text(table: Table) -> str:
-    """A table in columns aligned by spaces."""
-    columns = list(zip(table.headings, *table.lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        return "  ".join([first, *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))])
-
-    return "\n".join([table.title, line(table.headings), *map(line, table.lines)])
 
 
 def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> Table:

@@ -8,12 +8,18 @@ import sys
 from flashtile.bench.numpy_warning import silence_numpy_warning
 
 
-def main() -> None:
-    """Runs the command line, or says what to install for it."""
+def main(*command: str) -> None:
+    """Runs the command line, or says what to install for it.
+
+    Args:
+        command: what comes before the arguments of the process: nothing for `flashtile` itself, "bench" for its
+            benchmarks.
+    """
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f'the command line needs {" and ".join(missing)}: pip install "flashtile[cli]"')
     silence_numpy_warning()
     from flashtile.cli.app import app
 
-    app()
+    sys.argv[1:1] = command  # a record has the arguments of its run
+    app(prog_name="flashtile")

@@ -17,7 +17,7 @@ from flashtile.bench.compare import read_record
 from flashtile.bench.outcome import Report, compare_with_commit, report_of
 from flashtile.bench.problem import AnyCase
 from flashtile.bench.report import Row
-from flashtile.cli.console import print_table, print_text
+from flashtile.cli.console import make_console, print_table, print_text
 from flashtile.cli.errors import UserError
 
 #: Endings of the headings whose columns stand out.
@@ -37,7 +37,7 @@ def measure(
     compare: Path | None,
     against: str | None,
 ) -> None:
-    """Measures and shows: alone, beside an earlier record, or beside another commit.
+    """Measures and shows: alone, beside an earlier record, or beside another commit. Progress goes to stderr.
 
     Raises:
         UserError: both are asked for.
@@ -45,11 +45,11 @@ def measure(
     if compare is not None and against is not None:
         raise UserError("--compare and --against: expected one of them, got both; run the command once for each")
     if against is not None:
-        with _bar(console) as advance:
+        with _bar(make_console(stderr=True)) as advance:
             report = compare_with_commit(command, options, against, output, advance)
     else:
         earlier = None if compare is None else read_record(compare)
-        with progress(console) as on_case:
+        with progress(make_console(stderr=True)) as on_case:
             record = commands.measure(command, options, output, on_case)
         report = report_of(record, earlier)
     show_report(console, report, output)

@@ -6,16 +6,39 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from flashtile.cli.console import make_console, run_command
 
-bench = typer.Typer(help="Measure speed beside other implementations on this machine.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure speed beside other implementations on this machine. Several names are separated by spaces or commas.",
+    no_args_is_help=True,
+)
+
+
+class _Command(TyperCommand):
+    """A command without positional arguments, whose lists are words: `--impl a b` is `--impl a --impl b`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # the context is click's or typer's copy of it
+        lists = {name for each in self.params if isinstance(each, TyperOption) and each.multiple for name in each.opts}
+        option, words = "", 0  # the last option, and how many words have followed it
+        written: list[str] = []
+        for argument in args:
+            if argument.startswith("-"):
+                option, words = argument, 0
+            else:
+                words += 1
+                if words > 1 and option in lists:
+                    written.append(option)
+            written.append(argument)
+        return super().parse_args(ctx, written)
+
 
 _Impl = Annotated[
-    list[str] | None, typer.Option("--impl", help="Implementation to measure; repeat, or separate with commas.")
+    list[str] | None, typer.Option("--impl", metavar="NAMES", help="Implementations, such as flashtile-triton fa4.")
 ]
 _Cases = Annotated[
-    list[str] | None, typer.Option(help="Pattern of case names, such as '*-causal-*'; repeat, or commas.")
+    list[str] | None, typer.Option(metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'.")
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all.")]
 _Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
@@ -30,10 +53,10 @@ _Against = Annotated[
 ]
 
 
-@bench.command("attention")
+@bench.command("attention", cls=_Command)
 def bench_attention(
     table: Annotated[
-        list[str] | None, typer.Option(help="Table of cases, or 'all'; --list names them. Repeat, or commas.")
+        list[str] | None, typer.Option(metavar="NAMES", help="Tables of cases, or 'all'; --list names them.")
     ] = None,
     cases: _Cases = None,
     impl: _Impl = None,
@@ -49,10 +72,10 @@ def bench_attention(
     _measure("attention", choice, output, compare, against, show)
 
 
-@bench.command("companions")
+@bench.command("companions", cls=_Command)
 def bench_companions(
     op: Annotated[
-        list[str] | None, typer.Option(help="Operation; --list names them. Repeat, or commas. Default: all.")
+        list[str] | None, typer.Option(metavar="NAMES", help="Operations; --list names them. Default: all.")
     ] = None,
     cases: _Cases = None,
     impl: _Impl = None,
@@ -69,7 +92,7 @@ def bench_companions(
     _measure("companions", choice, output, compare, against, show)
 
 
-@bench.command("decode")
+@bench.command("decode", cls=_Command)
 def bench_decode(
     cases: _Cases = None,
     impl: _Impl = None,
@@ -85,13 +108,16 @@ def bench_decode(
     _measure("decode", choice, output, compare, against, show)
 
 
-@bench.command("train")
+@bench.command("train", cls=_Command)
 def bench_train(
     model: Annotated[
-        list[str] | None, typer.Option(help="Model; --list names them. Repeat, or commas. Default: all.")
+        list[str] | None, typer.Option(metavar="NAMES", help="Models; --list names them. Default: all.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences in a step.")] = None,
-    context: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a sequence. Repeat for more.")] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured."),
+    ] = None,
     after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
     impl: _Impl = None,
     quick: _Quick = False,
@@ -114,7 +140,7 @@ def bench_train(
     _measure("train", choice, output, compare, against, show)
 
 
-@bench.command("host-time")
+@bench.command("host-time", cls=_Command)
 def bench_host_time(
     impl: _Impl = None, output: _Record = None, compare: _Compare = None, against: _Against = None
 ) -> None:
@@ -122,7 +148,7 @@ def bench_host_time(
     _measure("host-time", {"impl": impl}, output, compare, against)
 
 
-@bench.command("breakdown")
+@bench.command("breakdown", cls=_Command)
 def bench_breakdown(
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|×|[A-Za-zµ]{1,3}|bytes|steps)\b)")
 
 
-def make_console() -> Console:
-    return Console(highlight=False)
+def make_console(stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False)
 
 
 def run_command(work: Callable[[], bool]) -> None:
@@ -33,7 +33,7 @@ def run_command(work: Callable[[], bool]) -> None:
     try:
         succeeded = work()
     except (CommandError, ChoiceError) as error:
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        make_console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
     if not succeeded:
         raise typer.Exit(1)

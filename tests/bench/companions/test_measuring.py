@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from command_line import invoke
 from flashtile.bench import runner
-from flashtile.bench.__main__ import main
 from flashtile.bench.commands import bench_companions, describe_companions
 from flashtile.bench.companions import oracle, tables
 from flashtile.bench.companions.bound import Bound
@@ -365,17 +365,13 @@ def test_choices_are_listed():
     assert "cases of rotary:\n  rotary-4x4096x32x128-bf16" in text and text.endswith("liger\n  quack")
 
 
-def test_module_measures_lists_and_reports_mistakes(capsys, monkeypatch):
+def test_the_command_measures_and_reports_mistakes(monkeypatch):
     monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
-    assert main(["companions", "--op", "rms_norm", "--impl", "eager", "flashtile-cpu", "--seconds", "0"]) == 0
-    printed = capsys.readouterr()
-    assert "Companions bwd: GB/s" in printed.out and "Our speed over the peers': rms_norm" in printed.out
-    assert "[1/1" in printed.err
-    assert main(["companions", "--list"]) == 0
-    assert "cases of copy:" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        main(["companions", "--op", "nothing"])
-    assert stop.value.code == 2 and "there are: copy" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        main(["companions", "--jobs", "0"])
-    assert stop.value.code == 2 and "expected at least 1, got 0" in capsys.readouterr().err
+    done = invoke("bench", "companions", "--op", "rms_norm", "--impl", "eager", "flashtile-cpu", "--seconds", 0)
+    assert done.exit_code == 0, done.output
+    assert "Companions bwd: GB/s" in done.stdout and "Our speed over the peers': rms_norm" in done.stdout
+    assert "[1/1" in done.stderr
+    unknown = invoke("bench", "companions", "--op", "nothing")
+    assert unknown.exit_code == 2 and "there are: copy" in unknown.stderr
+    none = invoke("bench", "companions", "--jobs", 0)
+    assert none.exit_code == 2 and "'--jobs'" in none.stderr

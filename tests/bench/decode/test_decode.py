@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import flashtile
+from command_line import invoke
 from flashtile.bench import runner
-from flashtile.bench.__main__ import main
 from flashtile.bench.commands import as_arguments, bench_decode, ours
 from flashtile.bench.companions.movement import Copy
 from flashtile.bench.decode.cases import DecodeCase, decode_cases, make_inputs, quick_cases
@@ -122,7 +122,8 @@ def test_pages_hold_what_the_reference_gathers():
 @needs_no_gpu
 def test_record_has_copies_beside_it(tmp_path):
     output = tmp_path / "record.json"
-    assert main(["decode", "--quick", "--seconds", "0.01", "--output", str(output)]) == 0
+    result = invoke("bench", "decode", "--quick", "--seconds", 0.01, "--output", output)
+    assert result.exit_code == 0, result.output
     rows = json.loads(output.read_text())["rows"]
     assert {row["op"] for row in rows} == {"copy", "decode"} and {row["impl"] for row in rows} >= {
         "eager",
