@@ -25,7 +25,7 @@ from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config
+from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, table_bytes
 from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -129,28 +129,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
     q_shape, k_shape, v_shape = shapes = _shapes(call)
     q_strides = _strides(q_shape, call.row_stride)
     dout_strides = None if kernel == "forward" else _strides((*q_shape[:-1], v_shape[-1]))
-    side = SideShape(
-        call.sequences,
-        None if call.sequences is None else call.index_dtypes,
-        call.key_lengths_dtype,
-        call.dropout_p > 0,
-        call.bias,
-        call.mask,
-        call.alibi,
-        call.sinks,
-        _block_sizes(call),
-        descales=_descale_strides(call),
-    )
-    window = (call.window_left, call.window_right)
-    spec = AttentionSpec(
-        call.head_dim**-0.5,
-        *window,
-        call.top_left,
-        call.dropout_p,
-        softcap=call.softcap,
-        block_shape=_block_shape(call),
-        origin=call.origin,
-    )
+    side, spec = _side(call), _spec(call)
     with (
         mock.patch.object(triton_plan, "device_facts", return_value=device),
         mock.patch.object(triton_plan, "multiprocessors", return_value=132),
@@ -170,6 +149,34 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
             kernel == "dq" and _hides_rows(call),
             call.allow_tf32,
         )
+
+
+def _side(call: Call) -> SideShape:
+    return SideShape(
+        call.sequences,
+        None if call.sequences is None else call.index_dtypes,
+        call.key_lengths_dtype,
+        call.dropout_p > 0,
+        call.bias,
+        call.mask,
+        call.alibi,
+        call.sinks,
+        _block_sizes(call),
+        descales=_descale_strides(call),
+    )
+
+
+def _spec(call: Call) -> AttentionSpec:
+    return AttentionSpec(
+        call.head_dim**-0.5,
+        call.window_left,
+        call.window_right,
+        call.top_left,
+        call.dropout_p,
+        softcap=call.softcap,
+        block_shape=_block_shape(call),
+        origin=call.origin,
+    )
 
 
 def _hides_rows(call: Call) -> bool:
@@ -209,29 +216,24 @@ def _descale_strides(call: Call) -> tuple[tuple[int, int] | None, ...]:
 def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
     band = call.window_left is not None, call.window_right is not None
-    return choose_config(call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype)
+    return choose_config(
+        call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype,
+        call.dropout_p > 0, table_bytes(call.bias, call.mask),
+    )  # fmt: skip
 
 
 def hopper_plan(call: Call) -> hopper_launch.ForwardPlan:
     """The plan of a forward of the Hopper kernels."""
     shapes = _shapes(call)
-    window = (call.window_left, call.window_right)
     with mock.patch.object(hopper_launch, "multiprocessors", return_value=132):
         return hopper_launch._plan.__wrapped__(
             call.dtype,
             torch.device("cuda", 0),
             shapes,
             (_strides(shapes[0], call.row_stride), *map(_strides, shapes[1:])),
-            call.sequences,
-            None if call.sequences is None else call.index_dtypes,
             call.seq_q,
-            AttentionSpec(
-                call.head_dim**-0.5, *window, call.top_left, softcap=call.softcap, block_shape=_block_shape(call)
-            ),
-            call.alibi,
-            call.sinks,
-            _block_sizes(call),
-            _descale_strides(call),
+            _side(call),
+            _spec(call),
         )
 
 

@@ -53,8 +53,6 @@ def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
 @pytest.mark.parametrize(
     "arguments, reason",
     [
-        ({"dropout_p": 0.5}, "dropout"),
-        ({"key_lengths": torch.ones(2, dtype=torch.int32, device="meta")}, "key_lengths"),
         ({"dtype": torch.float32}, "not float32"),
         ({"head_dim": 288}, "up to 256 columns, and these 288"),
         ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),

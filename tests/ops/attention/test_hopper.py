@@ -40,6 +40,7 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
+from flashtile.ops.attention.plans import SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -90,9 +91,16 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"head_dim_v": 264}, "triton"),
         ({"head_dim_v": 12}, "triton"),
         ({"dtype": torch.float32}, "triton"),
-        ({"dropout_p": 0.1}, "triton"),
-        ({"key_lengths": True}, "triton"),
-        ({"origin": Origin(0, 0, 0, 0, 1)}, "triton"),
+        ({"dropout_p": 0.1}, "hopper"),
+        ({"key_lengths": True}, "hopper"),
+        ({"tables": True}, "hopper"),
+        ({"origin": Origin(0, 0, 0, 0, 1)}, "hopper"),
+        ({"origin": Origin(7, 0, 0, 0, 1)}, "hopper"),
+        ({"origin": Origin(32, 16, 0, 0, 1), "dropout_p": 0.1}, "hopper"),
+        ({"origin": Origin(7, 0, 0, 0, 1), "dropout_p": 0.1}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "dropout_p": 0.1}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "key_lengths": True}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "tables": True}, "triton"),
         ({"block_tile": (64, 128)}, "triton"),
         ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),
@@ -304,7 +312,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
-        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), None, None, 500, spec, blocks=sizes)
+        plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), 500, SideShape(blocks=sizes), spec)
         scalars = plan.kernel.scalars
         names = launch.attention_forward_kernel.arg_names
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)

@@ -304,7 +304,7 @@ def test_backward_of_keys_with_lengths_of_their_own():
 
 
 def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
-    """The Hopper kernels count ALiBi's distances from a call's own rows and keys."""
+    """The Hopper backward counts ALiBi's distances from a call's own rows and keys; the forward knows where it lies."""
     from flashtile.ops.attention import select
     from flashtile.ops.attention.partial import _described
 
@@ -315,4 +315,5 @@ def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
             q, q, q, AttentionPart(64, 0, 128, 128), None, None, True, "bottom_right", None, None, 0.0, None, None,
             None, None, given, None, None, False, "auto",
         )  # fmt: skip
-        assert select.BACKENDS.choose(hopper_call("forward", q, q, q, side, spec)).backend == backend
+        assert select.BACKENDS.choose(hopper_call("forward", q, q, q, side, spec)).backend == "hopper"
+        assert select.BACKENDS.choose(hopper_call("backward", q, q, q, side, spec)).backend == backend

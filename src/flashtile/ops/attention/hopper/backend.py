@@ -31,6 +31,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def _unsupported_feature(call: AttentionCall) -> str | None:
     if max(call.head_dims) > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
+    if call.phase == "forward":
+        return _unsupported_forward_feature(call)
     if call.spec.dropout_p:
         return "it has no dropout"
     if call.key_lengths:
@@ -41,6 +43,15 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
         return "it has no bias or mask"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
+    return None
+
+
+def _unsupported_forward_feature(call: AttentionCall) -> str | None:
+    origin = call.spec.origin
+    if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
+        return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
+    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables):
+        return "with 8-bit inputs it has no dropout, key_lengths, bias or mask"
     return None
 
 
@@ -79,9 +90,12 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
         return (KernelChoice("backward", cut, memory, "hopper", summary=summary),)
-    rows = (call.side or SideInputs()).max_seqlen_q
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
-    config = configs.choose_config(*heads, rows, left, right, blocks, call.dtype)
+    side = call.side or SideInputs()
+    tables = configs.table_bytes(side.bias, side.mask)
+    config = configs.choose_config(
+        *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables
+    )
     memory = configs.shared_memory(config, *heads, call.dtype)
     warps = f"{config.consumers} computing warpgroups and a loading warp"
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)

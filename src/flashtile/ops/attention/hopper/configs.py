@@ -5,7 +5,7 @@ Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside ea
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -183,16 +183,41 @@ def choose_config(
     right: bool,
     blocks: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    dropout: bool = False,
+    tables: int = 0,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
-    block mask; its tiles are usually of 128 queries."""
+    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` has it."""
     widest = max(head_dim, head_dim_v)
     row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
+    long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
-        return _NARROW if left or blocks or short else row
-    long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
-    return _LONG_8 if dtype is FP8 and widest <= 128 and long and not (left or blocks) else row
+        # A third consumer leaves no registers for tables and random words.
+        row = _NARROW if left or blocks or short or dropout or tables else row
+    elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
+        row = _LONG_8
+    if (dropout or tables > 2) and row.block_n > 64:
+        # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
+        # of tables for each score.
+        row = row._replace(block_n=64, stages=2 * row.stages)
+    return row
+
+
+class Broadcast(Protocol):
+    """What has the shape and dtype of a bias or a mask: the tensor, or a `plans.Table`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def table_bytes(*tables: Broadcast | None) -> int:
+    """Bytes that a thread holds of tables for each of its scores, about. Of one that broadcasts along a dimension it
+    holds few."""
+    return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -74,20 +74,20 @@ def kept_weights(
     ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
     COLUMNS: gl.constexpr = QUERIES if TRANSPOSED else KEYS
     calls: gl.constexpr = _calls_layout(ROWS, COLUMNS)
-    down = gl.arange(0, ROWS // 2, gl.SliceLayout(1, calls))[:, None]
-    across = gl.arange(0, COLUMNS // 2, gl.SliceLayout(0, calls))[None, :]
+    down = gl.arange(0, ROWS // 2, gl.SliceLayout(1, gl.SliceLayout(2, calls)))[:, None, None]
+    # Which eight it is, is known when the kernel compiles; only the place within takes a register.
+    eight = gl.arange(0, COLUMNS // 16, gl.SliceLayout(0, gl.SliceLayout(2, calls)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, calls)))[None, None, :]
     query_group = (first_query + dropout.row) // 16 * 8
     key_group = (first_key + dropout.column) // 16 * 8
     # The word of a weight is number 2 · (its query's half of sixteen) + (its key's half).
     if TRANSPOSED:
-        near, next_key, next_query, both = _philox(
-            dropout, (across + query_group).to(gl.uint32), (down + key_group).to(gl.uint32)
-        )
+        queries = within + query_group + 8 * eight
+        near, next_key, next_query, both = _philox(dropout, queries.to(gl.uint32), (down + key_group).to(gl.uint32))
         left, right = gl.join(near, next_key), gl.join(next_query, both)
     else:
-        near, next_key, next_query, both = _philox(
-            dropout, (down + query_group).to(gl.uint32), (across + key_group).to(gl.uint32)
-        )
+        keys = within + key_group + 8 * eight
+        near, next_key, next_query, both = _philox(dropout, (down + query_group).to(gl.uint32), keys.to(gl.uint32))
         left, right = gl.join(near, next_query), gl.join(next_key, both)
     # (row / 16, row % 8, column / 16, column % 8, row + 8?, column + 8?) -> (rows, columns)
     joined = gl.reshape(gl.join(left, right), [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
@@ -98,11 +98,13 @@ def kept_weights(
 
 @gluon.constexpr_function
 def _calls_layout(ROWS, COLUMNS):
-    """Calls `[ROWS / 2, COLUMNS / 2]`, each with the thread that has its four weights of a product."""
-    across = [[0, 8 << bit] for bit in range((COLUMNS // 16).bit_length() - 1)]
-    down = [[32 << bit, 0] for bit in range((ROWS // 64).bit_length() - 1)]
-    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout([[0, 1], *across, *down], lanes, [[8, 0], [16, 0]], [], [ROWS // 2, COLUMNS // 2])
+    """Calls `[ROWS / 2, COLUMNS / 16, 8]`, each with the thread that has its four weights of a product."""
+    across = [[0, 1 << bit, 0] for bit in range((COLUMNS // 16).bit_length() - 1)]
+    down = [[32 << bit, 0, 0] for bit in range((ROWS // 64).bit_length() - 1)]
+    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    warps = [[8, 0, 0], [16, 0, 0]]
+    shape = [ROWS // 2, COLUMNS // 16, 8]
+    return gl.DistributedLinearLayout([[0, 0, 1], *across, *down], lanes, warps, [], shape)
 
 
 @gluon.jit

@@ -34,8 +34,6 @@ from flashtile._backends.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
-    tma_store,
     tma_store_wait,
     warpgroup_mma_wait,
 )
@@ -50,10 +48,18 @@ from flashtile.ops.attention.hopper.blocks import (
     longest_line_first,
     make_tile_info,
     read_tile_info,
-    where_visible,
     write_tile_info,
 )
+from flashtile.ops.attention.hopper.dropout import Dropout, dropout_of_head
 from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, Descale, load_descale
+from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
+from flashtile.ops.attention.hopper.forward_scores import (
+    HeadModifiers,
+    Modifiers,
+    drop_weights,
+    load_table_tiles,
+    modify_scores,
+)
 from flashtile.ops.attention.hopper.forward_softmax import (
     Softmax,
     first_reference,
@@ -65,7 +71,6 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     weights_by_sums,
 )
 from flashtile.ops.attention.hopper.pieces import (
-    LN_2,
     PAIRS_TOGETHER,
     WARPGROUP,
     Chunks,
@@ -76,27 +81,23 @@ from flashtile.ops.attention.hopper.pieces import (
     barriers,
     closing_lines,
     consumer_key_tiles,
-    coordinates,
     declare_flag,
     finish_numbers,
     key_tile_ranges,
     locate_tile,
     make_ring,
     make_tile_queue,
-    mask_scores,
-    matrix,
     next_number,
     pack,
     product_layout,
     publish_tile,
     receive_tile,
-    release,
     row_maximum,
     row_sums,
-    scale_rows,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
+from flashtile.ops.attention.hopper.scores import load_slope
+from flashtile.ops.attention.hopper.tables import Table, table_of_head
 
 
 @aggregate
@@ -110,11 +111,14 @@ class KernelConfig:
     IN_TURN: gl.constexpr
     OUT_PLACES: gl.constexpr
     PACKED: gl.constexpr
+    KEY_LENGTHS: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
+    BIAS_COLUMN: gl.constexpr
+    MASK_COLUMN: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -153,6 +157,10 @@ class Problem(NamedTuple):
 
     cu_seqlens_q_ptr: Any
     cu_seqlens_k_ptr: Any
+    key_lengths_ptr: Any
+    k_rows_apart: Any
+    v_rows_apart: Any
+    origin_diagonal: Any
     batch: Any
     heads: Any
     group: Any
@@ -162,38 +170,7 @@ class Problem(NamedTuple):
     window_right: Any
 
 
-class Output(NamedTuple):
-    """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
-    turn (`free`); `descriptors` of out; lse; and the sinks, which join the statistics."""
-
-    tiles: Any
-    free: Any
-    descriptors: Any
-    lse_ptr: Any
-    sinks_ptr: Any
-
-
-class Modifiers(NamedTuple):
-    """What changes scores, for all heads: units, soft cap, ALiBi, and the factors of 8-bit inputs."""
-
-    scale_log2: Any
-    cap_scale: Any
-    alibi_slopes_ptr: Any
-    stride_alibi_batch: Any
-    descale_q: Any
-    descale_k: Any
-    descale_v: Any
-
-
-class HeadModifiers(NamedTuple):
-    """What changes the scores of one head. `slope` of ALiBi; None where a call has none, as is `cap_scale`."""
-
-    scale_log2: Any
-    cap_scale: Any
-    slope: Any
-
-
-class Mask(NamedTuple):
+class BlockMask(NamedTuple):
     """The block mask: its lists, and what the producer publishes of each loaded key tile. All None without one."""
 
     lists: Any
@@ -202,11 +179,12 @@ class Mask(NamedTuple):
 
 class QueryTile(NamedTuple):
     """A tile of query rows, as the producer publishes it: its first row in the sequence (negative: there are no more
-    tiles), sequence and head."""
+    tiles), sequence and head, and, where a call has key lengths, how many keys of the sequence count."""
 
     first: Any
     sequence: Any
     head: Any
+    keys: Any
 
 
 class PackedQueryTile(NamedTuple):
@@ -218,6 +196,7 @@ class PackedQueryTile(NamedTuple):
     begin_q: Any
     seq_q: Any
     seq_k: Any
+    keys: Any
 
 
 class ListedQueryTile(NamedTuple):
@@ -227,17 +206,18 @@ class ListedQueryTile(NamedTuple):
     sequence: Any
     head: Any
     listed: Any
+    keys: Any
 
 
 class View(NamedTuple):
     """Which keys a consumer's rows see. `row` `[M]`: its rows, from `first` on; `shift`: the key of row 0's diagonal;
-    `alibi_shift`: the key at no distance from row 0; `tiles`: the key tiles to visit."""
+    `alibi_shift`: the key at no distance from row 0; `keys`: how many there are; `tiles`: the key tiles to visit."""
 
     row: Any
     first: Any
     shift: Any
     alibi_shift: Any
-    seq_k: Any
+    keys: Any
     window_left: Any
     window_right: Any
     tiles: Any
@@ -258,24 +238,31 @@ class Attended(NamedTuple):
 def attention_forward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc,
     lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
-    descale_q_ptr, descale_k_ptr, descale_v_ptr,
+    descale_q_ptr, descale_k_ptr, descale_v_ptr, key_lengths_ptr, dropout_seed_ptr, bias_ptr, mask_ptr,
     batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head, block_order,
     stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
     stride_descale_v_batch, stride_descale_v_head, descale_group,
+    k_rows_apart, v_rows_apart, keep_threshold, keep_scale,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
+    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed
     call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks
     take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with a soft
     cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
     (`blocks`). Descale factors of 8-bit inputs belong to a sequence and key/value head, and `descale_group` is `group`
-    once more. A parameter that a call does not need is None.
+    once more. `k_rows_apart`, `v_rows_apart`: with key lengths, rows of k and v from one batch entry to the next.
+    `keep_...`, `origin_...`: of dropout and ALiBi (`dropout`). `stride_bias_...`, `stride_mask_...` and so on: of the
+    tables (`tables`). A parameter that a call does not need is None.
     """
     config = KernelConfig(
         EIGHT_BITS=k_desc.dtype.primitive_bitwidth == 8,
@@ -285,11 +272,14 @@ def attention_forward_kernel(
         IN_TURN=IN_TURN,
         OUT_PLACES=OUT_PLACES,
         PACKED=PACKED,
+        KEY_LENGTHS=key_lengths_ptr is not None,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
         TILE_Q=TILE_Q,
         TILE_K=TILE_K,
+        BIAS_COLUMN=STRIDE_BIAS_COLUMN,
+        MASK_COLUMN=STRIDE_MASK_COLUMN,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -299,13 +289,30 @@ def attention_forward_kernel(
     )
     schedule = Schedule(counter_ptr, tiles, lines, dynamic)
     problem = Problem(
-        cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, group, rows_q, rows_k, window_left, window_right
+        cu_seqlens_q_ptr=cu_seqlens_q_ptr,
+        cu_seqlens_k_ptr=cu_seqlens_k_ptr,
+        key_lengths_ptr=key_lengths_ptr,
+        k_rows_apart=k_rows_apart,
+        v_rows_apart=v_rows_apart,
+        origin_diagonal=origin_diagonal,
+        batch=batch,
+        heads=heads,
+        group=group,
+        rows_q=rows_q,
+        rows_k=rows_k,
+        window_left=window_left,
+        window_right=window_right,
     )
     modifiers = Modifiers(
         scale_log2=scale_log2,
         cap_scale=cap_scale,
         alibi_slopes_ptr=alibi_slopes_ptr,
         stride_alibi_batch=stride_alibi_batch,
+        bias=Table(bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns),
+        mask=Table(mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns),
+        dropout=Dropout(
+            dropout_seed_ptr, keep_threshold, keep_scale, origin_row, origin_column, origin_matrix, origin_heads
+        ),
         descale_q=Descale(descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, descale_group),
         descale_k=Descale(descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, descale_group),
         descale_v=Descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, descale_group),
@@ -326,7 +333,7 @@ def attention_forward_kernel(
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
-    mask = Mask(
+    blocks = BlockMask(
         lists=BlockLists(
             lists_ptr=block_lists_ptr,
             offsets=block_offsets,
@@ -343,9 +350,9 @@ def attention_forward_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, config, queue, rings, output, problem, modifiers, mask)),
-                (consume, (1, config, queue, rings, output, problem, modifiers, mask)),
-                (produce, (config, queue, schedule, rings, tensors, problem, mask)),
+                (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
+                (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
+                (produce, (config, queue, schedule, rings, tensors, problem, blocks)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -353,10 +360,10 @@ def attention_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, config, queue, rings, output, problem, modifiers, mask)),
-                (consume, (1, config, queue, rings, output, problem, modifiers, mask)),
-                (consume, (2, config, queue, rings, output, problem, modifiers, mask)),
-                (produce, (config, queue, schedule, rings, tensors, problem, mask)),
+                (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
+                (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
+                (consume, (2, config, queue, rings, output, problem, modifiers, blocks)),
+                (produce, (config, queue, schedule, rings, tensors, problem, blocks)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -367,36 +374,38 @@ def attention_forward_kernel(
 
 
 @gluon.jit
-def produce(config, queue, schedule, rings, tensors, problem, mask):
+def produce(config, queue, schedule, rings, tensors, problem, blocks):
     """Producer warp: takes the tiles of this thread block, and loads what they need as soon as the rings have room."""
     tiles_published = 0
     key_tiles = 0
     number = gl.program_id(0)
     while number < schedule.tiles * schedule.lines:
         tiles_published, key_tiles, number = produce_tile(
-            number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask
+            number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, blocks
         )
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
-    publish_query_tile(queue, tiles_published, end, 0, config)
+    publish_query_tile(queue, tiles_published, end, 0, 0, config)
     finish_numbers(schedule.counter_ptr, schedule.dynamic)
 
 
 @gluon.jit
 def produce_tile(
-    number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask
+    number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, blocks
 ):  # fmt: skip
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
     key tiles were loaded, and the number of the next tile."""
     ROWS: gl.constexpr = config.CONSUMERS * M
     N: gl.constexpr = rings.k.ROWS
     UNEVEN: gl.constexpr = config.PACKED or config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
+    # Values past the end of a sequence must be zeros, for a weight of 0 times what is no number would be none.
+    BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     heads = problem.heads
     following = number
     tile, line = tile_in_order(
         number, schedule.tiles, schedule.lines, PAIRS_TOGETHER, closing_lines(schedule.tiles), UNEVEN
     )
     if config.TILE_Q > 0:
-        tile = longest_line_first(mask.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
+        tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
     at = locate_tile(
         tile, line, problem.cu_seqlens_q_ptr, problem.cu_seqlens_k_ptr, problem.batch, heads,
         problem.rows_q, problem.rows_k, ROWS, config.PACKED,
@@ -404,9 +413,19 @@ def produce_tile(
     if at.first < at.length:
         listed = 0
         if config.TILE_Q > 0:
-            entry, last_entry = line_entries(mask.lists, at.sequence, at.head, at.first // config.TILE_Q)
+            entry, last_entry = line_entries(blocks.lists, at.sequence, at.head, at.first // config.TILE_Q)
             listed = (last_entry - entry) * (config.TILE_K // N)
-        publish_query_tile(queue, tiles_published, at, listed, config)
+        keys = at.other_length
+        k_begin = at.other_begin
+        v_begin = at.other_begin
+        if config.KEY_LENGTHS:
+            # Rows past the end of a packed call have no sequence, and no length. A length may be more than 32 bits.
+            counted = gl.load(problem.key_lengths_ptr + at.sequence, mask=at.sequence < problem.batch, other=0)
+            keys = gl.minimum(counted, at.other_length).to(gl.int32)
+            if not config.PACKED:
+                k_begin = at.sequence * problem.k_rows_apart
+                v_begin = at.sequence * problem.v_rows_apart
+        publish_query_tile(queue, tiles_published, at, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
             slot = rings.q.slot(tiles_published, which)
@@ -414,7 +433,7 @@ def produce_tile(
         tiles_published += 1
         shift = 0 if config.TOP_LEFT else at.other_length - at.length
         visited = key_tile_ranges(
-            at.first, at.length, shift, at.other_length, problem.window_left, problem.window_right, ROWS, N,
+            at.first, at.length, shift, keys, problem.window_left, problem.window_right, ROWS, N,
             config.HAS_LEFT, config.HAS_RIGHT,
         )  # fmt: skip
         key_begin = visited.begin
@@ -425,16 +444,16 @@ def produce_tile(
         for done in range(0, key_end - key_begin):
             n = key_end - 1 - done
             if config.TILE_Q > 0:
-                n, kind = listed_tile(mask.lists, entry, n, listed > 0, N, config.TILE_K)
+                n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
             row = n * N
             slot = rings.k.slot(key_tiles)
             rings.k.wait_empty(slot)
             if config.TILE_Q > 0:
-                write_tile_info(mask.tile_info, slot.place, TILE_NUMBER, n)
-                write_tile_info(mask.tile_info, slot.place, TILE_KIND, kind)
-            keys = HeadRows(at.sequence, at.head // problem.group, at.other_begin, at.other_length)
-            rings.k.load(slot, tensors.k, keys, row, config.PACKED)
-            rings.v.fill(slot, tensors.v, keys, row, config.PACKED)
+                write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
+                write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
+            head = at.head // problem.group
+            rings.k.load(slot, tensors.k, HeadRows(at.sequence, head, k_begin, keys), row, BOUNDED)
+            rings.v.fill(slot, tensors.v, HeadRows(at.sequence, head, v_begin, keys), row, BOUNDED)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
                 following = next_number(number, schedule.counter_ptr, schedule.dynamic)
@@ -444,29 +463,45 @@ def produce_tile(
 
 
 @gluon.jit
-def publish_query_tile(queue, count, at, listed, config):
+def publish_query_tile(queue, count, at, listed, keys, config):
     """The producer's side of the queue. `at`: a `LocatedTile`, `listed`: how many key tiles a block mask lists."""
-    if config.PACKED:
-        tile = PackedQueryTile(at.first, at.sequence, at.head, at.begin, at.length, at.other_length)
+    if config.PACKED and config.KEY_LENGTHS:
+        numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length, keys)
+    elif config.PACKED:
+        numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length)
+    elif config.TILE_Q > 0 and config.KEY_LENGTHS:
+        numbers = (at.first, at.sequence, at.head, listed, keys)
     elif config.TILE_Q > 0:
-        tile = ListedQueryTile(at.first, at.sequence, at.head, listed)
+        numbers = (at.first, at.sequence, at.head, listed)
+    elif config.KEY_LENGTHS:
+        numbers = (at.first, at.sequence, at.head, keys)
     else:
-        tile = QueryTile(at.first, at.sequence, at.head)
-    publish_tile(queue, count, tile)
+        numbers = (at.first, at.sequence, at.head)
+    publish_tile(queue, count, numbers)
 
 
 @gluon.jit
 def receive_query_tile(queue, count, config):
     """The consumers' side of the queue."""
+    keys = 0
     if config.PACKED:
-        first, sequence, head, begin_q, seq_q, seq_k = receive_tile(queue, count, 6)
-        tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k)
+        if config.KEY_LENGTHS:
+            first, sequence, head, begin_q, seq_q, seq_k, keys = receive_tile(queue, count, 7)
+        else:
+            first, sequence, head, begin_q, seq_q, seq_k = receive_tile(queue, count, 6)
+        tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k, keys)
     elif config.TILE_Q > 0:
-        first, sequence, head, listed = receive_tile(queue, count, 4)
-        tile = ListedQueryTile(first, sequence, head, listed)
+        if config.KEY_LENGTHS:
+            first, sequence, head, listed, keys = receive_tile(queue, count, 5)
+        else:
+            first, sequence, head, listed = receive_tile(queue, count, 4)
+        tile = ListedQueryTile(first, sequence, head, listed, keys)
     else:
-        first, sequence, head = receive_tile(queue, count, 3)
-        tile = QueryTile(first, sequence, head)
+        if config.KEY_LENGTHS:
+            first, sequence, head, keys = receive_tile(queue, count, 4)
+        else:
+            first, sequence, head = receive_tile(queue, count, 3)
+        tile = QueryTile(first, sequence, head, keys)
     return tile
 
 
@@ -474,7 +509,7 @@ def receive_query_tile(queue, count, config):
 
 
 @gluon.jit
-def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, modifiers, mask):
+def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, modifiers, blocks):
     """Consumer warpgroup: computes the `WHICH`-th 64 rows of each tile."""
     declare_flag(WHICH)
     tiles_received = 0
@@ -485,14 +520,14 @@ def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, modifier
     while tile.first >= 0:
         tiles_received += 1
         tile, key_tiles = consume_tile(
-            tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, mask, WHICH
+            tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, blocks, WHICH
         )
     tma_store_wait(0)
 
 
 @gluon.jit
 def consume_tile(
-    tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, mask, WHICH: gl.constexpr
+    tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, blocks, WHICH: gl.constexpr
 ):  # fmt: skip
     """Computes 64 rows of a tile, the `tiles_received`-th counted from 1, and stores them. Returns the next tile, and
     how many key tiles have come out of the rings."""
@@ -507,11 +542,14 @@ def consume_tile(
     if config.PACKED:
         rows = HeadRows(tile.sequence, tile.head, tile.begin_q, tile.seq_q)
         seq_k = tile.seq_k
+    keys = seq_k
+    if config.KEY_LENGTHS:
+        keys = tile.keys
     shift = 0 if config.TOP_LEFT else seq_k - rows.length
     first = tile.first + WHICH * M
     row = first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
     visited, before, after = consumer_key_tiles(
-        tile.first, first, rows.length, shift, seq_k, problem.window_left, problem.window_right, ROWS, k.ROWS,
+        tile.first, first, rows.length, shift, keys, problem.window_left, problem.window_right, ROWS, k.ROWS,
         config.HAS_LEFT, config.HAS_RIGHT, SKIPS,
     )  # fmt: skip
     if SKIPS:
@@ -534,22 +572,35 @@ def consume_tile(
         slope = load_slope(
             modifiers.alibi_slopes_ptr, modifiers.stride_alibi_batch, tile.sequence, tile.head, unit, exists
         )  # fmt: skip
+    bias = modifiers.bias
+    if modifiers.bias.pointer is not None:
+        pointer = table_of_head(bias, tile.sequence, tile.head)
+        bias = Table(pointer, None, None, bias.stride_row, bias.rows, bias.columns)
+    mask = modifiers.mask
+    if modifiers.mask.pointer is not None:
+        pointer = table_of_head(mask, tile.sequence, tile.head)
+        mask = Table(pointer, None, None, mask.stride_row, mask.rows, mask.columns)
+    dropout = None
+    if modifiers.dropout.seed_ptr is not None:
+        dropout = dropout_of_head(modifiers.dropout, tile.sequence, tile.head, problem.heads)
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
+    alibi_shift = seq_k - rows.length
+    if problem.origin_diagonal is not None:
+        alibi_shift += problem.origin_diagonal
     view = View(
         row=row,
         first=first,
         shift=shift,
-        alibi_shift=seq_k - rows.length,
-        seq_k=seq_k,
+        alibi_shift=alibi_shift,
+        keys=keys,
         window_left=problem.window_left,
         window_right=problem.window_right,
         tiles=visited,
     )
-    attended = attend(
-        query, key_tiles, HeadModifiers(unit, cap_unit, slope), view, mask, rings, config, WHICH
-    )  # fmt: skip
+    of_head = HeadModifiers(unit, cap_unit, slope, bias, mask, dropout)
+    attended = attend(query, key_tiles, of_head, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)
     if not config.Q_IN_REGISTERS:
@@ -606,14 +657,15 @@ def _named_barrier(action, consumer):
 
 
 @gluon.jit
-def attend(query, key_tiles, modifiers, view, mask, rings, config, WHICH: gl.constexpr):
+def attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH: gl.constexpr):
     """The online softmax over the key tiles that `view` names, from the last one to the first."""
     k = rings.k
     v = rings.v
     dtype: gl.constexpr = v.tiles.dtype
     o_layout: gl.constexpr = product_layout(v.WIDTH)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    zeros = gl.zeros([M, k.ROWS], gl.float32, product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth))
+    s_layout: gl.constexpr = product_layout(k.ROWS, k.tiles.dtype.primitive_bitwidth)
+    zeros = gl.zeros([M, k.ROWS], gl.float32, s_layout)
     o = gl.zeros([M, v.WIDTH], gl.float32, o_layout)
     o_tail = gl.to_tensor(0)
     if v.TAIL > 0:
@@ -622,42 +674,43 @@ def attend(query, key_tiles, modifiers, view, mask, rings, config, WHICH: gl.con
 
     slot = k.slot(key_tiles)
     k.acquire(slot)
-    n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, mask, k, config)
-    s = warpgroup_mma_wait(0, [start_scores(query, k, slot, zeros)])
+    n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
+    scores = start_scores(query, k, slot, zeros)
+    tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
+    s = warpgroup_mma_wait(0, [scores])
     k.release(slot)
-    s = modify_scores(s, n, kind, bits, modifiers, view, True, config)
+    s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
     probs = gl.exp2(s * modifiers.scale_log2 - reference[:, None])
     softmax = Softmax(reference, row_sums(probs))
-    p = gl.convert_layout(pack(probs, dtype), p_layout)
+    p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), dtype), p_layout)
 
     for done in range(view.tiles.begin + 1, view.tiles.end):
         v_slot = slot
         key_tiles += 1
-        s, out, slot = scores_during_values(
-            query, p, out, v_slot, key_tiles, done, zeros, modifiers, view, mask, rings, config, WHICH
+        s, out, slot, n = scores_during_values(
+            query, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH
         )
         if dtype == gl.float16:
-            p, softmax, out = weights_by_maxima(
-                s, modifiers.scale_log2, softmax, out, v, v_slot, p_layout, config, WHICH
-            )
+            p, softmax, out = weights_by_maxima(s, n, modifiers, view, softmax, out, v, v_slot, p_layout, config, WHICH)
         else:
-            p, softmax, out = weights_by_sums(s, modifiers.scale_log2, softmax, out, v, v_slot, p_layout, config, WHICH)
+            p, softmax, out = weights_by_sums(s, n, modifiers, view, softmax, out, v, v_slot, p_layout, config, WHICH)
     return Attended(p, out, softmax, key_tiles, slot)
 
 
 @gluon.jit
 def scores_during_values(
-    query, p, out, v_slot, key_tiles, done, zeros, modifiers, view, mask, rings, config, WHICH: gl.constexpr
+    query, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH: gl.constexpr
 ):  # fmt: skip
     """Starts the scores of the next key tile and `p v` of the one before, and waits for the scores. Returns these,
-    `out` with that product in flight, and the slot of the key tile."""
+    `out` with that product in flight, and slot and number of the key tile."""
     k = rings.k
     v = rings.v
     PRODUCTS: gl.constexpr = 2 if v.TAIL > 0 else 1
     # Without a band only the last tile of keys can be cut, and that comes first. A branch that is never taken would
     # still keep the loop in pieces, which costs 7 % at head_dim 64.
     MAY_CUT: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
+    s_layout: gl.constexpr = zeros.type.layout
     slot = k.slot(key_tiles)
     k.acquire(slot)
     if config.IN_TURN:
@@ -667,119 +720,21 @@ def scores_during_values(
     out = start_values(p, out, v, v_slot)
     if config.IN_TURN:
         end_turn(WHICH, config.CONSUMERS)
-    n, kind, bits = key_tile_at(view.tiles.begin + view.tiles.end - 1 - done, slot, view, mask, k, config)
+    n, kind, bits = key_tile_at(view.tiles.begin + view.tiles.end - 1 - done, slot, view, blocks, k, config)
+    tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
     s = warpgroup_mma_wait(PRODUCTS, [scores])
     k.release(slot)
-    s = modify_scores(s, n, kind, bits, modifiers, view, MAY_CUT, config)
-    return s, out, slot
+    s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT, config)
+    return s, out, slot, n
 
 
 @gluon.jit
-def key_tile_at(n, slot, view, mask, k, config):
+def key_tile_at(n, slot, view, blocks, k, config):
     """Number of a key tile. With a block mask, which one it is that was loaded there, its kind, and its bits."""
     kind = FULL
     bits = 0
     if config.TILE_Q > 0:
-        n = read_tile_info(mask.tile_info, slot.place, TILE_NUMBER)
-        kind = read_tile_info(mask.tile_info, slot.place, TILE_KIND)
-        bits = load_bits(mask.lists, kind, view.first, n, k.ROWS, config.TILE_Q, config.TILE_K)
+        n = read_tile_info(blocks.tile_info, slot.place, TILE_NUMBER)
+        kind = read_tile_info(blocks.tile_info, slot.place, TILE_KIND)
+        bits = load_bits(blocks.lists, kind, view.first, n, k.ROWS, config.TILE_Q, config.TILE_K)
     return n, kind, bits
-
-
-@gluon.jit
-def modify_scores(s, n, kind, bits, modifiers, view, MAY_CUT: gl.constexpr, config):
-    """Scores `[M, N]` of the `n`-th key tile with what changes them, and -inf where a row does not see the key."""
-    first_key = n * s.shape[1]
-    diagonal = view.row + view.alibi_shift
-    if modifiers.cap_scale is not None:
-        s = capped(s, modifiers.cap_scale)
-    if modifiers.slope is not None:
-        s = lowered_by_distance(s, diagonal, first_key, modifiers.slope)
-    if config.TILE_Q > 0:
-        if kind != FULL:
-            s = where_visible(bits, s, float("-inf"))
-    if MAY_CUT:
-        if (n < view.tiles.full_begin) | (n >= view.tiles.full_end):
-            s = mask_scores(
-                s, view.row, n * s.shape[1], view.shift, view.seq_k, view.window_left, view.window_right,
-                config.HAS_LEFT, config.HAS_RIGHT,
-            )  # fmt: skip
-    return s
-
-
-# Results
-
-
-@gluon.jit
-def make_out_tiles(descriptors, config):
-    """Room in shared memory for out on its way to device memory: for each consumer, or for one after the other."""
-    desc = descriptors.main
-    tail_desc = descriptors.tail
-    main = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + desc.block_shape, desc.layout)
-    tail = main
-    if tail_desc is not None:
-        tail = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + tail_desc.block_shape, tail_desc.layout)
-    return Chunks(main, tail)
-
-
-@gluon.jit
-def store_statistics(softmax, rows, row, problem, modifiers, output, config):
-    """Stores lse. Returns what `o` is to be multiplied by."""
-    row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
-    reference = softmax.reference
-    own = 1.0
-    if output.sinks_ptr is not None:
-        row_sum, reference, own = join_sink(row_sum, reference, output.sinks_ptr, rows, problem.batch)
-    if config.EIGHT_BITS:
-        own *= load_descale(modifiers.descale_v, rows.sequence, rows.head, rows.sequence < problem.batch)
-    inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
-    lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
-    if config.PACKED:
-        offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
-    else:
-        offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
-    gl.store(output.lse_ptr + offset + row, lse, mask=row < rows.length)
-    return inverse
-
-
-@gluon.jit
-def join_sink(row_sum, reference, sinks_ptr, rows, batch):
-    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
-    rows past the end of a packed call (sequence number `batch`) have no sink."""
-    sink = gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
-    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
-    top = finite(gl.maximum(seen, sink))
-    own = gl.exp2(seen - top)
-    return row_sum * own + gl.exp2(sink - top), top, own
-
-
-@gluon.jit
-def finite(m):
-    """The maximum of a row, 0 instead of -inf where it has seen nothing: a difference to -inf would be NaN."""
-    return gl.where(m == float("-inf"), 0.0, m)
-
-
-@gluon.jit
-def store_epilogue(out, inverse, rows, first, tiles_received, v, output, config, WHICH: gl.constexpr):
-    """Divides 64 rows by their sums and starts the store, through the consumer's place in shared memory or through the
-    one that all share, each in its turn. Rows past the end are not written."""
-    if config.OUT_PLACES > 1:
-        PLACE: gl.constexpr = WHICH
-    else:
-        PLACE: gl.constexpr = 0
-        # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
-        mbarrier.wait(output.free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
-    main = output.tiles.main.index(PLACE)
-    tail = output.tiles.tail.index(PLACE)
-    out = scale_rows(out, inverse, v)
-    tma_store_wait(0)  # until the tile before has been read from there
-    matrix(main, M, v.WIDTH).store(out.main.to(main.dtype))
-    if v.TAIL > 0:
-        matrix(tail, M, v.TAIL).store(out.tail.to(main.dtype))
-    fence_async_shared()
-    tma_store(output.descriptors.main, coordinates(rows, first, 0, config.PACKED), main)
-    if v.TAIL > 0:
-        tma_store(output.descriptors.tail, coordinates(rows, first, v.WIDTH, config.PACKED), tail)
-    if config.OUT_PLACES == 1:
-        tma_store_wait(0)
-        release(output.free.index((WHICH + 1) % config.CONSUMERS))

@@ -20,6 +20,7 @@ FlashAttention-4 rescales lazily too, at a threshold of 8. Letters are those of 
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from flashtile.ops.attention.hopper.forward_scores import drop_weights
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     M,
@@ -120,18 +121,20 @@ def first_reference(highest, dtype: gl.constexpr):
 
 @gluon.jit
 def weights_by_sums(
-    s, scale_log2, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
+    s, n, modifiers, view, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
 ):  # fmt: skip
-    """bfloat16 weights of a tile, the statistics with them, and `out` when its product has come to an end. Weights come
-    first: they show in which rows they are too large."""
+    """bfloat16 weights of the `n`-th key tile, the statistics with them, and `out` when its product has come to an end.
+    Weights come first: they show in which rows they are too large."""
+    scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
     probs, out, tile_sum = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
-    p = gl.convert_layout(pack(probs, gl.bfloat16), p_layout)
+    p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.bfloat16), p_layout)
     if any_above(tile_sum, LARGEST_WEIGHT, WHICH):
         reference, alpha = raised_references(s, scale_log2, row_sum, tile_sum, reference, WHICH)
         again = gl.exp2(s * scale_log2 - reference[:, None])
-        p = gl.convert_layout(pack(again, gl.bfloat16), p_layout)
+        # The random bits are computed once more, for they would be too many to be kept.
+        p = gl.convert_layout(pack(drop_weights(again, n, modifiers, view), gl.bfloat16), p_layout)
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         row_sum *= factor
         tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
@@ -167,10 +170,11 @@ def exponent(x):
 
 @gluon.jit
 def weights_by_maxima(
-    s, scale_log2, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
+    s, n, modifiers, view, softmax, in_flight, v, v_slot, p_layout: gl.constexpr, config, WHICH: gl.constexpr
 ):  # fmt: skip
-    """float16 weights of a tile, the statistics with them, and `out` when its product has come to an end. Scores come
-    first: references follow those that are too large."""
+    """float16 weights of the `n`-th key tile, the statistics with them, and `out` when its product has come to an end.
+    Scores come first: references follow those that are too large."""
+    scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
     highest = row_maximum(s) * scale_log2
@@ -182,7 +186,7 @@ def weights_by_maxima(
         row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         reference = raised
     probs, out, tile_sum = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
-    p = gl.convert_layout(pack(probs, gl.float16), p_layout)
+    p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.float16), p_layout)
     if rises:
         out = scale_rows(out, alpha, v)
     return p, Softmax(reference, row_sum + tile_sum), out

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashtile._backends import tma
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
@@ -35,38 +36,39 @@ from flashtile.ops.attention.hopper.configs import (
     column_chunks,
     out_places,
     query_places,
+    table_bytes,
 )
 from flashtile.ops.attention.hopper.forward import attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import (
     INT32,
     ScoreVariant,
-    alibi_dimensions,
     block_constants,
     block_lists,
     block_parameters,
+    column_stride,
+    dropout_parameters,
     length_parameters,
     score_parameters,
     score_values,
+    table_parameters,
     whole_tiles,
 )
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import (
+    PLAIN_SIDE,
     Layout,
+    SideShape,
     block_places,
-    block_sizes,
     clipped_window,
     descale_parameters,
-    descale_strides,
-    packing,
     positive_scale,
+    side_shape,
     tiles_of,
 )
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype, plain_side
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 __all__ = ["backward", "forward"]
-
-_NO_DESCALES = (None, None, None)
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
@@ -99,17 +101,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plain = plain_side(side)
-    sequences, index_dtypes, *of_side = _PLAIN if plain else _side_facts(side)
+    if side.key_lengths is not None and side.cu_seqlens_k is None:
+        k, v = _by_whole_rows(k), _by_whole_rows(v)
     plan = _plan(
         q.dtype,
         q.device,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
-        sequences,
-        index_dtypes,
         side.max_seqlen_q,
+        PLAIN_SIDE if plain else side_shape(side),
         spec,
-        *of_side,
     )
     out_layout, lse_layout = plan.outputs
     out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
@@ -130,22 +131,36 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     return out, lse
 
 
-def _side_facts(side: SideInputs) -> tuple[Any, ...]:
-    """What a plan needs to know of the side inputs, as `_plan` takes it."""
-    return (
-        *packing(side), alibi_dimensions(side), side.sinks is not None, block_sizes(side), descale_strides(side)
-    )  # fmt: skip
+def _by_whole_rows(tensor: Tensor) -> Tensor:
+    """k or v whose batch entries lie whole rows apart, so that TMA can tell where the keys of each end."""
+    batch_stride, row_stride, *_ = tensor.stride()
+    one = tensor.shape[0] == 1 or tensor.shape[1] == 1 or not tensor.numel()
+    return tensor if one or (row_stride and batch_stride % row_stride == 0) else tensor.contiguous()
+
+
+def _row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
+    """Of k or v of a dense call: elements from one row to the next, and rows from one batch entry to the next."""
+    if shape[1] == 1:
+        return strides[0], 1
+    return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0
+
+
+def _bounded_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tma.Layout:
+    """k or v as a packed tensor whose sequences end where the host need not know."""
+    if len(shape) == 3:
+        return packed_layout(shape, strides)
+    batch, rows, *others = shape
+    return packed_layout((batch * rows, *others), (_row_strides(shape, strides)[0], *strides[2:]))
 
 
 def _side_pointers(side: SideInputs) -> tuple[int, ...]:
     """In the order of the kernel's parameters."""
     tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)
-    return tuple(map(pointer, tensors))
+    return tuple(map(pointer, (*tensors, side.key_lengths, side.dropout_seed, side.bias, side.mask)))
 
 
-#: The same two for a call without tensors beside q, k and v, the commonest.
-_PLAIN: tuple[Any, ...] = (None, None, 0, False, None, _NO_DESCALES)
-_NO_POINTERS = (pointer(None),) * 8
+#: The same for a call without tensors beside q, k and v, the commonest.
+_NO_POINTERS = (pointer(None),) * 12
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
@@ -184,24 +199,22 @@ def _plan(
     device: torch.device,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    sequences: int | None,
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
     max_seqlen_q: int,
+    side: SideShape,
     spec: AttentionSpec,
-    alibi: int = 0,
-    sinks: bool = False,
-    blocks: tuple[int, int] | None = None,
-    descales: tuple[tuple[int, ...] | None, ...] = _NO_DESCALES,
 ) -> ForwardPlan:
-    """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
+    """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
-    packed = sequences is not None
-    batch = q_shape[0] if sequences is None else sequences
+    packed = side.sequences is not None
+    batch = q_shape[0] if side.sequences is None else side.sequences
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
     left, right = spec.window_left is not None, spec.window_right is not None
-    config = choose_config(head_dim, head_dim_v, max_seqlen_q, left, right, blocks is not None, dtype)
+    config = choose_config(
+        head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
+        table_bytes(side.bias, side.mask),
+    )  # fmt: skip
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
@@ -209,7 +222,7 @@ def _plan(
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
-    uneven = packed or spec.banded or blocks is not None
+    uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -217,7 +230,17 @@ def _plan(
         Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)),
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
-    boxes = _boxes(config, column_chunks(head_dim, dtype), column_chunks(head_dim_v), packed)
+    bounded = packed or side.key_lengths_dtype is not None
+    boxes = _boxes(config, column_chunks(head_dim, dtype), column_chunks(head_dim_v), packed, bounded)
+    whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
+    whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
+    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
+    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    tables = {
+        **table_parameters("bias", side.bias, covered),
+        **table_parameters("mask", side.mask, covered),
+        **dropout_parameters(spec),
+    }
     dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
     parameters = {
         **{
@@ -225,7 +248,8 @@ def _plan(
             for name in _MOVED
             for part, box in zip(("", "_tail"), boxes[name])
         },
-        **_parameters(index_dtypes, ScoreVariant(spec.softcap > 0, alibi > 0, sinks), block_tile is not None, descales),
+        **_parameters(side, ScoreVariant(spec.softcap > 0, side.alibi > 0, side.sinks)),
+        **tables,
     }
     constants = {
         "CONSUMERS": config.consumers,
@@ -242,6 +266,8 @@ def _plan(
         "HAS_RIGHT": right,
         "TOP_LEFT": spec.banded and spec.top_left,
         **block_constants(block_tile),
+        "STRIDE_BIAS_COLUMN": column_stride(side.bias),
+        "STRIDE_MASK_COLUMN": column_stride(side.mask),
     }
     group = heads // heads_kv
     window_left, window_right = clipped_window(spec)
@@ -249,10 +275,13 @@ def _plan(
         **{"batch": batch, "heads": heads, "group": group, "rows_q": rows_q, "rows_k": rows_k},
         **{"tiles": tiles, "lines": lines, "dynamic": int(dynamic)},
         **{"window_left": window_left, "window_right": window_right},
-        **score_values(spec, heads, alibi),
-        **block_places(spec, rows_q, rows_k, blocks, by_column=False)._asdict(),
-        **{name: of.value for name, of in descale_parameters(descales).items() if name.startswith("stride_")},
-        "descale_group": None if descales == _NO_DESCALES else group,
+        **score_values(spec, heads, side.alibi),
+        **block_places(spec, rows_q, rows_k, side.blocks, by_column=False)._asdict(),
+        **{name: of.value for name, of in descale_parameters(side.descales).items() if name.startswith("stride_")},
+        "descale_group": None if side.descales == PLAIN_SIDE.descales else group,
+        "k_rows_apart": None if packed or not bounded else _row_strides(shapes[1], strides[1])[1],
+        "v_rows_apart": None if packed or not bounded else _row_strides(shapes[2], strides[2])[1],
+        **{name: of.value for name, of in tables.items() if not name.endswith("_ptr")},
     }
     source = specialise(
         attention_forward_kernel, parameters, constants, num_warps=4, max_registers=config.max_registers
@@ -262,39 +291,49 @@ def _plan(
         return ForwardPlan(kernel, False, (), outputs)
     widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
     strides_v = strides[2] if widening is None else widening.output.strides
+    describe = packed_layout if packed else strided_layout
+    describe_keys = _bounded_layout if bounded else strided_layout
     layouts = [
-        (packed_layout if packed else strided_layout)(tuple(shape), tuple(stride))
-        for shape, stride in zip((*shapes, out_shape), (*strides[:2], strides_v, outputs[0].strides))
+        of(tuple(shape), tuple(stride))
+        for of, shape, stride in zip(
+            (describe, describe_keys, describe_keys, describe),
+            (*shapes, out_shape),
+            (*strides[:2], strides_v, outputs[0].strides),
+        )
     ]
     makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
     return ForwardPlan(kernel, dynamic, makers, outputs, widening)
 
 
 def _boxes(
-    config: HopperConfig, chunks: tuple[int, int], chunks_v: tuple[int, int], packed: bool
+    config: HopperConfig, chunks: tuple[int, int], chunks_v: tuple[int, int], packed: bool, bounded: bool
 ) -> dict[str, tuple[tuple[int, ...] | None, ...]]:
-    """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one."""
+    """What one copy moves, for each of `_MOVED` and either chunk of columns; None where there is no second one.
+    `bounded`: the keys of each sequence end where its length says."""
     rows = {"q": CONSUMER_ROWS, "k": config.block_n, "v": config.block_n, "out": CONSUMER_ROWS}
     widths = {"q": chunks, "k": chunks, "v": chunks_v, "out": chunks_v}
-    outer = (1, 1) if packed else (1,)
-    return {name: tuple((*outer, rows[name], 1, width) if width else None for width in widths[name]) for name in _MOVED}
+    ends = {"q": packed, "k": bounded, "v": bounded, "out": packed}
+    return {
+        name: tuple(
+            ((1, 1) if ends[name] else (1,)) + (rows[name], 1, width) if width else None for width in widths[name]
+        )
+        for name in _MOVED
+    }
 
 
-def _parameters(
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
-    scores: ScoreVariant,
-    listed: bool,
-    descales: tuple[tuple[int, ...] | None, ...],
-) -> dict[str, Parameter]:
-    """All but the descriptors. `listed`: there is a block mask."""
+def _parameters(side: SideShape, scores: ScoreVariant) -> dict[str, Parameter]:
+    """All but the descriptors, tables and dropout."""
     numbers = ("batch", "heads", "group", "rows_q", "rows_k", "tiles", "lines", "dynamic")
+    bounded = side.key_lengths_dtype is not None and side.sequences is None
     return {
         "lse_ptr": pointer_to(torch.float32),
         "counter_ptr": pointer_to(torch.int32, 16),
-        **length_parameters(index_dtypes),
+        **length_parameters(side.index_dtypes),
+        "key_lengths_ptr": pointer_to(side.key_lengths_dtype),
         **dict.fromkeys((*numbers, "window_left", "window_right"), INT32),
+        **dict.fromkeys(("k_rows_apart", "v_rows_apart"), optional(bounded, INT32)),
         **score_parameters(scores),
-        **block_parameters(listed),
-        **descale_parameters(descales),
-        "descale_group": optional(descales != _NO_DESCALES, INT32),
+        **block_parameters(side.blocks is not None),
+        **descale_parameters(side.descales),
+        "descale_group": optional(side.descales != PLAIN_SIDE.descales, INT32),
     }

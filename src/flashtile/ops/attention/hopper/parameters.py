@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.launch import Parameter, optional, pointer_to
-from flashtile.ops.attention.plans import BlockPlaces
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile._backends.alignment import power_of_two_factor
+from flashtile._backends.launch import Parameter, float32, int32, optional, pointer_to, strides_of
+from flashtile.ops.attention.philox import keep_threshold
+from flashtile.ops.attention.plans import BlockPlaces, Table
+from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs
 
 LOG2_E = 1.4426950408889634
 
@@ -77,3 +79,44 @@ def length_parameters(index_dtypes: tuple[torch.dtype, torch.dtype] | None) -> d
     """Offsets of packed sequences; None in a dense call."""
     names = ("cu_seqlens_q_ptr", "cu_seqlens_k_ptr")
     return {name: pointer_to(dtype) for name, dtype in zip(names, index_dtypes or (None, None))}
+
+
+def table_parameters(name: str, table: Table | None, covered: bool) -> dict[str, Parameter]:
+    """The parameters of a bias or a mask (`tables.Table`): a pointer, strides and ends.
+
+    The number of columns decides machine code as far as it is a multiple of a power of two: a bounds check that could
+    fall between two neighbours would keep them from being read together. `covered`: no tile of the kernel ends past the
+    table, so that there is no such check.
+    """
+    if table is None:
+        absent = {f"{name}_{of}": int32(None) for of in ("rows", "columns")}
+        return {f"{name}_ptr": pointer_to(None), **strides_of(name, dict.fromkeys(("batch", "head", "row"))), **absent}
+    itemsize = table.dtype.itemsize
+    batch, head, row = (stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3]))
+    _, _, rows, columns = table.shape
+    multiple = max(1, power_of_two_factor(*(stride * itemsize for stride in (batch, head, row))) // itemsize)
+    strides = {"batch": batch, "head": head, "row": row if rows > 1 else None}
+    stored = torch.uint8 if table.dtype is torch.bool else table.dtype
+    return {
+        f"{name}_ptr": pointer_to(stored, power_of_two_factor(table.misalignment)),
+        **strides_of(name, strides, multiple),
+        f"{name}_rows": int32(None if covered or rows == 1 else rows),
+        f"{name}_columns": int32(None if covered or columns == 1 else columns, power_of_two_factor(columns)),
+    }
+
+
+def column_stride(table: Table | None) -> int:
+    """A constant of the kernels; 0 where the table has one column, or there is none."""
+    return 0 if table is None or table.shape[-1] == 1 else table.strides[-1]
+
+
+def dropout_parameters(spec: AttentionSpec) -> dict[str, Parameter]:
+    """Of dropout (`dropout.Dropout`), and where in a larger call this one lies, as far as its features ask."""
+    drops = spec.dropout_p > 0
+    origin = spec.origin or (None,) * len(Origin._fields)
+    return {
+        "dropout_seed_ptr": pointer_to(torch.int64 if drops else None),
+        "keep_threshold": int32(keep_threshold(spec.dropout_p) if drops else None),
+        "keep_scale": float32(1 / (1 - spec.dropout_p) if drops else None),
+        **{f"origin_{name}": int32(value) for name, value in zip(Origin._fields, origin)},
+    }

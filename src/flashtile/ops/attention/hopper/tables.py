@@ -10,17 +10,17 @@ from flashtile._backends.gluon import gl, gluon
 
 
 class Table(NamedTuple):
-    """A table of all heads, or, with `pointer` at its first element, that of one head of one sequence.
+    """A table of all heads, or of one head of one sequence, when `pointer` is as `table_of_head` returns it.
 
-    Strides are in elements. `stride_row` is None and `STRIDE_COLUMN` 0 where a dimension broadcasts. `rows` and
-    `columns` say where the table ends; None where no tile ends past it. A call without such a table has all None.
+    Strides are in elements. `stride_row` is None where rows broadcast; that of columns is a constant of the kernel.
+    `rows` and `columns` say where the table ends; None where no tile ends past it. A call without such a table has all
+    None.
     """
 
     pointer: Any
     stride_batch: Any
     stride_head: Any
     stride_row: Any
-    STRIDE_COLUMN: Any
     rows: Any
     columns: Any
 
@@ -33,40 +33,77 @@ def table_of_head(table, sequence, head):
 
 @gluon.jit
 def load_table(
-    table, pointer, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr, layout: gl.constexpr,
-    OTHER: gl.constexpr, TRANSPOSED: gl.constexpr,
+    table, STRIDE_COLUMN: gl.constexpr, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    layout: gl.constexpr, OTHER: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The tile of a head's table from `first_query` and `first_key` on, `OTHER` past its end.
 
-    `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, with 1 in the place of a dimension that
-    broadcasts. `pointer`: as `table_of_head` returns it.
+    It belongs to scores `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, and comes in
+    eights of their columns, `[rows, columns / 8, 8]` (`in_eights`), with 1 in the place of what broadcasts.
+    `STRIDE_COLUMN`: 0 where columns of the table broadcast.
+
+    Which eight it is, is known when the kernel compiles. So a thread has an address for each of its rows, and constants
+    for what lies beside.
     """
-    query = gl.arange(0, QUERIES, gl.SliceLayout(0 if TRANSPOSED else 1, layout))
-    key = gl.arange(0, KEYS, gl.SliceLayout(1 if TRANSPOSED else 0, layout))
-    if TRANSPOSED:
-        query = query[None, :]
-        key = key[:, None]
-    else:
-        query = query[:, None]
-        key = key[None, :]
+    ROWS: gl.constexpr = KEYS if TRANSPOSED else QUERIES
+    COLUMNS: gl.constexpr = QUERIES if TRANSPOSED else KEYS
+    eights: gl.constexpr = in_eights(gl.zeros([ROWS, COLUMNS], gl.int32, layout)).type.layout
+    down = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, eights)))[:, None, None]
+    eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, eights)))[None, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, eights)))[None, None, :]
+    pointer = table.pointer
     inside = None
     # Wide arithmetic for the tile's first element and for its rows; columns lie near each other.
     if table.stride_row is not None:
         pointer += first_query.to(gl.int64) * table.stride_row
-        pointer += query.to(gl.int64) * table.stride_row
+        if TRANSPOSED:
+            pointer += within.to(gl.int64) * table.stride_row
+            pointer += eight.to(gl.int64) * (8 * table.stride_row)
+        else:
+            pointer += down.to(gl.int64) * table.stride_row
         if table.rows is not None:
-            inside = query < table.rows - first_query
-    if table.STRIDE_COLUMN > 0:
-        pointer += first_key.to(gl.int64) * table.STRIDE_COLUMN
-        pointer += key * table.STRIDE_COLUMN
-        if table.columns is not None:
-            within = key < table.columns - first_key
-            if inside is None:
-                inside = within
+            if TRANSPOSED:
+                inside = within < table.rows - first_query - 8 * eight
             else:
-                inside &= within
+                inside = down < table.rows - first_query
+    if STRIDE_COLUMN > 0:
+        pointer += first_key.to(gl.int64) * STRIDE_COLUMN
+        if TRANSPOSED:
+            pointer += down * STRIDE_COLUMN
+        else:
+            pointer += within * STRIDE_COLUMN
+            pointer += eight * (8 * STRIDE_COLUMN)
+        if table.columns is not None:
+            if TRANSPOSED:
+                before_end = down < table.columns - first_key
+            else:
+                before_end = within < table.columns - first_key - 8 * eight
+            if inside is None:
+                inside = before_end
+            else:
+                inside = inside & before_end
     if inside is None:
         tile = gl.load(pointer)
     else:
         tile = gl.load(pointer, mask=inside, other=OTHER)
     return tile
+
+
+@gluon.jit
+def in_eights(x):
+    """`[R, C]` as `[R, C / 8, 8]`: each thread keeps what it holds."""
+    return gl.reshape(x, [x.shape[0], x.shape[1] // 8, 8])
+
+
+@gluon.jit
+def add_bias(scores, bias, unit):
+    """Scores `[R, C]` with a tile of a bias, of which a number 1 is `unit` in the units of scores."""
+    changed = gl.reshape(in_eights(scores) + bias.to(gl.float32) * unit, scores.shape)
+    return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def hide_by_mask(scores, mask):
+    """Scores `[R, C]`, -inf where a tile of a mask, as bytes, is 0."""
+    changed = gl.reshape(gl.where(mask != 0, in_eights(scores), float("-inf")), scores.shape)
+    return gl.convert_layout(changed, scores.type.layout, assert_trivial=True)

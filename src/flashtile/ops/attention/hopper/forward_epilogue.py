@@ -1,0 +1,97 @@
+"""Results of the Hopper forward: lse, with the sink of a head where there is one, and out on its way to device memory.
+
+Letters are those of `pieces` and `forward`.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait
+from flashtile.ops.attention.hopper.eight_bits import load_descale
+from flashtile.ops.attention.hopper.pieces import LN_2, Chunks, M, coordinates, matrix, release, scale_rows
+from flashtile.ops.attention.hopper.scores import LOG2_E
+
+
+class Output(NamedTuple):
+    """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
+    turn (`free`); `descriptors` of out; lse; and the sinks, which join the statistics."""
+
+    tiles: Any
+    free: Any
+    descriptors: Any
+    lse_ptr: Any
+    sinks_ptr: Any
+
+
+@gluon.jit
+def make_out_tiles(descriptors, config):
+    """Room in shared memory for out on its way to device memory: for each consumer, or for one after the other."""
+    desc = descriptors.main
+    tail_desc = descriptors.tail
+    main = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + desc.block_shape, desc.layout)
+    tail = main
+    if tail_desc is not None:
+        tail = gl.allocate_shared_memory(desc.dtype, [config.OUT_PLACES] + tail_desc.block_shape, tail_desc.layout)
+    return Chunks(main, tail)
+
+
+@gluon.jit
+def store_statistics(softmax, rows, row, problem, modifiers, output, config):
+    """Stores lse. Returns what `o` is to be multiplied by."""
+    row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
+    reference = softmax.reference
+    own = 1.0
+    if output.sinks_ptr is not None:
+        row_sum, reference, own = join_sink(row_sum, reference, output.sinks_ptr, rows, problem.batch)
+    if config.EIGHT_BITS:
+        own *= load_descale(modifiers.descale_v, rows.sequence, rows.head, rows.sequence < problem.batch)
+    inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
+    if modifiers.dropout.seed_ptr is not None:
+        inverse *= modifiers.dropout.keep_scale
+    lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
+    if config.PACKED:
+        offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
+    else:
+        offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
+    gl.store(output.lse_ptr + offset + row, lse, mask=row < rows.length)
+    return inverse
+
+
+@gluon.jit
+def join_sink(row_sum, reference, sinks_ptr, rows, batch):
+    """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
+    rows past the end of a packed call (sequence number `batch`) have no sink."""
+    sink = gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
+    seen = gl.where(row_sum == 0.0, float("-inf"), reference)
+    top = finite(gl.maximum(seen, sink))
+    own = gl.exp2(seen - top)
+    return row_sum * own + gl.exp2(sink - top), top, own
+
+
+@gluon.jit
+def finite(m):
+    """The maximum of a row, 0 instead of -inf where it has seen nothing: a difference to -inf would be NaN."""
+    return gl.where(m == float("-inf"), 0.0, m)
+
+
+@gluon.jit
+def store_epilogue(out, inverse, rows, first, tiles_received, v, output, config, WHICH: gl.constexpr):
+    """Divides 64 rows by their sums and starts the store, through the consumer's place in shared memory or through the
+    one that all share, each in its turn. Rows past the end are not written."""
+    PLACE: gl.constexpr = WHICH if config.OUT_PLACES > 1 else 0
+    if config.OUT_PLACES == 1:
+        # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
+        mbarrier.wait(output.free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
+    main = output.tiles.main.index(PLACE)
+    tail = output.tiles.tail.index(PLACE)
+    out = scale_rows(out, inverse, v)
+    tma_store_wait(0)  # until the tile before has been read from there
+    matrix(main, M, v.WIDTH).store(out.main.to(main.dtype))
+    if v.TAIL > 0:
+        matrix(tail, M, v.TAIL).store(out.tail.to(main.dtype))
+    fence_async_shared()
+    tma_store(output.descriptors.main, coordinates(rows, first, 0, config.PACKED), main)
+    if v.TAIL > 0:
+        tma_store(output.descriptors.tail, coordinates(rows, first, v.WIDTH, config.PACKED), tail)
+    if config.OUT_PLACES == 1:
+        tma_store_wait(0)
+        release(output.free.index((WHICH + 1) % config.CONSUMERS))
