@@ -23,6 +23,9 @@ _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backwa
 #: At least as many elements as a vector register of any processor holds.
 _LONGEST_VECTOR = 128
 
+#: Most queries of a rectangle without a diagonal whose heads of a group are stacked as rows. With more, products are
+#: large without it, and copies of q and out cost more than reading the keys again.
+_MOST_STACKED_QUERIES = 64
 #: Fewest and most keys of a split, and the number where none between them divides the keys. PyTorch's kernel reads 512
 #: keys of one head, then those of the next head lie far away; in splits of 512 their lines are in the L2 already.
 _SPLIT_KEYS = range(256, 769)
@@ -173,9 +176,9 @@ def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Statistics | None:
     """The result of a rectangle, q `[b, R, H, D]`, k and v `[b, C, Hkv, D]`; None where it may be wrong."""
     group = q.shape[2] // k.shape[2]
-    stacked = group > 1 and not causal
+    stacked = group > 1 and not causal and q.shape[1] <= _MOST_STACKED_QUERIES
     q = _stacked(q, group) if stacked else q.transpose(1, 2)
-    reread = causal and group > 1
+    reread = group > 1 and not stacked
     out, lse = _forward_op(q, _by_head(k, reread), _by_head(v, reread), 0.0, causal, scale=scale)
     # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a visible
     # key: out = 0 and lse = 0, a value that hardly any other row has.
@@ -274,11 +277,12 @@ def _gradients(
 ) -> tuple[Tensor, ...]:
     """(dq, dk, dv) of a rectangle, from the out and lse of its rows over all their keys."""
     group = q.shape[2] // k.shape[2]
-    stacked = group > 1 and not causal
+    # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
+    stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or q.itemsize < 4)
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)
-    reread = causal and group > 1
+    reread = group > 1 and not stacked
     k, v = _by_head(k, reread), _by_head(v, reread)
     dq, dk, dv = _backward_op(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
     return _unstacked(dq, group) if stacked else dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
