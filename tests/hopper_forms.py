@@ -8,6 +8,8 @@ import torch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config
 from flashtile.ops.attention.hopper.parameters import ScoreVariant
+from flashtile.ops.attention.plans import Table
+from flashtile.ops.attention.spec import Origin
 from machine_code import Call
 
 _HEADS = {
@@ -90,6 +92,38 @@ FP8_FORMS = {
         head_dim=256, head_dim_v=128, dtype=torch.float8_e4m3fn, descales=True, **_MASKS["window"],
         softcap=30.0, alibi=2, sinks=True,
     ),
+}  # fmt: skip
+
+_DENSE_MASK = Table(torch.bool, (2, 1, 4096, 4096), (4096 * 4096, 4096 * 4096, 4096, 1), 0)
+_PADDING_MASK = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
+_BIAS = Table(torch.bfloat16, (1, 4, 4096, 4096), (4 * 4096 * 4096, 4096 * 4096, 4096, 1), 0)
+_WIDE_BIAS = _BIAS._replace(dtype=torch.float32)
+_WINDOW_BIAS = Table(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 1), 0)
+#: With dropout, tables and key lengths: each alone, odd sizes whose neighbours are not read together, and all at once.
+FEATURE_FORMS = {
+    **{
+        f"{head}-{name}": _HEADS[head]._replace(**changes)
+        for head in ("64", "128", "192x128", "192", "256")
+        for name, changes in {
+            "key-lengths": {"key_lengths_dtype": torch.int32},
+            "padding-mask": {"mask": _PADDING_MASK},
+            "mask": {"mask": _DENSE_MASK},
+            "bias": {"bias": _BIAS},
+            "dropout": {"dropout_p": 0.1},
+        }.items()
+    },
+    "96-wide-bias-fp16": _HEADS["96"]._replace(bias=_WIDE_BIAS, dtype=torch.float16),
+    "128-wide-bias-and-mask": _HEADS["128"]._replace(bias=_WIDE_BIAS, mask=_DENSE_MASK),
+    "16-windows": _HEADS["16"]._replace(bias=_WINDOW_BIAS, seq_q=49, seq_k=49, batch=4096),
+    "64-packed-all": _HEADS["64"]._replace(
+        **_MASKS["packed"], bias=_BIAS, mask=_DENSE_MASK, key_lengths_dtype=torch.int64, dropout_p=0.1, softcap=30.0,
+        alibi=2, sinks=True,
+    ),
+    "128-causal-all-fp16": _HEADS["128"]._replace(
+        **_MASKS["causal"], bias=_BIAS, mask=_PADDING_MASK, key_lengths_dtype=torch.int32, dropout_p=0.1,
+        dtype=torch.float16, origin=Origin(32, 64, 3, 5, 8), alibi=1,
+    ),
+    "128-blocks-dropout": _HEADS["128"]._replace(block_tile=(256, 128), dropout_p=0.1, key_lengths_dtype=torch.int32),
 }  # fmt: skip
 
 

@@ -315,7 +315,7 @@ def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
     half = replace(case, dtype="bf16")
-    served = case.bias is None and case.mask in (None, "documents20")  # of block masks those with large tiles
+    served = case.mask in (None, "documents20")  # of block masks those with large tiles
     assert (hopper_limits(half, CPU) is None) == served
 
 

@@ -1,5 +1,7 @@
 """The tables of cases and choosing from them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -79,6 +81,15 @@ def test_masks_table_has_every_kind():
     assert len(cases) == 10 + 12 + 4 + 4 + 1
 
 
+def test_features_lie_beside_the_same_without():
+    cases = tables(CUDA)["features"]
+    changed = [case for case in cases if case.dropout_p or case.bias]
+    assert {replace(case, dropout_p=0.0, bias=None) for case in changed} == set(cases) - set(changed)
+    assert not any(case.dropout_p and case.bias for case in changed)
+    assert {case.bias for case in cases} == {None, "1HSS", "BHSS"}
+    assert {32, 64, 96, 128, 256} == {case.D for case in cases} and min(case.S for case in cases) == 49
+
+
 def test_documents_lie_beside_the_same_packed():
     cases = [case for case in tables(CUDA)["masks"] if case.segments is not None]
     for dense, packed in zip(cases[::2], cases[1::2], strict=True):
@@ -96,12 +107,13 @@ def test_quick_shows_every_kind_of_mask():
 
 
 def test_table_of_a_case():
-    """The first that has it: four cases of values and two of masks are others' too."""
+    """The first that has it: some cases of features, four of values and two of masks are others' too."""
     known = tables(CUDA)
     owners = {case: [name for name in known if case in known[name]] for cases in known.values() for case in cases}
     assert all(table_of(case) == names[0] for case, names in owners.items())
     shared = [names for names in owners.values() if len(names) > 1]
-    assert sorted(shared) == [["default", "masks"], *[["default", "values"]] * 4, ["varlen", "masks"]]
+    expected = [["default", "masks"], *[["default", "values"]] * 4, ["varlen", "masks"]]
+    assert sorted(shared) == sorted([*[["default", "features"]] * 6, *expected])
     assert table_of(cpu_cases()[-1]) == "default"
 
 

@@ -2,7 +2,8 @@
 
 Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
 ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
-"varlen" (packed batches) and "masks" (block masks and all else that changes scores).
+"varlen" (packed batches), "masks" (block masks and all else that changes scores) and "features" (dropout and biases in
+the shapes of models).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -128,6 +130,30 @@ def mask_cases() -> list[Case]:
     return [*tiles, *windows, *biases, *packed, _sixteen_heads(4, 4096, 128, causal=True, softcap=30.0)]
 
 
+def feature_cases() -> list[Case]:
+    """Dropout and biases in the shapes of models that have them, each beside the same call without."""
+    with_dropout = [
+        Case(8, 1024, 12, 12, 64, 64, causal=True, dropout_p=0.1),  # GPT-2
+        Case(16, 512, 16, 16, 64, 64, dropout_p=0.1),  # BERT-large
+        *(
+            Case(16384 // seq, seq, 2048 // head_dim, 2048 // head_dim, head_dim, head_dim, dropout_p=0.1)
+            for head_dim in (32, 64, 128, 256)
+            for seq in (1024, 4096)
+        ),
+        Case(4, 4096, 16, 16, 96, 96, dropout_p=0.1),
+    ]
+    biases = [
+        Case(16, 512, 16, 16, 64, 64, bias="1HSS"),  # T5
+        Case(2, 1536, 16, 16, 64, 64, bias="BHSS"),  # of pairs
+        Case(64, 768, 4, 4, 32, 32, bias="1HSS"),  # triangle attention
+        Case(4096, 49, 6, 6, 32, 32, bias="1HSS"),  # windows of Swin
+        Case(4, 2048, 16, 16, 96, 96, bias="1HSS"),
+        Case(4, 2048, 8, 8, 256, 256, bias="1HSS"),
+    ]
+    plain = [replace(case, dropout_p=0.0, bias=None) for case in (*with_dropout, *biases)]
+    return [*with_dropout, *biases, *dict.fromkeys(plain)]
+
+
 def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
     return Case(batch, seq, 16, 16, head_dim, head_dim, **more)
 
@@ -144,6 +170,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "window": window_cases(),
         "varlen": varlen_cases(),
         "masks": mask_cases(),
+        "features": feature_cases(),
     }
 
 

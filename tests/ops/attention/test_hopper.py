@@ -42,7 +42,7 @@ from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
-from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
+from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FEATURE_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
     Binary,
     Call,
@@ -797,6 +797,8 @@ _SPILLS = {3: 168, 2: 96}
 
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144
+#: Half the keys, as in narrower heads, would leave products of 32 columns, which take as long as those of 64.
+_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296}
 
 
 def _instructions(binary: Binary) -> list[str]:
@@ -827,6 +829,29 @@ def test_machine_code(form: str) -> None:
         _assert_warps_vote_for_themselves(sass(binary))
     if form in _WITHOUT_MAXIMA:
         _assert_a_loop_has_no_maxima(lines, config.block_n)
+
+
+@pytest.mark.parametrize(
+    "form", differing({form: hopper_plan(call).kernel.source for form, call in FEATURE_FORMS.items()})
+)
+def test_machine_code_of_features(form: str) -> None:
+    call = FEATURE_FORMS[form]
+    binary = compile_hopper(call)
+    config, lines = hopper_config(call), _instructions(binary)
+    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
+    assert binary.spilled <= _SPILLS_OF_FEATURES.get(form, _SPILLS[config.consumers])
+    assert not serialises_products(binary)
+    _assert_warps_vote_for_themselves(sass(binary))
+    if call.bias or call.mask:
+        _assert_tables_are_read_before_scores_are_there(lines, call)
+
+
+def _assert_tables_are_read_before_scores_are_there(instructions: list[str], call: Call) -> None:
+    """In the loop of each consumer, loads of tables come between the products and the wait for scores."""
+    signs = {"GMMA": "H", "LDG": "L", "WARPGROUP.DEPBAR": "W"}
+    events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
+    config = hopper_config(call)
+    assert len(re.findall("HL+W", events)) >= config.consumers
 
 
 def _assert_softmax_overlaps_products(instructions: list[str], call: Call) -> None:
