@@ -28,7 +28,7 @@ WITHIN_OPERATION = {
     "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
-    "explain": {"api", "backend", "block_mask", "checks", "select", "spec"},
+    "explain": {"api", "backend", "block_mask", "checks", "partial", "select", "spec"},
     "backend": {"spec"},
     "partial": {"api", "checks", "operator", "spec"},
     "operator": {

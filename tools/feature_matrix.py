@@ -20,7 +20,7 @@ import torch
 import flashtile
 from flashtile._backends import devices
 from flashtile.ops.attention.backend import AttentionCall
-from flashtile.ops.attention.select import BACKENDS as CHOSEN_FROM
+from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.testing import AttentionCase, make_inputs, with_arguments
 
@@ -29,14 +29,14 @@ DOCUMENT = ROOT / "docs" / "attention.md"
 BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->\n"
 END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
 
-#: Backend -> the device on which it is asked about.
-BACKENDS = {"split": "sm_90", "hopper": "sm_90", "triton": "sm_90", "cpu": "cpu", "reference": "cpu"}
 #: What a backend does of a call, from nothing to everything.
 NOTHING, FORWARD, EVERYTHING = "no", "forward¹", "yes"
 ORDER = (NOTHING, FORWARD, EVERYTHING)
 
 BASE = AttentionCase(heads=4, heads_kv=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
 Change = Callable[[AttentionCase], AttentionCase]
+#: A GPU that all backends for GPUs have kernels for.
+GPU = "sm_90"
 
 
 class Feature(NamedTuple):
@@ -115,22 +115,28 @@ FEATURES = (
 )
 
 
+def device_of(backend: str) -> str:
+    """The device on which a backend is asked about: the CPU if it serves a plain call there."""
+    x = torch.empty(1, 8, 1, 64, device="meta")
+    return "cpu" if flashtile.explain(x, x, x, backend=backend, device="cpu").backend else GPU
+
+
 def served(case: AttentionCase, backend: str) -> str:
     """What a backend does of a call, asked for by name."""
     inputs = make_inputs(case)
     for name in case.learned:
         inputs.tensors[name].requires_grad_()
-    given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": BACKENDS[backend]}
+    given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": device_of(backend)}
     answer = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
     if answer.backend != backend:
         return NOTHING
-    # The CPU and the reference have one entry for both directions.
+    # The reference has one entry for both directions, which names no backend.
     return EVERYTHING if all(kernel.backend in ("", backend) for kernel in answer.kernels) else FORWARD
 
 
 def cells(feature: Feature) -> list[str]:
     """A row: what each backend does."""
-    rows = [[served(change(BASE), backend) for backend in BACKENDS] for change in feature.changes]
+    rows = [[served(change(BASE), backend) for backend in BACKENDS.by_name] for change in feature.changes]
     assert all(row == rows[0] for row in rows), f"{feature.label}: split the row, its calls differ: {rows}"
     return rows[0]
 
@@ -138,7 +144,7 @@ def cells(feature: Feature) -> list[str]:
 def eight_bits() -> list[str]:
     """The row of float8_e4m3fn, which has a forward only."""
     x = torch.empty(2, 64, 4, 64, dtype=torch.float8_e4m3fn, device="meta")
-    answers = {name: flashtile.explain(x, x, x, backend=name, device=device) for name, device in BACKENDS.items()}
+    answers = {name: flashtile.explain(x, x, x, backend=name, device=device_of(name)) for name in BACKENDS.by_name}
     return [EVERYTHING if answer.backend == name else NOTHING for name, answer in answers.items()]
 
 
@@ -146,16 +152,16 @@ def column_sums() -> list[str]:
     """The row of `flashtile.attention_column_sums`."""
 
     def choice(backend: str) -> str | None:
-        on_cpu = BACKENDS[backend] == "cpu"
-        device = devices.INTERPRETER if on_cpu else devices.KNOWN_DEVICES[BACKENDS[backend]]
+        on_cpu = device_of(backend) == "cpu"
+        device = devices.INTERPRETER if on_cpu else devices.KNOWN_DEVICES[GPU]
         shape = (BASE.batch, BASE.seq_q, BASE.heads, BASE.head_dim)
         call = AttentionCall(
             backend, "column_sums", "cpu" if on_cpu else "cuda", device, 132, None, False, BASE.dtype, shape, shape,
             shape, True, False, False, False, False, AttentionSpec(1.0),
         )  # fmt: skip
-        return CHOSEN_FROM.choose(call).backend
+        return BACKENDS.choose(call).backend
 
-    return [EVERYTHING if choice(backend) == backend else NOTHING for backend in BACKENDS]
+    return [EVERYTHING if choice(backend) == backend else NOTHING for backend in BACKENDS.by_name]
 
 
 def table() -> str:
@@ -163,11 +169,11 @@ def table() -> str:
     rows = [[feature.label, *cells(feature)] for feature in FEATURES]
     rows += [["float8_e4m3fn (forward only)", *eight_bits()]]
     rows += [["`attention_column_sums` (forward only)", *column_sums()]]
-    headings = ["", *(f"`{backend}`" for backend in BACKENDS)]
+    headings = ["", *(f"`{backend}`" for backend in BACKENDS.by_name)]
     lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
     note = (
         "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
-        "forward, and\nanother backend the gradients. `hopper` is for sm_90; `split` and `triton` are for every GPU."
+        "forward, and\nanother backend the gradients."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import flashtile
 from flashtile.distributed import explain_context_parallel
 
 
@@ -41,7 +42,7 @@ def test_heads_and_features():
         bias=torch.empty(65536, 65536, dtype=torch.bfloat16, device="meta"),
     )  # fmt: skip
     assert (found.heads, found.heads_kv, found.schedule.ranks) == (8, 2, 2)
-    assert found.kernels.backend == "triton"
+    assert [kernel.backend for kernel in found.kernels.kernels] == ["hopper", "triton", "triton"]
 
 
 def test_runs_of_heads():
@@ -51,10 +52,13 @@ def test_runs_of_heads():
     assert explain_context_parallel(*_shards(), ranks=4, strategy="all_to_all", causal=True, device="sm_90").runs == 1
 
 
-def test_distances_of_a_part_are_for_the_portable_kernels():
+def test_the_kernels_are_those_of_a_part_of_the_sequence():
+    """Whose distances the Hopper kernels know in the forward alone; those of a whole call they know in both."""
     slopes = torch.empty(32, device="meta")
     found = explain_context_parallel(*_shards(), ranks=4, causal=True, alibi_slopes=slopes, device="sm_90")
-    assert found.kernels.backend == "triton"
+    whole = flashtile.explain(*_shards(), causal=True, alibi_slopes=slopes, device="sm_90")
+    assert [kernel.backend for kernel in found.kernels.kernels] == ["hopper", "triton", "triton"]
+    assert [kernel.backend for kernel in whole.kernels] == ["hopper", "hopper"]
 
 
 def test_documents():

@@ -17,7 +17,7 @@ def test_comparison_has_a_line_for_each_computation_and_kernel():
 
 def test_summary_ends_with_the_sum():
     lines = io_model.summary(io_model.tiled(SHAPE, H200), H200).splitlines()
-    assert lines[1].startswith("forward (triton") and lines[-1].startswith("tiled")
+    assert lines[1].startswith("forward (hopper") and lines[-1].startswith("tiled")
 
 
 def test_sweep_names_tiles_that_do_not_fit():

@@ -91,7 +91,7 @@ def doctor(
 
         console = make_console()
         print_table(console, module.facts_table())
-        diagnoses = [module.examine(backend) for backend in module.BACKENDS]
+        diagnoses = [module.examine(backend) for backend in module.backends()]
         print_table(console, module.backends_table(diagnoses))
         auto = next(d for d in diagnoses if d.backend == module.default_backend())
         verdict = "works" if auto.problem is None else "does not work"

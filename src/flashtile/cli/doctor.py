@@ -19,7 +19,7 @@ from flashtile.bench.record import FACTS, machine, versions
 from flashtile.bench.report import Table
 from flashtile.testing.kernel_checks import KernelCheck, kernel_checks
 
-BACKENDS = ("split", "hopper", "triton", "cpu", "reference")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class Diagnosis:
 
 def examine(backend: str) -> Diagnosis:
     """Runs a small forward and backward, and compares them with the fp64 reference."""
-    device = torch.device("cpu") if backend == "cpu" else default_device()
+    device = default_device()
+    if _explained(backend, device).backend is None and _explained(backend, _CPU).backend is not None:
+        device = _CPU
     case = testing.AttentionCase(
         seq_q=96, seq_k=96, head_dim=32, head_dim_v=32, dtype=_dtype(device), arguments={"causal": True}
     )
@@ -47,11 +49,20 @@ def examine(backend: str) -> Diagnosis:
     return Diagnosis(backend, device, None)
 
 
+def backends() -> tuple[str, ...]:
+    """All of attention, in the order in which "auto" tries them."""
+    return _explained("auto", default_device()).backends
+
+
 def default_backend() -> str:
     """The backend that `backend="auto"` takes here, for the call that `examine` makes."""
-    device = default_device()
+    return _explained("auto", default_device()).backend or "none"
+
+
+def _explained(backend: str, device: torch.device) -> flashtile.Explanation:
+    """What the call of `examine` would run."""
     q = torch.empty(1, 96, 1, 32, dtype=_dtype(device), device="meta")
-    return flashtile.explain(q, q, q, causal=True, device=device).backend or "none"
+    return flashtile.explain(q, q, q, causal=True, backend=backend, device=device)
 
 
 def facts_table() -> Table:
@@ -82,12 +93,9 @@ _MOST_PROCESSES = 8
 
 
 def backends_to_check() -> list[str]:
-    """Those with kernels for the default device."""
-    device = default_device()
-    if device.type == "cpu":
-        return ["cpu"]
-    hopper = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
-    return ["triton", *(["hopper"] if hopper else [])]
+    """Those with kernels of their own for the default device."""
+    explained = {backend: _explained(backend, default_device()) for backend in backends()}
+    return [name for name, found in explained.items() if any(kernel.backend == name for kernel in found.kernels)]
 
 
 def check_kernels(backends: list[str]) -> Iterator[KernelResult]:

@@ -155,11 +155,8 @@ def _kernels(
     if options.get("key_lengths") is not None:
         given["key_lengths"] = torch.empty(batch, dtype=torch.int32, device="meta")
     where = q.device if device is None else device
-    found = flashtile.explain(of_q, of_k, of_v, **band, **given, device=where)
-    if found.backend == "hopper" and "alibi_slopes" in given:
-        # Distances of a part of the sequence: the portable kernels alone know where it lies.
-        found = flashtile.explain(of_q, of_k, of_v, **band, **given | {"backend": "triton"}, device=where)
-    return found
+    part = flashtile.AttentionPart(0, 0, rows, keys)
+    return flashtile.explain(of_q, of_k, of_v, **band, **given, device=where, part=part)
 
 
 def _received(schedule: Schedule, q: Tensor, k: Tensor, v: Tensor, heads_kv: int, exchanging: int) -> int:

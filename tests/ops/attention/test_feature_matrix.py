@@ -44,7 +44,7 @@ def test_the_document_has_the_table_of_the_code() -> None:
 
 
 @asks_for_gpus
-@pytest.mark.parametrize("backend", matrix.BACKENDS)
+@pytest.mark.parametrize("backend", matrix.BACKENDS.by_name)
 def test_a_pair_is_served_where_both_are(backend: str) -> None:
     alone = [(matrix.served(change(matrix.BASE), backend), change, f) for f in matrix.FEATURES for change in f.changes]
     pairs = 0

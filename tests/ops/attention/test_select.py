@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import flashtile
+from command_line import invoke
 from flashtile.ops.attention import select
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.common.backends import Backend, StandardCall, standard_backends
+
+ROOT = Path(__file__).parents[3]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -33,8 +38,8 @@ def softmax(*_: object) -> None:
 def unsupported_reason(call: AttentionCall) -> str | None:
     if call.spec.softcap:
         return "it has no soft cap"
-    if call.phase == "backward" and call.spec.window_right == 0:
-        return "its backward has no causal mask"
+    if call.phase == "backward" and call.spec.window_right is not None:
+        return "its backward hides no keys on the right"
     return None
 
 
@@ -58,6 +63,21 @@ def test_a_made_up_backend_serves_calls_and_is_explained() -> None:
         "made-up forward", "made-up backward",
     ]  # fmt: skip
     assert "made-up forward (made_up): all at once" in str(found)
+    assert found.backends == tuple(select.BACKENDS.by_name)
+
+
+@pytest.mark.usefixtures("_made_up")
+def test_a_made_up_backend_is_in_the_doctor_s_table_and_in_the_feature_matrix() -> None:
+    """Its results are wrong, which the doctor says. Neither program has a list of backends of its own."""
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("made_up"))
+    assert "works" not in line
+    rows = runpy.run_path(str(ROOT / "tools" / "feature_matrix.py"))["table"]().splitlines()
+    assert rows[0].endswith("`made_up` |")
+    cells = {row.split(" | ")[0]: row.split(" | ")[-1] for row in rows[2:]}
+    assert cells["| float16"] == "yes |" and cells["| `softcap`"] == "no |"
+    assert cells["| causal with both alignments, windows"] == "forward¹ |"
 
 
 @pytest.mark.usefixtures("_made_up")

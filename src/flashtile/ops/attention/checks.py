@@ -192,9 +192,9 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, seq_k: int) -> None:
         raise ValueError(
             f"block_mask: expected the device of q, {q.device}, got {block_mask.device}; move it: block_mask.to(...)"
         )
-    obstacle = block_mask.fits(q.shape[0], q.shape[2], q.shape[1], seq_k)
-    if obstacle:
-        raise ValueError(f"block_mask: {obstacle}")
+    misfit = block_mask.fits(q.shape[0], q.shape[2], q.shape[1], seq_k)
+    if misfit:
+        raise ValueError(f"block_mask: {misfit}")
 
 
 def check_cu_seqlens(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, device: torch.device) -> int:

@@ -25,6 +25,7 @@ from flashtile.ops.attention.api import (
 )
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.common.other_names import refuse_other_names
@@ -35,12 +36,13 @@ class Explanation:
     """The answer of `flashtile.explain`.
 
     Attributes:
-        backend: the backend of the forward: "split", "hopper", "triton", "cpu" or "reference"; None if no backend can
-            serve the call. `kernels` has the backend of the backward.
+        backend: the backend of the forward; None if no backend can serve the call. `kernels` has the backend of the
+            backward.
         reason: why this backend, or why none.
         kernels: the kernels that the call runs, forward and backward.
         rejected: other backend -> why not.
         device: the architecture or device that was asked about.
+        backends: all backends of attention, in the order in which "auto" tries them.
     """
 
     backend: str | None
@@ -48,6 +50,7 @@ class Explanation:
     kernels: tuple[KernelChoice, ...]
     rejected: dict[str, str] = field(default_factory=dict)
     device: str = ""
+    backends: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         # Where no backend serves the call, the reasons are those of the backends below.
@@ -90,6 +93,7 @@ def explain(
     deterministic: bool = False,
     backend: str = "auto",
     device: torch.device | str | None = None,
+    part: AttentionPart | None = None,
     **other_names: NoReturn,
 ) -> Explanation:
     """Says which backend, kernels and tiles a call would use, why, and why not the others. Runs nothing.
@@ -103,6 +107,7 @@ def explain(
         cu_seqlens_k: the same.
         device: the device to ask about, present or not: "cpu", "cuda", or an architecture such as "sm_90" or "gfx942".
             Default: q's device.
+        part: as for `attention_part`, to ask about a call of that function; with `cu_seqlens_q` its packed sequences.
 
     The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not change the choice. With
     `deterministic`, the gradients come from kernels that sum in a fixed order. Under `torch.autocast` the answer is for
@@ -129,6 +134,8 @@ def explain(
         side, spec = add_block_mask(side, spec, q, block_mask)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
+    if part is not None:
+        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, alibi_slopes is not None)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
         backend,
@@ -151,11 +158,12 @@ def explain(
         side=side,
     )
     choice = BACKENDS.choose(call)
-    return Explanation(choice.backend, choice.reason, _kernels(call, choice.backend), choice.rejected, name)
+    kernels = _kernels(call, choice.backend)
+    return Explanation(choice.backend, choice.reason, kernels, choice.rejected, name, tuple(BACKENDS.by_name))
 
 
 def _kernels(call: AttentionCall, forward: str | None) -> tuple[KernelChoice, ...]:
-    """The kernels of forward and backward; 8-bit inputs have a forward only."""
+    """The kernels of forward and backward, once where both say the same; 8-bit inputs have a forward only."""
     if forward is None:
         return ()
     kernels = BACKENDS.by_name[forward].describe(call)
@@ -163,7 +171,8 @@ def _kernels(call: AttentionCall, forward: str | None) -> tuple[KernelChoice, ..
         return kernels
     call = call._replace(phase="backward")
     backward = BACKENDS.choose(call).backend
-    return kernels if backward is None else (*kernels, *BACKENDS.by_name[backward].describe(call))
+    of_backward = () if backward is None else BACKENDS.by_name[backward].describe(call)
+    return kernels if of_backward == kernels else (*kernels, *of_backward)
 
 
 def _rows_contiguous(tensor: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ def _described(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
-        spec = _placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
+        spec = placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
         if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -281,7 +281,7 @@ def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_
         )
 
 
-def _placed(
+def placed(
     spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, alibi: bool
 ) -> AttentionSpec:
     """The spec of a part: the band shifted, and where positions matter otherwise, the place."""

@@ -30,7 +30,7 @@ def _reference_unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _describe_reference(call: AttentionCall) -> tuple[KernelChoice, ...]:
-    return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),) if call.phase == "forward" else ()
+    return (KernelChoice("eager PyTorch, with the whole score matrix in memory"),)
 
 
 REFERENCE = Backend(

@@ -11,12 +11,11 @@ from flashtile.ops.common.backends import Backend, cpu_unsupported_reason
 
 
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
-    """What computes the forward, and the backward too."""
-    if call.phase != "forward":
-        return ()
+    """What computes the forward, and the same of the backward."""
     dtype = torch.float32 if call.dtype is FP8 else call.dtype
     side = call.side or SideInputs()
-    return (KernelChoice(served_by_torch(call.spec, side, call.q_shape, call.k_shape, call.v_shape, dtype)[1]),)
+    _, computed_by = served_by_torch(call.spec, side, call.q_shape, call.k_shape, call.v_shape, dtype)
+    return (KernelChoice(computed_by, backend="cpu"),)
 
 
 BACKEND = Backend("cpu", "flashtile.ops.attention.cpu", cpu_unsupported_reason, describe)

@@ -49,14 +49,14 @@ def served_by_torch(
     Returns:
         (served, reason). A backward that has a gradient of lse goes through the tiles in any case.
     """
-    obstacle = _obstacle(spec, side, q_shape, k_shape, v_shape, dtype)
-    if obstacle is None:
+    reason = _unsupported_reason(spec, side, q_shape, k_shape, v_shape, dtype)
+    if reason is None:
         of = " of each packed sequence" if side.packed else ""
         return True, f"PyTorch's CPU flash attention: nothing changes the scores, and rectangles{of} are visible"
-    return False, f"flashtile tiles: {obstacle}"
+    return False, f"flashtile tiles: {reason}"
 
 
-def _obstacle(
+def _unsupported_reason(
     spec: AttentionSpec,
     side: SideInputs,
     q_shape: Sequence[int],
@@ -64,7 +64,7 @@ def _obstacle(
     v_shape: Sequence[int],
     dtype: torch.dtype,
 ) -> str | None:
-    """What keeps PyTorch's flash attention from serving a call, or None."""
+    """Why PyTorch's flash attention does not serve a call; None where it does."""
     if spec.softcap or side.bias is not None or side.alibi_slopes is not None or side.sinks is not None:
         return "PyTorch's CPU flash attention has no soft cap, ALiBi or sinks, and no bias with a gradient"
     if side.mask is not None or side.block_lists is not None:
