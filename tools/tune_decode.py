@@ -31,7 +31,7 @@ from flashtile.bench.timing import make_timer
 from flashtile.ops.common.split_keys import configs
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
-    Situation,
+    TileKey,
     choose_splits,
     choose_tiles,
     power_of_two,
@@ -60,7 +60,7 @@ class Problem:
         self.k, self.v = (make(*outer, arguments.heads_kv, arguments.head_dim) for _ in range(2))
         self.lengths = torch.full((batch,), rows, dtype=torch.int32, device=DEVICE)
         group_rows = arguments.seq_q * arguments.heads // arguments.heads_kv
-        self.situation = Situation(dtype, arguments.head_dim, arguments.head_dim, group_rows, page or 0)
+        self.tile_key = TileKey(dtype, arguments.head_dim, arguments.head_dim, group_rows, page or 0)
 
     @property
     def bytes(self) -> int:
@@ -74,18 +74,18 @@ class Problem:
 
     def chosen_splits(self, tiles: AttendTiles) -> int:
         """Those that a call would take with these tiles."""
-        programs = self.batch * self.heads_kv * -(-self.situation.rows // tiles.block_m)
-        slots = multiprocessors(DEVICE) * resident_programs(device_facts(DEVICE), tiles, self.situation)
+        programs = self.batch * self.heads_kv * -(-self.tile_key.rows // tiles.block_m)
+        slots = multiprocessors(DEVICE) * resident_programs(device_facts(DEVICE), tiles, self.tile_key)
         return choose_splits(programs, -(-self.rows // tiles.block_n), slots)
 
 
-def candidates(situation: Situation) -> Iterator[AttendTiles]:
+def candidates(tile_key: TileKey) -> Iterator[AttendTiles]:
     """Tiles worth timing: those that fit, with at least two of them in flight."""
     facts = device_facts(DEVICE)
-    block_m = min(64, max(16, power_of_two(situation.rows)))
+    block_m = min(64, max(16, power_of_two(tile_key.rows)))
     for block_n, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5)):
         tiles = AttendTiles(block_m, block_n, warps, stages)
-        if shared_memory(facts, tiles, situation) <= facts.shared_memory:
+        if shared_memory(facts, tiles, tile_key) <= facts.shared_memory:
             yield tiles
 
 
@@ -120,8 +120,8 @@ def copy_gbps(moved: int, seconds: float) -> float:
 
 def cuts(problem: Problem, sweep: str) -> Iterator[tuple[AttendTiles, int | None]]:
     """Tiles and splits to time, the call's own first."""
-    own = choose_tiles(device_facts(DEVICE), problem.situation)
-    every = [own, *(tiles for tiles in candidates(problem.situation) if tiles != own)]
+    own = choose_tiles(device_facts(DEVICE), problem.tile_key)
+    every = [own, *(tiles for tiles in candidates(problem.tile_key) if tiles != own)]
     yield own, None
     if sweep in ("tiles", "both"):
         yield from ((tiles, None) for tiles in every[1:])

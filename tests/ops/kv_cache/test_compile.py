@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import Plan
 from flashtile.ops.common.split_keys import plan as split_plans
-from flashtile.ops.common.split_keys.configs import AttendTiles, Situation, resident_programs
+from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
 from machine_code import _run_tool, compile_source, differing, instructions, spilled_bytes
@@ -181,10 +181,10 @@ def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> N
     attend = plan_of(call).split.attend
     binary = compiled(attend, _HOPPER)
     rows = call.seq_q * call.heads // call.heads_kv
-    situation = Situation(call.dtype, call.head_dim, call.head_dim_v, rows)
+    tile_key = TileKey(call.dtype, call.head_dim, call.head_dim_v, rows)
     source = attend.source
     cut = source.constants["BLOCK_M"], source.constants["BLOCK_N"], source.num_warps, source.num_stages
-    resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), situation)
+    resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), tile_key)
     (registers,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
     # Registers are given out to a warp 256 at a time; of shared memory each program takes 1 KiB more.
     assert resident * source.num_warps * -(-int(registers) * 32 // 256) * 256 <= 65536

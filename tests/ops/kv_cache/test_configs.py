@@ -8,7 +8,7 @@ import torch
 from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile.ops.common.split_keys.configs import (
     MAX_SPLITS,
-    Situation,
+    TileKey,
     choose_splits,
     choose_tiles,
     combine_cut,
@@ -58,11 +58,11 @@ def test_splits_have_equal_shares_where_the_keys_are_few() -> None:
 @pytest.mark.parametrize("arch", KNOWN_DEVICES)
 def test_tiles_fit_every_device(arch: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
     for rows in (1, 4, 32, 1000):
-        situation = Situation(dtype, head_dim, head_dim_v, rows)
-        tiles = choose_tiles(KNOWN_DEVICES[arch], situation)
-        assert shared_memory(KNOWN_DEVICES[arch], tiles, situation) <= KNOWN_DEVICES[arch].shared_memory
+        tile_key = TileKey(dtype, head_dim, head_dim_v, rows)
+        tiles = choose_tiles(KNOWN_DEVICES[arch], tile_key)
+        assert shared_memory(KNOWN_DEVICES[arch], tiles, tile_key) <= KNOWN_DEVICES[arch].shared_memory
         assert tiles.block_m >= 16 and tiles.block_n >= 16 and tiles.block_m <= max(16, 2 * rows)
-        assert resident_programs(KNOWN_DEVICES[arch], tiles, situation) >= 1
+        assert resident_programs(KNOWN_DEVICES[arch], tiles, tile_key) >= 1
 
 
 def test_cuts_of_the_other_kernels_are_sound() -> None:

@@ -6,7 +6,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.split.configs import MAX_QUERIES, facts_of, no_gain, visible_keys
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
-from flashtile.ops.common.split_keys.configs import Situation, choose_cut, shared_memory
+from flashtile.ops.common.split_keys.configs import TileKey, choose_cut, shared_memory
 
 _ONLY_SHORT_CALLS = "it is for the forward of a few queries against many keys"
 
@@ -36,9 +36,9 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     (batch, seq_q, heads_q, head_dim), (_, seq_k, heads_kv, head_dim_v) = call.q_shape, call.v_shape
     group = heads_q // max(heads_kv, 1)
     first, last = visible_keys(seq_q, seq_k, call.spec)
-    situation = Situation(call.dtype, head_dim, head_dim_v, seq_q * group)
-    tiles, splits = choose_cut(situation, batch * heads_kv, last - first, call.device, call.multiprocessors)
-    memory = shared_memory(call.device, tiles, situation)
+    tile_key = TileKey(call.dtype, head_dim, head_dim_v, seq_q * group)
+    tiles, splits = choose_cut(tile_key, batch * heads_kv, last - first, call.device, call.multiprocessors)
+    memory = shared_memory(call.device, tiles, tile_key)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     parts = f", keys in {splits} parts" if splits > 1 else ""
     block, rows = (tiles.block_m, tiles.block_n), "queries and heads"

@@ -42,7 +42,7 @@ class AttendTiles(NamedTuple):
     chunk: int = 0
 
 
-class Situation(NamedTuple):
+class TileKey(NamedTuple):
     """What the choice of tiles looks at, beside the device.
 
     Attributes:
@@ -132,10 +132,10 @@ _FLOAT32: _Table = (
 )
 
 
-def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
+def choose_tiles(device: DeviceFacts, tile_key: TileKey) -> AttendTiles:
     """The tiles on a device: the first row of its table that holds the head, shrunk to the rows and to fit."""
-    widest = max(tile_width(situation.head_dim), tile_width(situation.head_dim_v))
-    if situation.dtype is torch.float32 or (device.is_cuda and device.capability < 80):
+    widest = max(tile_width(tile_key.head_dim), tile_width(tile_key.head_dim_v))
+    if tile_key.dtype is torch.float32 or (device.is_cuda and device.capability < 80):
         # Triton has no tensor-core products on sm_75: it multiplies 16-bit operands as it does float32.
         table = _FLOAT32
     elif device.arch.startswith("gfx1"):
@@ -143,27 +143,27 @@ def choose_tiles(device: DeviceFacts, situation: Situation) -> AttendTiles:
     elif device.arch.startswith("gfx"):
         table = _CDNA
     else:
-        table = _hopper_table(situation) if device.arch == "sm_90" else _TENSOR_CORES
+        table = _hopper_table(tile_key) if device.arch == "sm_90" else _TENSOR_CORES
     tiles = next(tiles for columns, tiles in table if widest <= columns)
     if table is _FLOAT32 and device.arch.startswith("gfx1"):
         tiles = tiles._replace(block_n=16, num_warps=8)  # half the registers of CDNA
-    if situation.page_size and not situation.whole_words:
+    if tile_key.page_size and not tile_key.whole_words:
         # A load for each element, and its page in a register: more keys would spill.
         tiles = tiles._replace(block_n=min(tiles.block_n, 32))
-    tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(situation.rows))))
-    return _fit(device, tiles, situation)
+    tiles = tiles._replace(block_m=min(tiles.block_m, max(16, power_of_two(tile_key.rows))))
+    return _fit(device, tiles, tile_key)
 
 
-def _hopper_table(situation: Situation) -> _Table:
-    if situation.rows > 16:
+def _hopper_table(tile_key: TileKey) -> _Table:
+    if tile_key.rows > 16:
         return _HOPPER
-    return _HOPPER_SMALL_PAGES if situation.page_size % 128 else _HOPPER_FEW_ROWS
+    return _HOPPER_SMALL_PAGES if tile_key.page_size % 128 else _HOPPER_FEW_ROWS
 
 
-def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
+def shared_memory(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile the rows and hold it to the limit."""
-    width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
-    itemsize = situation.dtype.itemsize
+    width, width_v = tile_width(tile_key.head_dim), tile_width(tile_key.head_dim_v)
+    itemsize = tile_key.dtype.itemsize
     if tiles.chunk:
         elements = tiles.chunk * (tiles.block_m + tiles.block_n) + tiles.block_n * width_v
     else:
@@ -175,9 +175,9 @@ def shared_memory(device: DeviceFacts, tiles: AttendTiles, situation: Situation)
     return itemsize * elements + max(4 * tiles.block_m * tiles.block_n, 2048)
 
 
-def _fit(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> AttendTiles:
+def _fit(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> AttendTiles:
     """Fewer stages first, then fewer keys, then fewer rows, then chunks of the head."""
-    while shared_memory(device, tiles, situation) > device.shared_memory and not tiles.chunk:
+    while shared_memory(device, tiles, tile_key) > device.shared_memory and not tiles.chunk:
         if tiles.num_stages > 2 or (tiles.num_stages > 1 and tiles.block_n <= 16):
             tiles = tiles._replace(num_stages=tiles.num_stages - 1)
         elif tiles.block_n > 16:
@@ -189,9 +189,9 @@ def _fit(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> Atten
     return tiles
 
 
-def resident_programs(device: DeviceFacts, tiles: AttendTiles, situation: Situation) -> int:
+def resident_programs(device: DeviceFacts, tiles: AttendTiles, tile_key: TileKey) -> int:
     """Programs that a multiprocessor holds at once, by shared memory and warps."""
-    by_memory = device.shared_memory // shared_memory(device, tiles, situation)
+    by_memory = device.shared_memory // shared_memory(device, tiles, tile_key)
     return max(1, min(by_memory, 16 // tiles.num_warps))
 
 
@@ -221,7 +221,7 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
 
 
 def choose_cut(
-    situation: Situation, groups: int, visible: int, device: DeviceFacts, multiprocessors: int, num_splits: int = 0
+    tile_key: TileKey, groups: int, visible: int, device: DeviceFacts, multiprocessors: int, num_splits: int = 0
 ) -> tuple[AttendTiles, int]:
     """Tiles of a call, and into how many parts its keys are split.
 
@@ -230,12 +230,12 @@ def choose_cut(
         visible: keys of a sequence that its queries see at most.
         num_splits: asked for; 0 = chosen here.
     """
-    tiles = choose_tiles(device, situation)
+    tiles = choose_tiles(device, tile_key)
     key_tiles = -(-visible // tiles.block_n)
     if num_splits:
         return tiles, min(num_splits, max(key_tiles, 1))
-    slots = multiprocessors * resident_programs(device, tiles, situation)
-    return tiles, choose_splits(groups * -(-situation.rows // tiles.block_m), key_tiles, slots)
+    slots = multiprocessors * resident_programs(device, tiles, tile_key)
+    return tiles, choose_splits(groups * -(-tile_key.rows // tiles.block_m), key_tiles, slots)
 
 
 def combine_cut(splits: int, head_dim_v: int, device: DeviceFacts) -> CombineCut:

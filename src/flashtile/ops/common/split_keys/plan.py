@@ -28,7 +28,7 @@ from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_row
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
 from flashtile.ops.common.split_keys.configs import (
     AttendTiles,
-    Situation,
+    TileKey,
     choose_cut,
     combine_cut,
     tile_width,
@@ -116,7 +116,7 @@ def split_plan(call: SplitCall, device: torch.device) -> SplitPlan:
     pointer_multiple, stride_multiple = _multiples(call)
     whole_words = min(pointer_multiple, stride_multiple * call.dtype.itemsize) >= _ASYNCHRONOUS
     tiles, splits = choose_cut(
-        Situation(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words),
+        TileKey(call.dtype, head_dim, head_dim_v, group_rows, call.page_size, whole_words),
         batch * heads_kv,
         call.visible,
         facts,
