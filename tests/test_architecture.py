@@ -25,12 +25,13 @@ MAX_LINES_OF_KERNELS = 800
 #: `select`, and `reference` for the backward of the backward.
 WITHIN_OPERATION = {
     "__init__": set(),
-    "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "philox", "select", "spec"},
+    "api": {"block_mask", "checks", "linear", "linear_operator", "operator", "options", "philox", "select", "spec"},
+    "options": {"block_mask"},
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
-    "explain": {"api", "backend", "block_mask", "checks", "partial", "select", "spec"},
+    "explain": {"api", "backend", "checks", "options", "partial", "select", "spec"},
     "backend": {"spec"},
-    "partial": {"api", "checks", "operator", "spec"},
+    "partial": {"api", "checks", "operator", "options", "spec"},
     "operator": {
         "checks",
         "cpu",
@@ -48,7 +49,7 @@ WITHIN_OPERATION = {
     "select": {"backend", "spec"},
     "forward_mode": {"row_weights", "spec"},
     "row_weights": {"block_mask", "philox", "spec"},
-    "inspection": {"api", "block_mask", "checks", "column_sums", "operator", "row_weights", "spec"},
+    "inspection": {"api", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
     "column_sums": {"checks", "operator", "select", "spec"},
     "plans": {"spec", "tile_lists"},
     "philox": {"spec"},

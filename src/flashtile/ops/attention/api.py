@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_unrecorded
+from flashtile.ops.attention.options import Align, DenseOptions, VarlenOptions, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
@@ -21,43 +22,8 @@ PACKED_LAYOUT = ("total", "heads", "head_dim")
 #: of 0, for which backends are made.
 _LEAST_SCALE = 2.0**-126
 
-Align = Literal["bottom_right", "top_left"]
-Window = tuple[int | None, int | None]
-
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    class Options(TypedDict, total=False):
-        """The optional arguments of both functions, for type checkers: with `return_lse` a call returns a pair."""
-
-        causal: bool
-        align: Align
-        window: Window | None
-        scale: float | None
-        dropout_p: float
-        dropout_seed: Tensor | None
-        key_lengths: Tensor | None
-        softcap: float | None
-        bias: Tensor | None
-        alibi_slopes: Tensor | None
-        mask: Tensor | None
-        sinks: Tensor | None
-        descale_q: Tensor | None
-        descale_k: Tensor | None
-        descale_v: Tensor | None
-        deterministic: bool
-        backend: str
-
-    class DenseOptions(Options, total=False):
-        """Those of `attention`."""
-
-        block_mask: BlockMask | None
-
-    class VarlenOptions(Options, total=False):
-        """Those of `attention_varlen`."""
-
-        max_seqlen_q: int | None
-        max_seqlen_k: int | None
 
 
 @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,8 +14,6 @@ from flashtile.ops.attention import checks
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    Align,
-    Window,
     add_block_mask,
     add_descales,
     add_score_inputs,
@@ -24,11 +22,15 @@ from flashtile.ops.attention.api import (
     lengths_of,
 )
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice
-from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import FP8
-from flashtile.ops.common.other_names import refuse_other_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_NAMES = names_of(ExplainOptions)
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@with_options(ExplainOptions)
 def explain(
     q: Tensor,
     k: Tensor,
@@ -71,30 +74,9 @@ def explain(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    align: Align = "bottom_right",
-    window: Window | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    sinks: Tensor | None = None,
-    descale_q: Tensor | None = None,
-    descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool = False,
-    backend: str = "auto",
     device: torch.device | str | None = None,
     part: AttentionPart | None = None,
-    **other_names: NoReturn,
+    **options: Unpack[ExplainOptions],
 ) -> Explanation:
     """Says which backend, kernels and tiles a call would use, why, and why not the others. Runs nothing.
 
@@ -116,29 +98,31 @@ def explain(
     Raises:
         TypeError, ValueError: as the call itself, and for an unknown device.
     """
-    if other_names:
-        refuse_other_names(explain, other_names)
+    given = take(explain, options, _NAMES)
     packed = cu_seqlens_q is not None
     q, k, v = checked_qkv(q, k, v, PACKED_LAYOUT if packed else DENSE_LAYOUT, eight_bits=True)
-    dropout_p = checks.resolve_dropout(
-        dropout_p, dropout_seed, dropout_seed.device if isinstance(dropout_seed, Tensor) else q.device
-    )
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
-    tables = not (bias is None and mask is None)
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, tables)
-    side = side._replace(dropout_seed=dropout_seed)
-    if any(tensor is not None for tensor in (bias, mask, alibi_slopes, sinks)):
+    seed = given.dropout_seed
+    dropout_p = checks.resolve_dropout(given.dropout_p, seed, seed.device if isinstance(seed, Tensor) else q.device)
+    band = given.causal, given.align, given.window, given.scale
+    spec = build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
+    tables = not (given.bias is None and given.mask is None)
+    bounds = given.max_seqlen_q, given.max_seqlen_k
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, tables)
+    side = side._replace(dropout_seed=seed)
+    score_inputs = given.bias, given.mask, given.alibi_slopes, given.sinks
+    if any(tensor is not None for tensor in score_inputs):
         sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
-        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
-    if block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, block_mask)
-    if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
-        side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
+        side = add_score_inputs(side, q, sizes, *score_inputs, batch)
+    if given.block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, given.block_mask)
+    descales = given.descale_q, given.descale_k, given.descale_v
+    if q.dtype is FP8 or any(tensor is not None for tensor in descales):
+        side = add_descales(side, q, k, v, batch, *descales)
     if part is not None:
-        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, alibi_slopes is not None)
+        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given.alibi_slopes is not None)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
-        backend,
+        given.backend,
         "forward",
         device_type,
         facts,
@@ -151,9 +135,9 @@ def explain(
         v.shape,
         aligned(*(_rows_contiguous(t) for t in (q, k, v))),
         packed,
-        key_lengths is not None,
+        given.key_lengths is not None,
         tables,
-        learned_slopes=alibi_slopes is not None and alibi_slopes.requires_grad,
+        learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
         spec=spec,
         side=side,
     )

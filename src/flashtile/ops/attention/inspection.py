@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,46 +12,35 @@ from flashtile.ops.attention import checks, row_weights
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    Align,
-    Window,
     add_block_mask,
     add_score_inputs,
     build_spec,
     checked_qkv,
     lengths_of,
 )
-from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.column_sums import run_column_sums
 from flashtile.ops.attention.operator import lse_dtype, lse_shape
+from flashtile.ops.attention.options import ColumnSumsOptions, ProbsOptions, names_of, take, with_options
 from flashtile.ops.attention.row_weights import Part
 from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.common.checks import INDEX_DTYPES, readable
-from flashtile.ops.common.other_names import refuse_other_names
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_PROBS_NAMES, _COLUMN_SUMS_NAMES = names_of(ProbsOptions), names_of(ColumnSumsOptions)
 #: What chooses rows or heads: all, a slice, or their numbers.
 Chosen = slice | Sequence[int] | Tensor | None
 
 
+@with_options(ProbsOptions)
 def attention_probs(
     q: Tensor,
     k: Tensor,
     *,
     rows: Chosen = None,
     heads: Chosen = None,
-    causal: bool = False,
-    align: Align = "bottom_right",
-    window: Window | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    sinks: Tensor | None = None,
-    **other_names: NoReturn,
+    **options: Unpack[ProbsOptions],
 ) -> Tensor:
     """The softmax weights of `flashtile.attention` for chosen rows and heads, as a tensor.
 
@@ -81,8 +70,7 @@ def attention_probs(
     Reference:
         Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1.
     """
-    if other_names:
-        refuse_other_names(attention_probs, other_names)
+    given = take(attention_probs, options, _PROBS_NAMES)
     checks.check_tensors(q=q, k=k)
     if q.dim() == 3:
         raise ValueError(
@@ -92,19 +80,21 @@ def attention_probs(
     q, k, _ = checked_qkv(q, k, k, DENSE_LAYOUT)
     batch, seq_q, heads_q, _ = q.shape
     seq_k = k.shape[1]
-    if key_lengths is not None:
-        checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
-    dropout_p = checks.resolve_dropout(dropout_p, dropout_seed, q.device)
-    if dropout_p and dropout_seed is None:
+    if given.key_lengths is not None:
+        checks.check_lengths("key_lengths", given.key_lengths, batch, q.device, "one length for each batch entry")
+    dropout_p = checks.resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
+    if dropout_p and given.dropout_seed is None:
         raise ValueError(
             f"dropout_seed: expected the seed of the call beside dropout_p={dropout_p}, got None; give both calls one "
             "that flashtile.draw_dropout_seed(device) makes, or leave dropout_p out for the weights before dropout"
         )
-    spec = build_spec(q, causal, align, window, scale, dropout_p, False, "auto", softcap)
-    side = SideInputs(None, None, seq_q, seq_k, key_lengths, dropout_seed if dropout_p else None)
-    side = add_score_inputs(side, q, (batch, heads_q, seq_q, seq_k), bias, mask, alibi_slopes, sinks)
-    if block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, block_mask)
+    band = given.causal, given.align, given.window, given.scale
+    spec = build_spec(q, *band, dropout_p, False, "auto", given.softcap)
+    side = SideInputs(None, None, seq_q, seq_k, given.key_lengths, given.dropout_seed if dropout_p else None)
+    sizes = batch, heads_q, seq_q, seq_k
+    side = add_score_inputs(side, q, sizes, given.bias, given.mask, given.alibi_slopes, given.sinks)
+    if given.block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, given.block_mask)
     checks.check_values(side, seq_q, seq_k)
     row_numbers = _chosen("rows", rows, seq_q, "seq_q", q.device)
     if row_numbers is None:
@@ -118,27 +108,14 @@ def attention_probs(
     return weights if kept is None else (weights * kept) / (1 - dropout_p)
 
 
+@with_options(ColumnSumsOptions)
 def attention_column_sums(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
-    *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    causal: bool = False,
-    align: Align = "bottom_right",
-    window: Window | None = None,
-    scale: float | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    backend: str = "auto",
-    **other_names: NoReturn,
+    **options: Unpack[ColumnSumsOptions],
 ) -> Tensor:
     """How much attention each key receives: the sum over all queries of the softmax weights of the key.
 
@@ -170,20 +147,21 @@ def attention_column_sums(
         The weights are recomputed as in the backward of Dao et al., "FlashAttention" (2022), algorithm 4. Zhang et al.,
         "H2O: Heavy-Hitter Oracle" (2023), section 4, choose the keys to keep by such sums.
     """
-    if other_names:
-        refuse_other_names(attention_column_sums, other_names)
+    given = take(attention_column_sums, options, _COLUMN_SUMS_NAMES)
     checks.check_tensors(q=q, k=k, lse=lse)
     packed = cu_seqlens_q is not None
     q, k, _ = checked_qkv(q, k, k, PACKED_LAYOUT if packed else DENSE_LAYOUT)
     _check_lse(lse, q)
-    spec = build_spec(q, causal, align, window, scale, 0.0, True, backend, softcap)
-    tables = not (bias is None and mask is None)
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, key_lengths, tables)
+    band = given.causal, given.align, given.window, given.scale
+    spec = build_spec(q, *band, 0.0, True, given.backend, given.softcap)
+    tables = not (given.bias is None and given.mask is None)
+    bounds = given.max_seqlen_q, given.max_seqlen_k
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, tables)
     sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
-    side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, None, batch)
-    if block_mask is not None:
-        side, spec = add_block_mask(side, spec, q, block_mask)
-    return run_column_sums(q, k, lse, side, spec, backend)
+    side = add_score_inputs(side, q, sizes, given.bias, given.mask, given.alibi_slopes, None, batch)
+    if given.block_mask is not None:
+        side, spec = add_block_mask(side, spec, q, given.block_mask)
+    return run_column_sums(q, k, lse, side, spec, given.backend)
 
 
 def _check_lse(lse: Tensor, q: Tensor) -> None:

@@ -8,7 +8,7 @@ log-sum-exp (`flashtile.logsumexp_merge`), and gets each rectangle's gradients f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,16 +17,19 @@ from flashtile.ops.attention import checks
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
-    Align,
-    Window,
     add_score_inputs,
     autocast,
     build_spec,
     resolve_dropout,
 )
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
+from flashtile.ops.attention.options import BackwardOptions, PartOptions, Taken, names_of, take, with_options
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
-from flashtile.ops.common.other_names import refuse_other_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(BackwardOptions)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class AttentionPart:
     sequence: int = 0
 
 
+@with_options(PartOptions)
 def attention_part(
     q: Tensor,
     k: Tensor,
@@ -60,20 +64,7 @@ def attention_part(
     *,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-    causal: bool = False,
-    align: Align = "bottom_right",
-    window: Window | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-    **other_names: NoReturn,
+    **options: Unpack[PartOptions],
 ) -> tuple[Tensor, Tensor]:
     """Attention of some queries to some keys of a larger call.
 
@@ -106,17 +97,14 @@ def attention_part(
     Raises:
         TypeError, ValueError: as `attention`, or the part does not lie in the larger call.
     """
-    if other_names:
-        refuse_other_names(attention_part, other_names)
+    given = take(attention_part, options, _PART_NAMES)
     checks.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
-    side, spec = _described(
-        q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
-        softcap, bias, alibi_slopes, mask, None, deterministic, backend,
-    )  # fmt: skip
-    return run_attention(q, k, v, side, spec, backend)
+    side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)
+    return run_attention(q, k, v, side, spec, given.backend)
 
 
+@with_options(BackwardOptions)
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -131,21 +119,7 @@ def attention_backward(
     max_seqlen: int | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
-    causal: bool = False,
-    align: Align = "bottom_right",
-    window: Window | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: Tensor | None = None,
-    key_lengths: Tensor | None = None,
-    softcap: float | None = None,
-    bias: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    deterministic: bool = False,
-    backend: str = "auto",
-    **other_names: NoReturn,
+    **options: Unpack[BackwardOptions],
 ) -> Gradients:
     """The gradients of attention, computed from its results: what a call, or a part, adds to those of its inputs.
 
@@ -185,22 +159,19 @@ def attention_backward(
     Reference:
         Dao, "FlashAttention-2" (2023), algorithm 2; Liu et al., "Ring Attention with Blockwise Transformers" (2023).
     """
-    if other_names:
-        refuse_other_names(attention_backward, other_names)
+    given = take(attention_backward, options, _BACKWARD_NAMES)
     checks.check_tensors(q=q, k=k, v=v)
-    side, spec = _described(
-        q, k, v, part, cu_seqlens, max_seqlen, causal, align, window, scale, dropout_p, dropout_seed, key_lengths,
-        softcap, bias, alibi_slopes, mask, sinks, deterministic, backend, cu_seqlens_k, max_seqlen_k,
-    )  # fmt: skip
+    side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given, cu_seqlens_k, max_seqlen_k)
     _check_results(dout, q, v, out, lse, dlse)
-    if backend == "reference":
+    if given.backend == "reference":
         raise ValueError(
             "backend: expected one that computes gradients from out and lse, got 'reference', which differentiates its "
             "own forward; take 'auto' or 'cpu'"
         )
-    wanted = Wanted(*(given is not None and given.requires_grad for given in (bias, alibi_slopes, sinks)))
+    learned = given.bias, given.alibi_slopes, given.sinks
+    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in learned))
     with torch.no_grad():
-        return run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
+        return run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
 
 
 def _described(
@@ -210,20 +181,7 @@ def _described(
     part: AttentionPart | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
-    causal: bool,
-    align: Align,
-    window: Window | None,
-    scale: float | None,
-    dropout_p: float,
-    dropout_seed: Tensor | None,
-    key_lengths: Tensor | None,
-    softcap: float | None,
-    bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    mask: Tensor | None,
-    sinks: Tensor | None,
-    deterministic: bool,
-    backend: str,
+    given: Taken,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
 ) -> tuple[SideInputs, AttentionSpec]:
@@ -241,18 +199,20 @@ def _described(
     batch = q.shape[0]
     if cu_seqlens is not None and cu_seqlens_k is not None:
         batch = checks.check_cu_seqlens(cu_seqlens, cu_seqlens_k, q.device)
-    if dropout_p and dropout_seed is None:
+    if given.dropout_p and given.dropout_seed is None:
         raise ValueError(
             "dropout_seed: expected a seed beside dropout_p, the same for all parts and for the backward, got None; "
             "draw one with flashtile.draw_dropout_seed"
         )
-    dropout_p, dropout_seed = resolve_dropout(dropout_p, dropout_seed, q.device)
-    spec = build_spec(q, causal, align, window, scale, dropout_p, deterministic, backend, softcap)
+    dropout_p, dropout_seed = resolve_dropout(given.dropout_p, given.dropout_seed, q.device)
+    band = given.causal, given.align, given.window, given.scale
+    spec = build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
+    key_lengths = given.key_lengths
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
-        spec = placed(spec, part, rows, columns, q.shape[-2], packed, alibi_slopes is not None)
+        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given.alibi_slopes is not None)
         if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -260,11 +220,12 @@ def _described(
     longest_q = rows if max_seqlen is None else max_seqlen
     longest_k = columns if max_seqlen_k is None else max_seqlen_k
     side = SideInputs(cu_seqlens, cu_seqlens_k, longest_q, longest_k, key_lengths, dropout_seed)
-    if any(given is not None for given in (bias, mask, alibi_slopes, sinks)):
-        if packed and not (bias is None and mask is None):
+    score_inputs = given.bias, given.mask, given.alibi_slopes, given.sinks
+    if any(tensor is not None for tensor in score_inputs):
+        if packed and not (given.bias is None and given.mask is None):
             checks.check_longest(max_seqlen, max_seqlen_k)
         sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
-        side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
+        side = add_score_inputs(side, q, sizes, *score_inputs, batch)
     return side, spec
 
 
