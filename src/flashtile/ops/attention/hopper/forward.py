@@ -119,6 +119,7 @@ class KernelConfig:
     TILE_K: gl.constexpr
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
+    BATCH_FIRST: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -253,7 +254,7 @@ def attention_forward_kernel(
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
-    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr,
+    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr, BATCH_FIRST: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed
     call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks
@@ -262,7 +263,8 @@ def attention_forward_kernel(
     (`blocks`). Descale factors of 8-bit inputs belong to a sequence and key/value head, and `descale_group` is `group`
     once more. `k_rows_apart`, `v_rows_apart`: with key lengths, rows of k and v from one batch entry to the next.
     `keep_...`, `origin_...`: of dropout and ALiBi (`dropout`). `stride_bias_...`, `stride_mask_...` and so on: of the
-    tables (`tables`). A parameter that a call does not need is None.
+    tables (`tables`). `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table. A
+    parameter that a call does not need is None.
     """
     config = KernelConfig(
         EIGHT_BITS=k_desc.dtype.primitive_bitwidth == 8,
@@ -280,6 +282,7 @@ def attention_forward_kernel(
         TILE_K=TILE_K,
         BIAS_COLUMN=STRIDE_BIAS_COLUMN,
         MASK_COLUMN=STRIDE_MASK_COLUMN,
+        BATCH_FIRST=BATCH_FIRST,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -404,6 +407,8 @@ def produce_tile(
     tile, line = tile_in_order(
         number, schedule.tiles, schedule.lines, PAIRS_TOGETHER, closing_lines(schedule.tiles), UNEVEN
     )
+    if config.BATCH_FIRST:
+        line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
     at = locate_tile(

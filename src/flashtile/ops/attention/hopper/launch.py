@@ -58,6 +58,7 @@ from flashtile.ops.attention.plans import (
     PLAIN_SIDE,
     Layout,
     SideShape,
+    Table,
     block_places,
     clipped_window,
     descale_parameters,
@@ -268,6 +269,8 @@ def _plan(
         **block_constants(block_tile),
         "STRIDE_BIAS_COLUMN": column_stride(side.bias),
         "STRIDE_MASK_COLUMN": column_stride(side.mask),
+        # What is larger than keys and values is read by those that run at the same time.
+        "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
     }
     group = heads // heads_kv
     window_left, window_right = clipped_window(spec)
@@ -303,6 +306,11 @@ def _plan(
     ]
     makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
     return ForwardPlan(kernel, dynamic, makers, outputs, widening)
+
+
+def _shared_by_batch(table: Table | None) -> bool:
+    """Whether all batch entries read one matrix of queries × keys for each head."""
+    return table is not None and table.shape[0] == 1 and 1 not in table.shape[2:]
 
 
 def _boxes(
