@@ -40,7 +40,7 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.plans import SideShape
+from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FEATURE_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
 from machine_code import (
@@ -236,6 +236,27 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
 
 
+_PADDING = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
+
+
+@pytest.mark.parametrize(
+    "change, batch_first, mask_ends_keys",
+    [
+        ({}, False, False),
+        ({"mask": _PADDING}, False, True),
+        ({"mask": _PADDING._replace(shape=(1, 1, 1, 4096))}, False, True),
+        ({"mask": _PADDING._replace(shape=(1, 1, 4096, 4096))}, True, False),
+        ({"mask": _PADDING._replace(shape=(1, 1, 4096, 1))}, False, False),
+        ({"bias": _PADDING._replace(shape=(1, 4, 4096, 4096), dtype=torch.bfloat16)}, True, False),
+        ({"bias": _PADDING._replace(shape=(1, 4, 4096, 4096), dtype=torch.bfloat16), "sequences": 2}, False, False),
+        ({"bias": _PADDING._replace(shape=(2, 4, 4096, 4096), dtype=torch.bfloat16)}, False, False),
+    ],
+)
+def test_order_and_end_of_tiles_with_tables(change: dict, batch_first: bool, mask_ends_keys: bool) -> None:
+    constants = hopper_plan(_CALL._replace(**change)).kernel.source.constants
+    assert (constants["BATCH_FIRST"], constants["MASK_ENDS_KEYS"]) == (batch_first, mask_ends_keys)
+
+
 @pytest.mark.parametrize(
     "change, programs, dynamic",
     [
@@ -247,6 +268,8 @@ def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype
         ({"window_right": 0, "seq_q": 500}, 32, False),  # each program has one tile
         ({"block_tile": (256, 128)}, 132, True),
         ({"block_tile": (256, 128), "seq_q": 129}, 16, False),  # whole tiles of the mask: two of each head
+        ({"mask": _PADDING}, 132, True),
+        ({"key_lengths_dtype": torch.int32}, 132, True),
         ({"sequences": 3}, 132, True),
         ({"sequences": 3, "seq_q": 100}, 16, False),
         ({"batch": 0}, 0, False),

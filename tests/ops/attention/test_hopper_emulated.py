@@ -167,6 +167,32 @@ def test_dropout(hopper: Callable, head_dim: int, packed: bool) -> None:
         check(case, "hopper", inputs=inputs)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_key_tiles_behind_the_last_shown_key_are_left_out(hopper: Callable, packed: bool) -> None:
+    """What lies there may be anything, and the others are those of key lengths, bit for bit."""
+    hopper()
+    lengths = (129, 300, 0)
+    sizes = {"lengths_q": (40, 150, 9), "lengths_k": (330, 330, 330)} if packed else {"batch": 3, "seq_k": 330}
+    case = replace(_SMALL, **sizes, key_lengths=(300, 300, 300) if packed else lengths)
+    inputs = make_inputs(case)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    function = flashtile.attention_varlen if packed else flashtile.attention
+    given = {name: of for name, of in inputs.tensors.items() if name != "key_lengths"}
+    given |= {"return_lse": True, "backend": "hopper"}
+    if packed:
+        given |= {"max_seqlen_q": 150, "max_seqlen_k": 330}
+    expected = function(q, k, v, **given, key_lengths=inputs.tensors["key_lengths"])
+    shown = torch.arange(330) < inputs.tensors["key_lengths"][: 1 if packed else 3, None]
+    for tensor in (k, v):
+        by_sequence = tensor.view(3, 330, 1, 64)
+        by_sequence[:, 384:] = float("nan")
+        if not packed:
+            by_sequence[0, 256:] = float("nan")
+    found = function(q, k, v, **given, mask=shown[:, None, None, :])
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("layout", ["rows first", "heads first", "broadcast", "one key"])
 def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
     """What lies past a key length reaches no result, however k and v lie in memory."""

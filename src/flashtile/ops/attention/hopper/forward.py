@@ -97,7 +97,7 @@ from flashtile.ops.attention.hopper.pieces import (
     tile_in_order,
 )
 from flashtile.ops.attention.hopper.scores import load_slope
-from flashtile.ops.attention.hopper.tables import Table, table_of_head
+from flashtile.ops.attention.hopper.tables import Table, last_shown, table_of_head
 
 
 @aggregate
@@ -112,6 +112,7 @@ class KernelConfig:
     OUT_PLACES: gl.constexpr
     PACKED: gl.constexpr
     KEY_LENGTHS: gl.constexpr
+    MASK_ENDS_KEYS: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     TOP_LEFT: gl.constexpr
@@ -180,7 +181,7 @@ class BlockMask(NamedTuple):
 
 class QueryTile(NamedTuple):
     """A tile of query rows, as the producer publishes it: its first row in the sequence (negative: there are no more
-    tiles), sequence and head, and, where a call has key lengths, how many keys of the sequence count."""
+    tiles), sequence and head, and, where key lengths or a mask end them, how many keys of the sequence count."""
 
     first: Any
     sequence: Any
@@ -255,6 +256,7 @@ def attention_forward_kernel(
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
     STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr, BATCH_FIRST: gl.constexpr,
+    MASK_ENDS_KEYS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed
     call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks
@@ -263,7 +265,8 @@ def attention_forward_kernel(
     (`blocks`). Descale factors of 8-bit inputs belong to a sequence and key/value head, and `descale_group` is `group`
     once more. `k_rows_apart`, `v_rows_apart`: with key lengths, rows of k and v from one batch entry to the next.
     `keep_...`, `origin_...`: of dropout and ALiBi (`dropout`). `stride_bias_...`, `stride_mask_...` and so on: of the
-    tables (`tables`). `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table. A
+    tables (`tables`). `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table.
+    `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it shows are left out. A
     parameter that a call does not need is None.
     """
     config = KernelConfig(
@@ -275,6 +278,7 @@ def attention_forward_kernel(
         OUT_PLACES=OUT_PLACES,
         PACKED=PACKED,
         KEY_LENGTHS=key_lengths_ptr is not None,
+        MASK_ENDS_KEYS=MASK_ENDS_KEYS,
         HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -355,7 +359,7 @@ def attention_forward_kernel(
             [
                 (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
                 (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
-                (produce, (config, queue, schedule, rings, tensors, problem, blocks)),
+                (produce, (config, queue, schedule, rings, tensors, problem, modifiers.mask, blocks)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -366,7 +370,7 @@ def attention_forward_kernel(
                 (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
                 (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
                 (consume, (2, config, queue, rings, output, problem, modifiers, blocks)),
-                (produce, (config, queue, schedule, rings, tensors, problem, blocks)),
+                (produce, (config, queue, schedule, rings, tensors, problem, modifiers.mask, blocks)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -377,14 +381,14 @@ def attention_forward_kernel(
 
 
 @gluon.jit
-def produce(config, queue, schedule, rings, tensors, problem, blocks):
+def produce(config, queue, schedule, rings, tensors, problem, mask, blocks):
     """Producer warp: takes the tiles of this thread block, and loads what they need as soon as the rings have room."""
     tiles_published = 0
     key_tiles = 0
     number = gl.program_id(0)
     while number < schedule.tiles * schedule.lines:
         tiles_published, key_tiles, number = produce_tile(
-            number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, blocks
+            number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask, blocks
         )
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
     publish_query_tile(queue, tiles_published, end, 0, 0, config)
@@ -393,7 +397,7 @@ def produce(config, queue, schedule, rings, tensors, problem, blocks):
 
 @gluon.jit
 def produce_tile(
-    number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, blocks
+    number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask, blocks
 ):  # fmt: skip
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
     key tiles were loaded, and the number of the next tile."""
@@ -430,6 +434,8 @@ def produce_tile(
             if not config.PACKED:
                 k_begin = at.sequence * problem.k_rows_apart
                 v_begin = at.sequence * problem.v_rows_apart
+        if config.MASK_ENDS_KEYS:
+            keys = last_shown(table_of_head(mask, at.sequence, at.head), config.MASK_COLUMN, mask.columns, keys)
         publish_query_tile(queue, tiles_published, at, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
@@ -470,15 +476,16 @@ def produce_tile(
 @gluon.jit
 def publish_query_tile(queue, count, at, listed, keys, config):
     """The producer's side of the queue. `at`: a `LocatedTile`, `listed`: how many key tiles a block mask lists."""
-    if config.PACKED and config.KEY_LENGTHS:
+    ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
+    if config.PACKED and ENDS:
         numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length, keys)
     elif config.PACKED:
         numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length)
-    elif config.TILE_Q > 0 and config.KEY_LENGTHS:
+    elif config.TILE_Q > 0 and ENDS:
         numbers = (at.first, at.sequence, at.head, listed, keys)
     elif config.TILE_Q > 0:
         numbers = (at.first, at.sequence, at.head, listed)
-    elif config.KEY_LENGTHS:
+    elif ENDS:
         numbers = (at.first, at.sequence, at.head, keys)
     else:
         numbers = (at.first, at.sequence, at.head)
@@ -488,21 +495,22 @@ def publish_query_tile(queue, count, at, listed, keys, config):
 @gluon.jit
 def receive_query_tile(queue, count, config):
     """The consumers' side of the queue."""
+    ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
     keys = 0
     if config.PACKED:
-        if config.KEY_LENGTHS:
+        if ENDS:
             first, sequence, head, begin_q, seq_q, seq_k, keys = receive_tile(queue, count, 7)
         else:
             first, sequence, head, begin_q, seq_q, seq_k = receive_tile(queue, count, 6)
         tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k, keys)
     elif config.TILE_Q > 0:
-        if config.KEY_LENGTHS:
+        if ENDS:
             first, sequence, head, listed, keys = receive_tile(queue, count, 5)
         else:
             first, sequence, head, listed = receive_tile(queue, count, 4)
         tile = ListedQueryTile(first, sequence, head, listed, keys)
     else:
-        if config.KEY_LENGTHS:
+        if ENDS:
             first, sequence, head, keys = receive_tile(queue, count, 4)
         else:
             first, sequence, head = receive_tile(queue, count, 3)
@@ -548,7 +556,7 @@ def consume_tile(
         rows = HeadRows(tile.sequence, tile.head, tile.begin_q, tile.seq_q)
         seq_k = tile.seq_k
     keys = seq_k
-    if config.KEY_LENGTHS:
+    if config.KEY_LENGTHS or config.MASK_ENDS_KEYS:
         keys = tile.keys
     shift = 0 if config.TOP_LEFT else seq_k - rows.length
     first = tile.first + WHICH * M

@@ -224,6 +224,7 @@ def _plan(
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
+    uneven = uneven or _same_for_all_rows(side.mask)
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
@@ -271,6 +272,7 @@ def _plan(
         "STRIDE_MASK_COLUMN": column_stride(side.mask),
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
+        "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
     }
     group = heads // heads_kv
     window_left, window_right = clipped_window(spec)
@@ -306,6 +308,11 @@ def _plan(
     ]
     makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
     return ForwardPlan(kernel, dynamic, makers, outputs, widening)
+
+
+def _same_for_all_rows(mask: Table | None) -> bool:
+    """Whether a mask is one of keys, as padding is."""
+    return mask is not None and mask.shape[2] == 1 and mask.shape[3] > 1
 
 
 def _shared_by_batch(table: Table | None) -> bool:

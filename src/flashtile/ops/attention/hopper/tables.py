@@ -28,7 +28,8 @@ class Table(NamedTuple):
 @gluon.jit
 def table_of_head(table, sequence, head):
     """A pointer to the first element of a head of a sequence."""
-    return table.pointer + (sequence.to(gl.int64) * table.stride_batch + head.to(gl.int64) * table.stride_head)
+    first = gl.to_tensor(sequence).to(gl.int64) * table.stride_batch
+    return table.pointer + (first + gl.to_tensor(head).to(gl.int64) * table.stride_head)
 
 
 @gluon.jit
@@ -87,6 +88,25 @@ def load_table(
     else:
         tile = gl.load(pointer, mask=inside, other=OTHER)
     return tile
+
+
+@gluon.jit
+def last_shown(pointer, STRIDE_COLUMN: gl.constexpr, columns, keys):
+    """How many keys there are up to the last one that a mask shows whose rows are all alike. By one warp, from behind,
+    so that a mask without padding is done after the first step."""
+    STEP: gl.constexpr = 128
+    place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))
+    if columns is not None:
+        keys = gl.minimum(keys, columns)
+    end = keys
+    shown = keys * 0
+    while (end > 0) & (shown == 0):
+        begin = (end - 1) // STEP * STEP
+        key = begin + place
+        found = gl.load(pointer + key.to(gl.int64) * STRIDE_COLUMN, mask=key < keys, other=0)
+        shown = gl.max(gl.where(found != 0, key + 1, 0), 0)
+        end = begin
+    return shown
 
 
 @gluon.jit
