@@ -73,15 +73,6 @@ WITHIN_OPERATION = {
     "hopper": {"backend", "philox", "plans", "spec"},
     "split": {"backend", "spec"},
 }
-#: Files whose kernels still read state by number, and how many times. Numbers here may only fall.
-STATE_BY_NUMBER = {
-    "attention/triton/bias_gradient.py": 1,
-    "attention/triton/blocks.py": 3,
-    "attention/triton/column_sums.py": 1,
-    "attention/triton/forward.py": 1,
-    "attention/triton/scores.py": 4,
-    "attention/triton/tiles.py": 6,
-}
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
 COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "split_keys", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
@@ -227,8 +218,7 @@ def test_file_is_short_and_says_what_it_is(path):
 @pytest.mark.parametrize("path", KERNELS, ids=module_name)
 def test_kernels_read_state_by_name(path):
     found = numbered_subscripts(ast.parse(path.read_text(encoding="utf-8")))
-    allowed = STATE_BY_NUMBER.get(path.relative_to(SOURCE / "ops").as_posix(), 0)
-    assert len(found) == allowed, f"state has names; take a file that is done off the list: {found}"
+    assert not found, f"state has names: {found}"
 
 
 def numbered_subscripts(tree: ast.AST) -> list[str]:

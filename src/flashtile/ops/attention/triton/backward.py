@@ -24,19 +24,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
+from flashtile.ops.attention.spec import Origin
+from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
 from flashtile.ops.attention.triton.scores import (
-    alibi_diagonal,
+    Dropout,
+    Modifiers,
+    Table,
     alibi_distance,
-    load_slope,
+    dropout_matrix,
+    kept_weights,
+    load_alibi,
     modified_scores,
+    sees_sink_alone,
     uncapped_gradient,
 )
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
-    dropout_matrix,
     head_pointer,
-    kept_weights,
     key_tile_ranges,
     load_rows,
     locate_tile,
@@ -111,7 +115,7 @@ def attention_dq_kernel(
         if sinks_ptr is not None:
             # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
             # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
-            alone = _sees_sink_alone(lse, tl.load(sinks_ptr + head), out_tile)
+            alone = sees_sink_alone(lse, tl.load(sinks_ptr + head), out_tile)
             hidden = hidden | (alone & (delta != delta))
         delta = tl.where(hidden, 0.0, delta)
     if HAS_DLSE:
@@ -138,28 +142,31 @@ def attention_dq_kernel(
     begin, full_begin, full_end, end = key_tile_ranges(
         first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    modifiers = (
-        softcap,
-        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        if alibi_slopes_ptr is not None else None,
-        alibi_diagonal(seq_q, seq_k, origin), sequence, head,
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-    )  # fmt: skip
+    origin = Origin(origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
+    bias_table = Table(
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
+    )
+    mask_table = Table(
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
+    )
+    alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
     blocks = None
     if TILE_Q:
-        entry, last_entry = line_entries(
-            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
-        )
-        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        lists = BlockLists(
+            block_lists_ptr, block_offsets, block_tiles, block_kinds,
+            stride_block_batch, stride_block_head,
+        )  # fmt: skip
+        blocks = load_line(lists, sequence, head, first // TILE_Q)
         begin = 0
-        end = (last_entry - entry) * TILE_K
+        end = blocks.entries * TILE_K
+    dropout = Dropout(
+        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold, keep_scale
+    )
     dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base,
         lse, delta, rows_left, begin, full_begin, full_end, end,
-        first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
-        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
+        first, keys, shift, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr, dropout,
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
@@ -177,19 +184,10 @@ def attention_dq_kernel(
 
 
 @triton.jit
-def _sees_sink_alone(lse, sink, out_tile):
-    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse (in units of log2), up to
-    rounding."""
-    near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
-    return near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
-
-
-@triton.jit
 def _sum_dq(
     q_base, dout_base, k_base, v_base,
     lse, delta, rows_left, begin, full_begin, full_end, end,
-    first, keys, shift, window_left, window_right, scale, keep_scale, modifiers, blocks,
-    dropout_seed_ptr, sequence_head, origin, keep_threshold,
+    first, keys, shift, window_left, window_right, scale, modifiers, blocks, patterns_ptr, dropout,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
     STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -234,7 +232,7 @@ def _sum_dq(
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
-                    scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+                    scores, patterns_ptr, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
                 )
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
@@ -243,13 +241,11 @@ def _sum_dq(
             )
             probs = tl.where(visible, probs, 0.0)
         if DROPOUT:
-            kept = kept_weights(
-                dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
-            )
-            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+            kept = kept_weights(dropout, first, start, BLOCK_M, BLOCK_N, ALIGNED)
+            dprobs = tl.where(kept, dprobs * dropout.scale, 0.0)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
-            slope_sums += tl.sum(dscores * alibi_distance(row, column, modifiers, TRANSPOSED=False), 1)
+            slope_sums += tl.sum(dscores * alibi_distance(row, column, modifiers.alibi, TRANSPOSED=False), 1)
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -317,28 +313,31 @@ def attention_dkdv_kernel(
             dout_ptr, sequence, begin_q, head, stride_dout_batch, STRIDE_DOUT_ROW, stride_dout_head, PACKED
         )
         statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
-        origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-        modifiers = (
-            softcap,
-            load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-            if alibi_slopes_ptr is not None else None,
-            alibi_diagonal(seq_q, seq_k, origin), sequence, head,
-            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-            mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-        )  # fmt: skip
+        origin = Origin(origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
+        bias_table = Table(
+            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
+        )
+        mask_table = Table(
+            mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
+        )
+        alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
+        modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
         blocks = None
         if TILE_Q:
-            entry, last_entry = line_entries(
-                block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_K
-            )
-            blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+            lists = BlockLists(
+                block_lists_ptr, block_offsets, block_tiles, block_kinds,
+                stride_block_batch, stride_block_head,
+            )  # fmt: skip
+            blocks = load_line(lists, sequence, head, first // TILE_K)
             begin = 0
-            end = (last_entry - entry) * TILE_Q
+            end = blocks.entries * TILE_Q
+        dropout = Dropout(
+            dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold, keep_scale
+        )
         dk, dv = _sum_dkdv(
             dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_ptr + 4 * statistics,
             begin, full_begin, full_end, end,
-            first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
-            dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
+            first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr, dropout,
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
             HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
@@ -362,8 +361,7 @@ def attention_dkdv_kernel(
 def _sum_dkdv(
     dk, dv, k_tile, v_tile, k_base, v_base, q_base, dout_base, statistics_base,
     begin, full_begin, full_end, end,
-    first, keys, shift, seq_q, window_left, window_right, scale, keep_scale, modifiers, blocks,
-    dropout_seed_ptr, sequence_head, origin, keep_threshold,
+    first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, patterns_ptr, dropout,
     STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, STRIDE_Q_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -408,7 +406,7 @@ def _sum_dkdv(
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
-                    scores, blocks, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=True
+                    scores, patterns_ptr, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=True
                 )
         probs = tl.exp2(scores * unit - lse[None, :])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
@@ -418,13 +416,9 @@ def _sum_dkdv(
             probs = tl.where(visible, probs, 0.0)
         weights = probs
         if DROPOUT:
-            kept = tl.trans(
-                kept_weights(
-                    dropout_seed_ptr, sequence_head, start, first, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
-                )
-            )
-            weights = tl.where(kept, probs * keep_scale, 0.0)
-            dprobs = tl.where(kept, dprobs * keep_scale, 0.0)
+            kept = tl.trans(kept_weights(dropout, start, first, BLOCK_M, BLOCK_N, ALIGNED))
+            weights = tl.where(kept, probs * dropout.scale, 0.0)
+            dprobs = tl.where(kept, dprobs * dropout.scale, 0.0)
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
         if MODIFIED:

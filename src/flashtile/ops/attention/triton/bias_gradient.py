@@ -12,13 +12,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import EMPTY, apply_pattern, kind_of_tile, line_entries
-from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, load_table, modified_scores
+from flashtile.ops.attention.spec import Origin
+from flashtile.ops.attention.triton.blocks import EMPTY, BlockLists, apply_pattern, kind_of_tile, load_line
+from flashtile.ops.attention.triton.scores import (
+    Dropout,
+    Modifiers,
+    Table,
+    dropout_matrix,
+    kept_weights,
+    load_alibi,
+    load_table,
+    modified_scores,
+)
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
-    dropout_matrix,
     head_pointer,
-    kept_weights,
     key_tile_ranges,
     product_by_chunks,
     row_pointers,
@@ -77,10 +85,16 @@ def attention_dbias_kernel(
     begin = (tl.cast(sharing, tl.int64) * part // parts).to(sharing.dtype)
     end = (tl.cast(sharing, tl.int64) * (part + 1) // parts).to(sharing.dtype)
     # All that shares a tile reads the same bias.
-    origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    bias = load_table(
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-        batch_of, head_of, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED=False,
+    origin = Origin(origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
+    bias_table = Table(
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
+    )
+    mask_table = Table(
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
+    )
+    bias_tile = load_table(
+        bias_table, batch_of, head_of, tile_m * BLOCK_M, tile_n * BLOCK_N, BLOCK_M, BLOCK_N, float("nan"),
+        TRANSPOSED=False,
     )  # fmt: skip
     # Tiles that a window hides are left out. Where all that shares a tile lies in the same place, the whole loop is:
     # a branch in the loop would keep tiles from being fetched ahead.
@@ -120,11 +134,12 @@ def attention_dbias_kernel(
             )
             needed = (first < seq_q) & (start >= first_key) & (start < last_key)
         if TILE_Q:
-            entry, last_entry = line_entries(
-                block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
-            )
-            blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
-            kind = kind_of_tile(blocks, last_entry - entry, start // TILE_K)
+            lists = BlockLists(
+                block_lists_ptr, block_offsets, block_tiles, block_kinds,
+                stride_block_batch, stride_block_head,
+            )  # fmt: skip
+            blocks = load_line(lists, sequence, head, first // TILE_Q)
+            kind = kind_of_tile(blocks, start // TILE_K)
             needed = needed & (kind != EMPTY)
         if needed:
             product = _product(
@@ -143,24 +158,19 @@ def attention_dbias_kernel(
             # Not inside of the branches: the compiler cannot fetch ahead for a product that is used there alone.
             product *= tl.where(second == 0, scale, keep_scale)
             if second == 0:
-                modifiers = (
-                    softcap,
-                    load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-                    if alibi_slopes_ptr is not None else None,
-                    alibi_diagonal(seq_q, seq_k, origin), sequence, head,
-                    bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN,
-                    bias_rows, bias_columns,
-                    mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN,
-                    mask_rows, mask_columns,
-                )  # fmt: skip
-                scores = modified_scores(
+                alibi = load_alibi(
+                    alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal
+                )
+                modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+                scores, _tanh = modified_scores(
                     product, 1.0, first, start, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False,
-                    bias_tile=bias,
-                )[0]  # fmt: skip
+                    bias_tile=bias_tile,
+                )  # fmt: skip
                 if PATTERNS:
                     scores = apply_pattern(
-                        scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
-                    )
+                        scores, block_patterns_ptr, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K,
+                        TRANSPOSED=False,
+                    )  # fmt: skip
                 probs = tl.exp2(scores * LOG2_E - statistic[:, None])
                 if not ALL_VISIBLE:
                     column = start + tl.arange(0, BLOCK_N)
@@ -170,10 +180,9 @@ def attention_dbias_kernel(
                     probs = tl.where(visible, probs, 0.0)
             else:
                 if DROPOUT:
-                    kept = kept_weights(
-                        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), first, start, origin,
-                        keep_threshold, BLOCK_M, BLOCK_N, ALIGNED,
-                    )  # fmt: skip
+                    matrix_number = dropout_matrix(sequence, head, heads, origin)
+                    dropout = Dropout(dropout_seed_ptr, matrix_number, origin, keep_threshold, keep_scale)
+                    kept = kept_weights(dropout, first, start, BLOCK_M, BLOCK_N, ALIGNED)
                     product = tl.where(kept, product, 0.0)
                 total += probs * (product - statistic[:, None])
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

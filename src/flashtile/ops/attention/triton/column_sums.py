@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
-from flashtile.ops.attention.triton.scores import load_slope, modified_scores
+from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.scores import Modifiers, Table, load_alibi, modified_scores
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
     head_pointer,
@@ -67,25 +67,26 @@ def attention_column_sums_kernel(
     begin, full_begin, full_end, end = query_tile_ranges(
         first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
-    modifiers = (
-        softcap,
-        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        if alibi_slopes_ptr is not None else None,
-        seq_k - seq_q, sequence, head,
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-    )  # fmt: skip
+    bias_table = Table(
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
+    )
+    mask_table = Table(
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
+    )
+    alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, None)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
     blocks = None
     if TILE_Q:
-        entry, last_entry = line_entries(
-            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_K
-        )
-        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        lists = BlockLists(
+            block_lists_ptr, block_offsets, block_tiles, block_kinds,
+            stride_block_batch, stride_block_head,
+        )  # fmt: skip
+        blocks = load_line(lists, sequence, head, first // TILE_K)
         begin = 0
-        end = (last_entry - entry) * TILE_Q
+        end = blocks.entries * TILE_Q
     sums = _sum_weights(
         q_base, k_base, lse_base, begin, full_begin, full_end, end,
-        first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks,
+        first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr,
         STRIDE_Q_ROW, STRIDE_K_ROW, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
     )  # fmt: skip
@@ -99,7 +100,7 @@ def attention_column_sums_kernel(
 @triton.jit
 def _sum_weights(
     q_base, k_base, lse_base, begin, full_begin, full_end, end,
-    first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks,
+    first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, patterns_ptr,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
@@ -129,13 +130,13 @@ def _sum_weights(
             q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if MODIFIED:
-            scores = modified_scores(
+            scores, _tanh = modified_scores(
                 scores, scale, start, first, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
-            )[0]
+            )
         if PATTERNS:
             if kind >= 0:
                 scores = apply_pattern(
-                    scores, blocks, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+                    scores, patterns_ptr, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
                 )
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):

@@ -22,16 +22,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, line_entries, listed_tile
-from flashtile.ops.attention.triton.scores import alibi_diagonal, load_slope, modified_scores
+from flashtile.ops.attention.spec import Origin
+from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.scores import (
+    Dropout,
+    Modifiers,
+    Table,
+    dropout_matrix,
+    kept_weights,
+    load_alibi,
+    load_sink,
+    modified_scores,
+    start_softmax,
+)
 from flashtile.ops.attention.triton.tiles import (
     LEAST_SCALE,
     LN_2,
     LOG2_E,
     as_operand,
-    dropout_matrix,
     head_pointer,
-    kept_weights,
     key_tile_ranges,
     load_descale,
     load_rows,
@@ -102,31 +111,32 @@ def attention_forward_kernel(
     if descale_q_ptr is not None or descale_k_ptr is not None:
         # The host sees to the scale alone, not to its product with factors. NaN stays.
         scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
-    origin = (origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    modifiers = (
-        softcap,
-        load_slope(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch)
-        if alibi_slopes_ptr is not None else None,
-        alibi_diagonal(seq_q, seq_k, origin), sequence, head,
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-    )  # fmt: skip
+    origin = Origin(origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
+    bias_table = Table(
+        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
+    )
+    mask_table = Table(
+        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
+    )
+    alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
     blocks = None
     if TILE_Q:
-        entry, last_entry = line_entries(
-            block_lists_ptr, block_offsets, stride_block_batch, stride_block_head, sequence, head, first // TILE_Q
-        )
-        blocks = (block_lists_ptr + block_tiles + entry, block_lists_ptr + block_kinds + entry, block_patterns_ptr)
+        lists = BlockLists(
+            block_lists_ptr, block_offsets, block_tiles, block_kinds,
+            stride_block_batch, stride_block_head,
+        )  # fmt: skip
+        blocks = load_line(lists, sequence, head, first // TILE_Q)
         begin = 0
-        end = (last_entry - entry) * TILE_K
-    sink = None
-    if sinks_ptr is not None:
-        # The rows past the end of a packed call (sequence number `batch`) have no sink either.
-        sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+        end = blocks.entries * TILE_K
+    sink = load_sink(sinks_ptr, head, sequence, batch)
+    dropout = Dropout(
+        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold, keep_scale
+    )
     acc, row_max, row_sum = _visit_key_tiles(
         q_base, k_base, v_base, begin, full_begin, full_end, end,
-        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
-        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold,
+        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr,
+        sink, dropout,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
@@ -135,7 +145,7 @@ def attention_forward_kernel(
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
     inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
     if DROPOUT:
-        inverse *= keep_scale
+        inverse *= dropout.scale
     if descale_v_ptr is not None:
         inverse *= load_descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
@@ -151,8 +161,7 @@ def attention_forward_kernel(
 @triton.jit
 def _visit_key_tiles(
     q_base, k_base, v_base, begin, full_begin, full_end, end,
-    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, sink,
-    dropout_seed_ptr, sequence_head, origin, keep_threshold,
+    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, patterns_ptr, sink, dropout,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
@@ -167,12 +176,7 @@ def _visit_key_tiles(
     One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
     the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
     """
-    if sink is not None:
-        row_max = tl.full((BLOCK_M,), 0.0, tl.float32) + sink
-        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
-    else:
-        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max, row_sum = start_softmax(sink, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
     unit = LOG2_E if MODIFIED else scale * LOG2_E
@@ -197,12 +201,12 @@ def _visit_key_tiles(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
-            scores = modified_scores(
+            scores, _tanh = modified_scores(
                 scores, scale, first, start, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
-            )[0]
+            )
         if PATTERNS:
             scores = apply_pattern(
-                scores, blocks, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
+                scores, patterns_ptr, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
             )
         if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
             visible = visible_pairs(
@@ -217,9 +221,7 @@ def _visit_key_tiles(
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
         if DROPOUT:
-            kept = kept_weights(
-                dropout_seed_ptr, sequence_head, first, start, origin, keep_threshold, BLOCK_M, BLOCK_N, ALIGNED
-            )
+            kept = kept_weights(dropout, first, start, BLOCK_M, BLOCK_N, ALIGNED)
             probs = tl.where(kept, probs, 0.0)
         if not V_WITH_K:
             v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))

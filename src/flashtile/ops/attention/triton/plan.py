@@ -169,7 +169,7 @@ def _plan(
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
     packed = side.sequences is not None
-    batch = side.sequences if packed else q_shape[0]
+    batch = q_shape[0] if side.sequences is None else side.sequences
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
     facts = device_facts(device)

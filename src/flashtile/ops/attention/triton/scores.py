@@ -1,64 +1,76 @@
-"""What becomes of the products `q kᵀ` on their way to the softmax: soft cap, bias, ALiBi and masks.
+"""What changes scores and weights: soft cap, bias, ALiBi, mask, dropout and sinks.
 
-Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`; `first_row` and `first_column` are the numbers of their
-first query and key within their sequence. `modifiers` holds all that changes the scores of one head of one sequence;
-what a call does not have is None there, and costs nothing::
+Each has its state, a NamedTuple of one head of one sequence, and its functions side by side in this file; `Modifiers`
+and `modified_scores` list those that change scores. A new one gets a NamedTuple and functions here, a field of
+`Modifiers`, and a line in `modified_scores`. The state of what a call does not have is None, which costs nothing.
 
-    (softcap, slope, diagonal, sequence, head, *bias, *mask)
-    bias, mask: pointer, strides of batch, head, row and column, rows, columns; no rows where no tile ends past them
+Tiles are `[M, N]`, in the dk/dv kernel (TRANSPOSED) `[N, M]`. `first_row` and `first_column` number the first query and
+the first key of a tile within their sequence.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.tiles import LOG2_E
 from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
-@triton.jit
-def load_slope(alibi_slopes_ptr, stride_batch, sequence, head, batch):
-    """The slope of one head of one sequence. Rows past the end (sequence number `batch`) have none."""
-    return tl.load(alibi_slopes_ptr + sequence * stride_batch + head, mask=sequence < batch, other=0.0)
+class Table(NamedTuple):
+    """A bias or a mask: a tensor that broadcasts to the scores of all heads.
+
+    Attributes:
+        ptr: its first entry; None where a call has no such table.
+        stride_batch, stride_head, stride_row, STRIDE_COLUMN: in elements; 0 where it broadcasts.
+        rows, columns: where it ends; None where no tile ends past it.
+    """
+
+    ptr: Any
+    stride_batch: Any
+    stride_head: Any
+    stride_row: Any
+    STRIDE_COLUMN: Any
+    rows: Any
+    columns: Any
 
 
-@triton.jit
-def load_table(
-    pointer, stride_batch, stride_head, stride_row, STRIDE_COLUMN: tl.constexpr, rows, columns,
-    sequence, head, first_row, first_column,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """A tile `[M, N]` of a tensor that broadcasts to the scores, `OTHER` past its end. A stride of 0 broadcasts."""
-    row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N)
-    # Wide arithmetic for the first entry; of the others only once, where the loop stays in their rows.
-    corner = tl.cast(sequence, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
-    corner += tl.cast(first_row, tl.int64) * stride_row + tl.cast(first_column, tl.int64) * STRIDE_COLUMN
-    pointers = (
-        pointer + corner + (row.to(tl.int64) * stride_row)[:, None] + (column.to(tl.int64) * STRIDE_COLUMN)[None, :]
-    )
-    if rows is not None:
-        inside = (first_row + row < rows)[:, None] & (first_column + column < columns)[None, :]
-        tile = tl.load(pointers, mask=inside, other=OTHER)
-    else:
-        tile = tl.load(pointers)
-    # Read by rows and turned round on chip: read by columns it would not be fetched ahead. Split and joined again,
-    # which changes nothing but that the compiler changes the layout first: only then does it fetch into shared memory.
-    if TRANSPOSED:
-        low, high = tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N // 2, 2)))
-        tile = tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
-        return tl.trans(tile)
-    else:
-        return tile
+class Alibi(NamedTuple):
+    """ALiBi of one head: `-slope · |i + diagonal - j|`."""
+
+    slope: Any
+    diagonal: Any
 
 
-@triton.jit
-def alibi_diagonal(seq_q, seq_k, origin):
-    """The key at which ALiBi's distance from row 0 is 0. `origin`: where in a larger call this one lies."""
-    diagonal = seq_k - seq_q
-    if origin[2] is not None:
-        diagonal += origin[2]
-    return diagonal
+class Modifiers(NamedTuple):
+    """What changes the scores of one head of one sequence. `softcap` and `alibi` are None without one."""
+
+    sequence: Any
+    head: Any
+    softcap: Any
+    bias: Any
+    alibi: Any
+    mask: Any
+
+
+class Dropout(NamedTuple):
+    """Which weights of one head of one sequence are dropped.
+
+    Attributes:
+        seed_ptr: two int64, seed and offset.
+        matrix: `sequence · heads + head` of the whole call.
+        origin: `spec.Origin`, where in the whole call this one lies; its fields are None where this is the whole call.
+        threshold: a weight is kept if its random bits, as a signed number, reach it.
+        scale: 1 / (1 - dropout_p).
+    """
+
+    seed_ptr: Any
+    matrix: Any
+    origin: Any
+    threshold: Any
+    scale: Any
 
 
 @triton.jit
@@ -67,46 +79,110 @@ def modified_scores(
     bias_tile=None,
 ):  # fmt: skip
     """Scores of a tile of products, and the tanh of the soft cap (the products themselves without one). `PRECISE`: they
-    are products of float32 tensors. `bias_tile`: that of the bias, where it is on chip already."""
+    are products of float32 tensors. `bias_tile`: the tile of the bias, where it is on chip already."""
     BLOCK_M: tl.constexpr = products.shape[1 if TRANSPOSED else 0]
     BLOCK_N: tl.constexpr = products.shape[0 if TRANSPOSED else 1]
-    (
-        softcap, slope, _, sequence, head,
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-    ) = modifiers  # fmt: skip
+    scores, tanh = capped_scores(products, scale, modifiers.softcap, PRECISE)
+    if bias_tile is not None:
+        scores += bias_tile.to(tl.float32)
+    elif modifiers.bias.ptr is not None:
+        # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
+        tile = load_table(
+            modifiers.bias, modifiers.sequence, modifiers.head, first_row, first_column, BLOCK_M, BLOCK_N,
+            float("nan"), TRANSPOSED,
+        )  # fmt: skip
+        scores += tile.to(tl.float32)
+    if modifiers.alibi is not None:
+        row = first_row + tl.arange(0, BLOCK_M)
+        column = first_column + tl.arange(0, BLOCK_N)
+        scores -= modifiers.alibi.slope * alibi_distance(row, column, modifiers.alibi, TRANSPOSED)
+    if modifiers.mask.ptr is not None:
+        shown = load_table(
+            modifiers.mask, modifiers.sequence, modifiers.head, first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED
+        )
+        scores = tl.where(shown != 0, scores, float("-inf"))
+    return scores, tanh
+
+
+# Soft cap
+
+
+@triton.jit
+def capped_scores(products, scale, softcap, PRECISE: tl.constexpr):
+    """`softcap · tanh(scale · products / softcap)` and the tanh; without a soft cap the scaled products and these."""
     tanh = products
     if softcap is not None:
         tanh = hyperbolic_tangent(products * (scale / softcap), PRECISE)
         scores = tanh * softcap
     else:
         scores = products * scale
-    if bias_tile is not None:
-        scores += bias_tile.to(tl.float32)
-    elif bias_ptr is not None:
-        # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
-        tile = load_table(
-            bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns,
-            sequence, head, first_row, first_column, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED,
-        )  # fmt: skip
-        scores += tile.to(tl.float32)
-    if slope is not None:
-        row = first_row + tl.arange(0, BLOCK_M)
-        column = first_column + tl.arange(0, BLOCK_N)
-        scores -= slope * alibi_distance(row, column, modifiers, TRANSPOSED)
-    if mask_ptr is not None:
-        shown = load_table(
-            mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns,
-            sequence, head, first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED,
-        )  # fmt: skip
-        scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, tanh
 
 
 @triton.jit
-def alibi_distance(row, column, modifiers, TRANSPOSED: tl.constexpr):
+def uncapped_gradient(dscores, tanh, modifiers):
+    """The gradient in front of the soft cap, from the one behind it."""
+    if modifiers.softcap is not None:
+        dscores = dscores * (1.0 - tanh * tanh)
+    return dscores
+
+
+# Bias and mask
+
+
+@triton.jit
+def load_table(
+    table, sequence, head, first_row, first_column,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """A tile `[M, N]` of a `Table`, `OTHER` past its end."""
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N)
+    # Wide arithmetic for the first entry; the others need it only once, where the loop stays in their rows.
+    corner = tl.cast(sequence, tl.int64) * table.stride_batch + tl.cast(head, tl.int64) * table.stride_head
+    corner += tl.cast(first_row, tl.int64) * table.stride_row + tl.cast(first_column, tl.int64) * table.STRIDE_COLUMN
+    pointers = (
+        table.ptr
+        + corner
+        + (row.to(tl.int64) * table.stride_row)[:, None]
+        + (column.to(tl.int64) * table.STRIDE_COLUMN)[None, :]
+    )
+    if table.rows is not None:
+        inside = (first_row + row < table.rows)[:, None] & (first_column + column < table.columns)[None, :]
+        tile = tl.load(pointers, mask=inside, other=OTHER)
+    else:
+        tile = tl.load(pointers)
+    # The tile is read by rows and transposed on chip, because reads by columns are not fetched ahead. Split and join
+    # leave it as it is, but make the compiler change the layout first: only then does it fetch into shared memory.
+    if TRANSPOSED:
+        low, high = tl.split(tl.reshape(tile, (BLOCK_M, BLOCK_N // 2, 2)))
+        tile = tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
+        return tl.trans(tile)
+    else:
+        return tile
+
+
+# ALiBi
+
+
+@triton.jit
+def load_alibi(slopes_ptr, stride_batch, sequence, head, batch, seq_q, seq_k, origin_diagonal):
+    """`Alibi` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have slope
+    0. `origin_diagonal`: as in `spec.Origin`, None where this is the whole call."""
+    alibi = None
+    if slopes_ptr is not None:
+        slope = tl.load(slopes_ptr + sequence * stride_batch + head, mask=sequence < batch, other=0.0)
+        diagonal = seq_k - seq_q
+        if origin_diagonal is not None:
+            diagonal += origin_diagonal
+        alibi = Alibi(slope, diagonal)
+    return alibi
+
+
+@triton.jit
+def alibi_distance(row, column, alibi, TRANSPOSED: tl.constexpr):
     """`|i + diagonal - j|`."""
-    diagonal = row + modifiers[2]
+    diagonal = row + alibi.diagonal
     if TRANSPOSED:
         distance = diagonal[None, :] - column[:, None]
     else:
@@ -114,9 +190,90 @@ def alibi_distance(row, column, modifiers, TRANSPOSED: tl.constexpr):
     return tl.abs(distance).to(tl.float32)
 
 
+# Sinks
+
+
 @triton.jit
-def uncapped_gradient(dscores, tanh, modifiers):
-    """The gradient in front of the soft cap, of that behind it."""
-    if modifiers[0] is not None:
-        dscores = dscores * (1.0 - tanh * tanh)
-    return dscores
+def load_sink(sinks_ptr, head, sequence, batch):
+    """The sink of one head in units of log2; None without sinks. Rows past the end (sequence number `batch`) have none,
+    which is -inf."""
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+    return sink
+
+
+@triton.jit
+def start_softmax(sink, BLOCK_M: tl.constexpr):
+    """Maximum and sum of M rows before the first key: those of the sink, if there is one."""
+    if sink is not None:
+        row_max = tl.full((BLOCK_M,), 0.0, tl.float32) + sink
+        row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
+    else:
+        row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    return row_max, row_sum
+
+
+@triton.jit
+def sees_sink_alone(lse, sink, out_tile):
+    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse (in units of log2), up to
+    rounding."""
+    near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
+    return near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
+
+
+# Dropout
+
+
+@triton.jit
+def dropout_matrix(sequence, head, heads, origin):
+    """`sequence · heads + head`, numbered as in the whole call, of which `origin` says where this one lies."""
+    if origin.matrix is not None:
+        matrix = origin.matrix + sequence * origin.heads + head
+    else:
+        matrix = sequence * heads + head
+    return matrix
+
+
+@triton.jit
+def kept_weights(
+    dropout, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Which attention weights dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`.
+
+    `ALIGNED`: a tile starts at multiples of 16 in the whole call too, so that one call of Philox serves four elements.
+    """
+    if dropout.origin.row is not None:
+        first_row += dropout.origin.row
+        first_column += dropout.origin.column
+    seed = tl.load(dropout.seed_ptr)
+    offset = tl.load(dropout.seed_ptr + 1).to(tl.int32)
+    if ALIGNED:
+        row_group = (first_row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
+        column_group = (first_column // 2 + tl.arange(0, BLOCK_N // 2))[None, :]
+    else:
+        row = (first_row + tl.arange(0, BLOCK_M))[:, None]
+        column = (first_column + tl.arange(0, BLOCK_N))[None, :]
+        row_group = row // 16 * 8 + row % 8
+        column_group = column // 16 * 8 + column % 8
+    zeros = row_group * 0 + column_group * 0  # [M / 2, N / 2], [M, N] where not aligned
+    top_left, top_right, bottom_left, bottom_right = tl.philox(
+        seed, zeros + column_group, zeros + row_group, zeros + dropout.matrix, zeros + offset
+    )
+    if ALIGNED:
+        top = tl.join(_kept_words(top_left, dropout.threshold), _kept_words(top_right, dropout.threshold))
+        bottom = tl.join(_kept_words(bottom_left, dropout.threshold), _kept_words(bottom_right, dropout.threshold))
+        kept = tl.reshape(tl.join(top, bottom), (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
+        # (row / 16, row % 8, column / 16, column % 8, column + 8?, row + 8?) -> (rows, columns)
+        kept = tl.reshape(tl.permute(kept, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
+    else:
+        left = tl.where(row // 8 % 2 == 0, top_left, bottom_left)
+        right = tl.where(row // 8 % 2 == 0, top_right, bottom_right)
+        kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), dropout.threshold)
+    return kept != 0
+
+
+@triton.jit
+def _kept_words(words, threshold):
+    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int8)

@@ -1,4 +1,4 @@
-"""The vocabulary that the attention kernels share: where a tile lies, what it sees, its loads and its random bits.
+"""The vocabulary that the attention kernels share: where a tile lies, what it sees, and its loads and stores.
 
 Shapes::
 
@@ -270,58 +270,3 @@ def visible_pairs(
     if HAS_LEFT:
         visible &= column >= row + (shift - window_left)
     return visible
-
-
-@triton.jit
-def dropout_matrix(sequence, head, heads, origin):
-    """`sequence · heads + head`, numbered as in a larger call where `origin` says where in it this one lies:
-    (row, column, diagonal, matrix, heads), each None without."""
-    if origin[3] is not None:
-        matrix = origin[3] + sequence * origin[4] + head
-    else:
-        matrix = sequence * heads + head
-    return matrix
-
-
-@triton.jit
-def kept_weights(
-    seed_ptr, sequence_head, first_row, first_column, origin, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Which attention weights dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`.
-
-    `ALIGNED`: a tile starts at multiples of 16 in the larger call too, so that one call of Philox serves four elements.
-    """
-    if origin[0] is not None:
-        first_row += origin[0]
-        first_column += origin[1]
-    seed = tl.load(seed_ptr)
-    offset = tl.load(seed_ptr + 1).to(tl.int32)
-    if ALIGNED:
-        row_group = (first_row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
-        column_group = (first_column // 2 + tl.arange(0, BLOCK_N // 2))[None, :]
-    else:
-        row = (first_row + tl.arange(0, BLOCK_M))[:, None]
-        column = (first_column + tl.arange(0, BLOCK_N))[None, :]
-        row_group = row // 16 * 8 + row % 8
-        column_group = column // 16 * 8 + column % 8
-    zeros = row_group * 0 + column_group * 0  # [M / 2, N / 2], [M, N] where not aligned
-    top_left, top_right, bottom_left, bottom_right = tl.philox(
-        seed, zeros + column_group, zeros + row_group, zeros + sequence_head, zeros + offset
-    )
-    if ALIGNED:
-        top = tl.join(_kept_words(top_left, threshold), _kept_words(top_right, threshold))
-        bottom = tl.join(_kept_words(bottom_left, threshold), _kept_words(bottom_right, threshold))
-        kept = tl.reshape(tl.join(top, bottom), (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
-        # (row / 16, row % 8, column / 16, column % 8, column + 8?, row + 8?) -> (rows, columns)
-        kept = tl.reshape(tl.permute(kept, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
-    else:
-        left = tl.where(row // 8 % 2 == 0, top_left, bottom_left)
-        right = tl.where(row // 8 % 2 == 0, top_right, bottom_right)
-        kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), threshold)
-    return kept != 0
-
-
-@triton.jit
-def _kept_words(words, threshold):
-    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int8)

@@ -91,7 +91,9 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
         dropout: whether it makes dropout bits.
         device: facts.
     """
-    table = _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
+    table: tuple[tuple[int, RowConfig], ...] = (
+        _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
+    )
     if table is _BACKWARD_HEAVY and sums <= 3:
         table = (*table[:-1], (8192, _HEAVY_WHOLE), table[-1])
     config = _row(table, width, device)
