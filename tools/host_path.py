@@ -48,7 +48,7 @@ def pretend_gpu() -> None:
     cuda._cuda_getCurrentRawStream = lambda index: 0
     cuda._cuda_isCurrentStreamCapturing = lambda: False
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[misc,assignment]
-    compiled = SimpleNamespace(run=CudaLauncher(), function=0, packed_metadata=None)
+    compiled = SimpleNamespace(run=CudaLauncher(), function=0, packed_metadata=None, src=SimpleNamespace())
     triton.compile = lambda *_, **__: compiled
     devices.device_facts = lambda device: devices.KNOWN_DEVICES["sm_90"]  # type: ignore[assignment]
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]

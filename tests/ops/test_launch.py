@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from flashtile._backends import launch
 from flashtile._backends.launch import ABSENT, GIVEN, Parameter, float32, int32, int64, pointer_to, strides_of
+from machine_code import compile_source
 
 
 @triton.jit
@@ -103,13 +105,119 @@ def test_plans_are_kept_until_they_are_cleared() -> None:
 
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
 def test_a_launch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the stream, what belongs to the kernel, what is given, scalars, and the constants in the kernel's order."""
+    """With the stream, what belongs to the kernel, and what its machine code takes: no constants, no absent tensors."""
     passed: list[tuple] = []
     monkeypatch.setattr(launch, "_loaded", lambda source, device: (lambda *a: passed.append(a), ("function",)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     _plan(_PARAMETERS).launch(1024, None)
-    assert passed == [(5, 1, 1, 99, "function", 1024, None, 64, 5, 0.5, None, 64, 60)]
+    assert passed == [(5, 1, 1, 99, "function", 1024, 64, 5, 0.5)]
+
+
+_DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
+
+
+@pytest.mark.parametrize(
+    "types, given, scalars, passed",
+    [
+        (("*fp32", "constexpr", "*bf16", "i32"), ("x", None, "z"), (1,), ("x", "z", 1)),
+        (("constexpr", "*fp32", "i32", "constexpr"), (None, "y"), (1, None), ("y", 1)),
+        (("*fp32", "*fp32", "constexpr", "i32"), ("x", "y"), (None, 1), ("x", "y", 1)),
+        (("constexpr", "i32"), (None,), (1,), (1,)),
+        ((_DESCRIPTOR, "constexpr", "*fp32", "i32"), (*range(9), None, "y"), (1,), (*range(9), "y", 1)),
+        (("constexpr", _DESCRIPTOR, "fp32"), (None, *range(9), 2.0), (), (*range(9), 2.0)),
+    ],
+)
+def test_what_is_compiled_away_is_not_passed(types: tuple, given: tuple, scalars: tuple, passed: tuple) -> None:
+    """A descriptor is nine arguments: itself, and four sizes and strides."""
+    source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
+    pick, after = launch._passed(source, scalars)
+    assert (*pick(given), *after) == passed
+
+
+class Rows(NamedTuple):
+    ptr: Any
+    bias_ptr: Any
+    count: Any
+    stride: Any
+    WIDTH: Any
+
+
+@triton.jit
+def grouped_kernel(x, factor, shift, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    pointers = x.ptr + tl.program_id(0) * x.stride + column
+    loaded = tl.load(pointers, mask=column < x.WIDTH)
+    if x.bias_ptr is not None:
+        loaded += tl.load(x.bias_ptr + column, mask=column < x.WIDTH)
+    tl.store(pointers, loaded * factor + x.count, mask=column < x.WIDTH)
+
+
+_GROUPED = {
+    "x": Rows(pointer_to(torch.float32, 16), pointer_to(None), int32(5), int64(64, 16), 60),
+    "factor": float32(0.5),
+    "shift": float32(None),
+}
+
+
+def _grouped_plan() -> launch.Plan:
+    return launch.make_plan(grouped_kernel, _GROUPED, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
+
+
+def test_a_named_tuple_of_parameters_is_as_many_parameters() -> None:
+    source = _grouped_plan().source
+    assert source.names == ("x.ptr", "x.bias_ptr", "x.count", "x.stride", "x.WIDTH", "factor", "shift")
+    assert source.types == ("*fp32", "constexpr", "i32", "i64", "constexpr", "fp32", "constexpr")
+    assert source.multiples == (16, 1, 1, 16, 1, 1, 1)
+    assert source.constants == {"BLOCK": 64, "x.bias_ptr": None, "x.WIDTH": 60, "shift": None}
+    assert source.constant_names == ["BLOCK"]
+    assert _grouped_plan().scalars == (5, 64, 60, 0.5, None)
+    pick, after = launch._passed(source, _grouped_plan().scalars)
+    assert (*pick((1024, None)), *after) == (1024, 5, 64, 0.5)
+    assert source.nested("abcdefg") == {"x": Rows(*"abcde"), "factor": "f", "shift": "g"}
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")
+def test_a_named_tuple_compiles_to_the_same_code() -> None:
+    """As plain parameters do, which the machine code takes in the same order."""
+    parameters = {**_PARAMETERS, "bias_ptr": pointer_to(None)}
+    plain = launch.make_plan(plain_kernel, parameters, _CONSTANTS, 5, torch.device("cpu"), num_warps=4)
+    hopper = devices.KNOWN_DEVICES["sm_90"]
+    grouped, other = (compile_source(each.source, hopper).asm["ptx"] for each in (_grouped_plan(), plain))
+    assert _code(grouped.replace("grouped_kernel", "plain_kernel")) == _code(other)
+
+
+def _code(ptx: str) -> list[str]:
+    return [
+        line.strip() for line in ptx.splitlines() if line.strip().endswith(";") and not line.strip().startswith(".")
+    ]
+
+
+@triton.jit
+def plain_kernel(x_ptr, bias_ptr, rows, stride_x_row, factor, shift, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    pointers = x_ptr + tl.program_id(0) * stride_x_row + column
+    loaded = tl.load(pointers, mask=column < WIDTH)
+    tl.store(pointers, loaded * factor + rows, mask=column < WIDTH)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
+def test_the_interpreter_runs_a_plan_with_a_named_tuple() -> None:
+    x = torch.ones(5, 64)
+    _grouped_plan().launch(launch.pointer(x), launch.pointer(None))
+    assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
+def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton's own launch gives them to its launcher object, whatever the version."""
+    passed: list[tuple] = []
+    compiled = SimpleNamespace(run=lambda *each: passed.append(each), function="f", packed_metadata="m")
+    monkeypatch.setattr(launch, "_PASSES_FLAT", False)
+    enqueue, before = launch._entry(compiled, _grouped_plan().source)
+    enqueue(5, 1, 1, 99, *before, 1024, None, 5, 64, 60, 0.5, None)
+    assert passed == [(5, 1, 1, 99, "f", "m", None, None, None, (1024, None, 5, 64, 60), 0.5, None, 64)]
 
 
 @pytest.mark.interpreter

@@ -6,6 +6,9 @@ the value, unless that differs from call to call. `make_plan` makes a `Plan` of 
 is one C call. The same description serves ahead-of-time compilation for a GPU that is not present, and Triton's
 interpreter.
 
+A kernel's parameter may be a NamedTuple; its description is then one too, of parameters and constants. It is flattened:
+its fields are arguments like others, by names such as "bias.rows".
+
 An operation looks its plans up under what a call looks like from outside (`plan_cache`). So a call like an earlier one
 costs no decision and no compilation.
 """
@@ -14,7 +17,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -102,15 +107,18 @@ class KernelSource(NamedTuple):
     """One specialisation of a kernel: all that decides its machine code but the target.
 
     Attributes:
-        function: the `@triton.jit` or `@gluon.jit` kernel; its run-time parameters come before its constants.
+        function: the `@triton.jit` or `@gluon.jit` kernel; its run-time parameters come before its constants. The
+            fields of a parameter that is a NamedTuple count as parameters, and its constants among them as run-time
+            parameters of type "constexpr".
         types: type of each run-time parameter, in order: "*bf16", "i32", "fp32", ...; "constexpr" for one that this
             specialisation does not use: its constant is None, and so is what a launch passes in its place.
         multiples: for each run-time parameter, a power of two that divides it (bytes for pointers).
-        constants: value of each `tl.constexpr` parameter by name.
+        constants: value of each parameter that is a constant or not used, by name.
         num_warps: warps per program.
         num_stages: depth of the software pipeline of loads.
         max_registers: of a thread, so that programs which stay on a multiprocessor fit there together; None = free.
             Only NVIDIA's compiler takes it.
+        groups: name and class of each run-time parameter that is a NamedTuple.
     """
 
     function: Any
@@ -120,11 +128,46 @@ class KernelSource(NamedTuple):
     num_warps: int
     num_stages: int = 1
     max_registers: int | None = None
+    groups: tuple[tuple[str, type], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the run-time parameters; a field of a NamedTuple is "parameter.field"."""
+        groups, count = dict(self.groups), len(self.types)
+        return tuple(name for names in self.function.arg_names for name in _leaves(names, groups.get(names)))[:count]
+
+    @property
+    def constant_names(self) -> list[str]:
+        """Names of the parameters that are constants in every specialisation, in order."""
+        fields = sum(len(_leaves(name, group)) - 1 for name, group in self.groups)
+        return self.function.arg_names[len(self.types) - fields :]
+
+    def nested(self, flat: Sequence[Any]) -> dict[str, Any]:
+        """By the names of the kernel's run-time parameters, what is given for each of `names`."""
+        groups, rest = dict(self.groups), iter(flat)
+        constants = set(self.constant_names)
+        return {
+            name: groups[name](*(next(rest) for _ in _leaves(name, groups[name]))) if name in groups else next(rest)
+            for name in self.function.arg_names
+            if name not in constants
+        }
+
+    def present(self) -> tuple[int, ...]:
+        """Which run-time parameters a launch passes on: all but those that are compiled away."""
+        return tuple(index for index, of in enumerate(self.types) if of != "constexpr")
+
+
+def _leaves(name: str, group: type | None) -> list[str]:
+    return [name] if group is None else [f"{name}.{field}" for field in group._fields]  # type: ignore[attr-defined]
+
+
+#: Describes a parameter that is a NamedTuple: the same NamedTuple of parameters, and of values that are constants.
+Group = tuple[Any, ...]
 
 
 def specialise(
     function: Any,
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, Parameter | Group],
     constants: Mapping[str, Any],
     num_warps: int,
     num_stages: int = 1,
@@ -144,12 +187,27 @@ def specialise(
             "to the parameters or the constants of the kernel's plan"
         )
     known = {name: constants[name] for name in names if name in constants}
-    run_time = {name: parameters[name] for name in names if name not in known}
-    assert list(run_time) == names[: len(run_time)], f"{function.__name__}: run-time parameters come before constants"
-    known |= {name: None for name, parameter in run_time.items() if parameter.type == "constexpr"}
+    described = {name: parameters[name] for name in names if name not in known}
+    assert list(described) == names[: len(described)], f"{function.__name__}: run-time parameters come before constants"
+    run_time = flattened(described)
+    known |= {name: parameter.value for name, parameter in run_time.items() if parameter.type == "constexpr"}
+    known |= {name: None for name, value in known.items() if value is GIVEN}
     types = tuple(parameter.type for parameter in run_time.values())
     multiples = tuple(parameter.multiple for parameter in run_time.values())
-    return KernelSource(function, types, multiples, known, num_warps, num_stages, max_registers)
+    groups = tuple((name, type(each)) for name, each in described.items() if not isinstance(each, Parameter))
+    return KernelSource(function, types, multiples, known, num_warps, num_stages, max_registers, groups)
+
+
+def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Parameter]:
+    """The parameters, the fields of NamedTuples among them; a field that is a plain value is a constant."""
+    found: dict[str, Parameter] = {}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, Parameter):
+            found[name] = parameter
+        else:
+            for leaf, value in zip(_leaves(name, type(parameter)), parameter):
+                found[leaf] = value if isinstance(value, Parameter) else Parameter("constexpr", 1, value)
+    return found
 
 
 class Plan:
@@ -181,7 +239,7 @@ def _launch_nothing(*given: Any) -> None:
 
 def make_plan(
     function: Any,
-    parameters: Mapping[str, Parameter],
+    parameters: Mapping[str, Parameter | Group],
     constants: Mapping[str, Any],
     programs: int,
     device: torch.device,
@@ -195,14 +253,16 @@ def make_plan(
         TypeError: a parameter is not described.
     """
     source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    values = {name: parameter.value for name, parameter in parameters.items() if parameter.value is not GIVEN}
+    values = {
+        name: parameter.value for name, parameter in flattened(parameters).items() if parameter.value is not GIVEN
+    }
     return plan_of(source, values, programs, device)
 
 
 def plan_of(source: KernelSource, values: Mapping[str, Any], programs: int, device: torch.device) -> Plan:
     """The plan of a specialisation. `values`: of the parameters that are the same for all launches, by name. The others
     come first, and each launch is given them."""
-    names = source.function.arg_names[: len(source.types)]
+    names = source.names
     given = sum(name not in values for name in names)
     late = [name for name in names[given:] if name not in values]
     assert not late, f"{source.function.__name__}: what a launch is given comes before what the plan has, but {late}"
@@ -228,21 +288,32 @@ def clear_plans() -> None:
 
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
-    names = source.function.arg_names
-    signature = dict(zip(names, source.types))
-    signature.update(dict.fromkeys(names[len(source.types) :], "constexpr"))
+    constants = source.constant_names
+    signature = {**source.nested(source.types), **dict.fromkeys(constants, "constexpr")}
+    paths = _paths(source)
     attributes = {
-        (index,): [["tt.divisibility", multiple]]
-        for index, (of, multiple) in enumerate(zip(source.types, source.multiples))
+        path: [["tt.divisibility", multiple]]
+        for path, of, multiple in zip(paths.values(), source.types, source.multiples)
         if multiple > 1 and of != "constexpr"  # from 3.7 on what is not passed must state nothing
     }
+    known = {paths.get(name, name): value for name, value in source.constants.items()}
     make_source = _gluon_source() if source.function.is_gluon() else ASTSource
-    ast = make_source(source.function, signature, constexprs=source.constants, attrs=attributes)
+    ast = make_source(source.function, signature, constexprs=known, attrs=attributes)
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
     return triton.compile(ast, target=_target(device), options=options)
+
+
+def _paths(source: KernelSource) -> dict[str, tuple[int, ...]]:
+    """Where Triton finds each run-time parameter: its number, and in a NamedTuple the number of the field."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in source.names:
+        parameter, _, field = name.partition(".")
+        index = source.function.arg_names.index(parameter)
+        found[name] = (index, dict(source.groups)[parameter]._fields.index(field)) if field else (index,)  # type: ignore[attr-defined]
+    return found
 
 
 def _gluon_source() -> type[ASTSource]:
@@ -265,19 +336,38 @@ def make_launch(
         _log_kernel(source.function.__name__, source, device)
         return functools.partial(_interpret, source, programs, scalars)
     enqueue, before = _loaded(source, device)
-    after = (*scalars, *(source.constants[name] for name in source.function.arg_names[len(source.types) :]))
+    pick, after = (operator.itemgetter(slice(None)), scalars) if not _PASSES_FLAT else _passed(source, scalars)
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
 
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
-            enqueue(programs, 1, 1, current_stream(index), *before, *given, *after)
+            enqueue(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
         else:
             with torch.cuda.device(index), observe.named(range_name):
-                enqueue(programs, 1, 1, current_stream(index), *before, *given, *after)
+                enqueue(programs, 1, 1, current_stream(index), *before, *pick(given), *after)
 
     return launch
+
+
+def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
+    """What the launcher's C function is given: a function that picks from what a launch is given, and the scalars.
+    Constants, and parameters that are compiled away, are no arguments of it: it would take 0.4 µs to read past them."""
+    widths = [_arguments_of(of) for of in source.types]
+    ends = list(itertools.accumulate(widths))
+    indices = [place for index in source.present() for place in range(ends[index] - widths[index], ends[index])]
+    given = sum(widths) - len(scalars)
+    picked = [place for place in indices if place < given]
+    consecutive = len(picked) < 2 or picked[-1] - picked[0] == len(picked) - 1
+    first = picked[0] if picked else 0
+    pick = operator.itemgetter(*([slice(first, first + len(picked))] if consecutive else picked))
+    return pick, tuple(scalars[place - given] for place in indices if place >= given)
+
+
+def _arguments_of(of: str) -> int:
+    """Arguments for a parameter: of a descriptor, which is given encoded, itself, its shape and its strides."""
+    return 1 + 2 * (of[: of.index("]")].count(",") + 1) if of.startswith("tensordesc") else 1
 
 
 #: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
@@ -290,23 +380,44 @@ def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., N
     if found is None:
         _log_kernel(source.function.__name__, source, device)
         with torch.cuda.device(device):
-            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)))
+            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
     return found
 
 
-def _entry(compiled: CompiledKernel) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    """Loads a kernel: `enqueue(programs, 1, 1, stream, *before, *arguments, *constants)`, and what `before` is.
+#: Whether launches pass what a kernel takes as plain arguments: the one launcher whose C function is known here.
+_PASSES_FLAT = TRITON_3_6 and torch.version.hip is None
+
+
+def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    """Loads a kernel: `enqueue(programs, 1, 1, stream, *before, *arguments)`, and what `before` is.
 
     Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
-    the one version whose C function is known here, that is called directly, which saves a microsecond.
+    the one version whose C function is known here, that is called directly, which saves a microsecond, and it is made
+    for the parameters that the machine code has, without tuples and constants.
     """
+    if not _PASSES_FLAT:
+        launcher, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+        return _with_all_arguments(launcher, source), before
+    compiled.src.signature = {source.names[index]: source.types[index] for index in source.present()}
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
-    if not (TRITON_3_6 and type(launcher).__name__ == "CudaLauncher"):
-        return launcher, (function, metadata, None, None, None)
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
     return _c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
+
+
+def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> Callable[..., None]:
+    """Passes on what Triton's launcher object takes: tuples for NamedTuples, and the constants."""
+    constants = [source.constants[name] for name in source.constant_names]
+    places = tuple(source.nested(range(len(source.types))).values())
+    others = 4 + 5  # before the arguments
+
+    def enqueue(*passed: Any) -> None:
+        arguments = passed[others:]
+        nested = [arguments[at] if isinstance(at, int) else tuple(arguments[i] for i in at) for at in places]
+        launcher(*passed[:others], *nested, *constants)
+
+    return enqueue
 
 
 def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
@@ -326,9 +437,18 @@ def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
 
 
 def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
-    names = source.function.arg_names[len(source.types) :]
+    values = dict(zip(source.names, (*given, *scalars)))
+    in_groups = {name for name in values if "." in name}
+    values |= {name: source.constants[name] for name, of in zip(source.names, source.types) if of == "constexpr"}
+    # A field that is a constant has no annotation to say so.
+    values |= {
+        name: triton.language.constexpr(values[name])
+        for name in in_groups & source.constants.keys()
+        if values[name] is not None
+    }
+    constants = {name: source.constants[name] for name in source.constant_names}
     with observe.named(_RANGE + source.function.__name__):
-        source.function[(programs,)](*given, *scalars, **{name: source.constants[name] for name in names})
+        source.function[(programs,)](**source.nested(tuple(values.values())), **constants)
 
 
 def _address(tensor: Tensor | None) -> int:
