@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.configs import choose_backward_config
-from flashtile.ops.attention.hopper.parameters import ScoreVariant
-from flashtile.ops.attention.plans import Table
-from flashtile.ops.attention.spec import Origin
+from flashtile.ops.attention.hopper.configs import choose_backward_config, table_bytes
+from flashtile.ops.attention.hopper.parameters import ScoreVariant, modifier_variant
+from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, Table
+from flashtile.ops.attention.spec import AttentionSpec, Origin
 from machine_code import Call
 
 _HEADS = {
@@ -139,13 +139,19 @@ def _backward(
     scores: ScoreVariant = _PLAIN,
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
+    side: SideShape = PLAIN_SIDE,
 ) -> BackwardVariant:
-    config = choose_backward_config(head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered)
+    modified = side.dropout or table_bytes(side.bias, side.mask) > 1
+    config = choose_backward_config(
+        head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered, modified=modified
+    )
+    spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0)
     index_dtypes = (torch.int32, torch.int32) if packed else None
     return BackwardVariant(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
-        block_tile, has_empty_rows=packed or block_tile is not None,
-        reverses_lines=ordered and right and block_tile is None,
+        block_tile, has_empty_rows=packed or block_tile is not None or side != PLAIN_SIDE,
+        row_statistics=side.bias is not None, reverses_lines=ordered and right and block_tile is None,
+        modifiers=modifier_variant(side, spec, covered=False),
     )  # fmt: skip
 
 
@@ -214,6 +220,30 @@ BACKWARD_FORMS = {
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
     "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
+}
+_DROPOUT = SideShape(dropout=True)
+_LENGTHS = SideShape(key_lengths_dtype=torch.int32)
+_ALL = SideShape(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK)
+#: The backward with dropout, tables and key lengths: each alone, and all at once.
+BACKWARD_FEATURE_FORMS = {
+    **{
+        f"{name}-{feature}": _backward(*heads, False, False, False, side=side)
+        for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
+        for feature, side in {
+            "key-lengths": _LENGTHS,
+            "padding-mask": SideShape(mask=_PADDING_MASK),
+            "mask": SideShape(mask=_DENSE_MASK),
+            "bias": SideShape(bias=_BIAS),
+            "dropout": _DROPOUT,
+        }.items()
+    },
+    "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
+    "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
+    "128-packed-dropout-softcap": _backward(128, 128, True, False, False, ScoreVariant(softcap=True), side=_DROPOUT),
+    "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
+    "64-all": _backward(64, 64, True, True, False, ScoreVariant(alibi=True), side=_ALL),
+    "128-all-ordered": _backward(128, 128, False, False, True, ScoreVariant(alibi=True), side=_ALL),
+    "256-all": _backward(256, 256, False, False, False, ScoreVariant(alibi=True), side=_ALL),
 }
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).

@@ -70,7 +70,7 @@ WITHIN_OPERATION = {
     "reference": {"block_mask", "fp8", "losses", "philox", "spec"},
     "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "spec"},
     "triton": {"backend", "philox", "plans", "spec"},
-    "hopper": {"backend", "philox", "plans", "spec"},
+    "hopper": {"backend", "philox", "plans", "spec", "triton"},
     "split": {"backend", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import random
 import sys
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan, plan_of
 from flashtile._backends.tma import Layout
 from flashtile.ops.attention import hopper as package
+from flashtile.ops.attention import reference
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from gluon_emulator import language
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Descriptor, Memory, dtype_of
@@ -55,6 +58,7 @@ class EmulatedHopper:
             "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
             "multiprocessors": lambda device: multiprocessors,
             "_counter": lambda device: self._counter,
+            "backward_bias": _bias_gradient,
         }
         for module in self.modules.values():
             for name in changes.keys() & vars(module).keys():
@@ -113,6 +117,25 @@ def _describe_chunks(
         return tuple(None if box is None else Descriptor(dtype_of(dtype), list(box), *layout, address) for box in boxes)
 
     return make
+
+
+def _bias_gradient(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Tensor:
+    """In the place of the portable kernel, whose language this is not: the reference, with lse and delta from the
+    kernels' statistics."""
+    assert side.bias is not None
+    wide = [tensor.double() for tensor in (q, k, v)]
+    exact = side._replace(bias=side.bias.double())
+    with _disable_current_modes():
+        out, lse = reference.forward(*wide, exact, spec)
+        seen = lse > float("-inf")
+        errors = (statistics[..., 0] - lse / math.log(2)).abs()[seen]
+        assert not (errors > 0.05).any(), "statistics are not those of the scores"
+        dlse = (out * dout).sum(-1).transpose(-1, -2) - statistics[..., 1]
+        upstream = dout.double(), dlse.masked_fill(~seen, 0)
+        gradients = reference.backward(*upstream, *wide, out, lse, exact, spec, Wanted(bias=True))
+    return gradients.bias.to(side.bias.dtype)
 
 
 def _copies() -> dict[str, ModuleType]:

@@ -42,7 +42,16 @@ from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
-from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FEATURE_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
+from hopper_forms import (
+    BACKWARD_FEATURE_FORMS,
+    BACKWARD_FORMS,
+    BLOCK_FORMS,
+    FEATURE_FORMS,
+    FORMS,
+    FP8_FORMS,
+    SCORE_FORMS,
+    SERIALISED,
+)
 from machine_code import (
     Binary,
     Call,
@@ -340,7 +349,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
         names = launch.attention_forward_kernel.arg_names
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
-        plan = backward_launch._plan.__wrapped__(*head, tuple(strides), None, None, spec, False, blocks=sizes)
+        plan = backward_launch._plan.__wrapped__(*head, tuple(strides), SideShape(blocks=sizes), spec, False)
         scalars, names = plan.main.scalars, backward_launch.attention_backward_kernel.arg_names
         parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
     first = names.index("batch")
@@ -488,7 +497,7 @@ def _main_plan(
     shapes = [torch.Size((batch, *of, head_dim)) for of in ((rows, heads), (keys, heads_kv), (keys, heads_kv))]
     strides = [contiguous_strides(shape) for shape in (*shapes, shapes[0])]
     call = (torch.bfloat16, torch.device("cuda", 0), tuple(shapes), tuple(strides))
-    return backward_launch._plan.__wrapped__(*call, None, None, spec, False, **changes)
+    return backward_launch._plan.__wrapped__(*call, SideShape(**changes), spec, False)
 
 
 #: What the kernels' arithmetic uses of Gluon, for Python's numbers.
@@ -733,6 +742,10 @@ def _problem(
         query_tiles=-(-rows // m),
         window_left=band[0],
         window_right=band[1],
+        key_lengths_ptr=None,
+        k_rows_apart=None,
+        v_rows_apart=None,
+        origin_diagonal=None,
     )
 
 
@@ -753,7 +766,17 @@ def _number_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **changes: Any) -> SimpleNamespace:
     """What the work of dense calls asks of a `KernelConfig`."""
     absent = dict.fromkeys(
-        ("PACKED", "TOP_LEFT", "ORDERED", "REVERSES_LINES", "REVERSES_WALKS", "SHARES_PROGRESS", "TILE_K"), False
+        (
+            "PACKED",
+            "TOP_LEFT",
+            "ORDERED",
+            "REVERSES_LINES",
+            "REVERSES_WALKS",
+            "SHARES_PROGRESS",
+            "TILE_K",
+            "KEY_LENGTHS",
+        ),
+        False,
     )
     return SimpleNamespace(**{**absent, "KEYS": n, "M": m, "HAS_LEFT": left, "HAS_RIGHT": right, **changes})
 
@@ -988,6 +1011,23 @@ def test_machine_code_of_the_backward(form: str) -> None:
     assert binary.spilled <= _BACKWARD_SPILLS
     assert serialises_products(binary) is (form in SERIALISED)
     assert any("HGMMA" in line for line in _instructions(binary))
+
+
+#: Spilled bytes of a thread in the backward with heads of 256: a bias has a register for each score. With all features
+#: at once a mask and random words have theirs too.
+_SPILLS_OF_WIDE_FEATURES, _SPILLS_OF_ALL_FEATURES = 256, 600
+
+
+@pytest.mark.parametrize("form", BACKWARD_FEATURE_FORMS)
+def test_machine_code_of_features_of_the_backward(form: str) -> None:
+    variant = BACKWARD_FEATURE_FORMS[form]
+    heads = (variant.head_dim, variant.head_dim_v)
+    binary = compile_hopper_backward("main", variant)
+    assert binary.shared_memory <= configs.backward_shared_memory(variant.config, *heads) <= _LIMIT
+    wide = _SPILLS_OF_ALL_FEATURES if form == "256-all" else _SPILLS_OF_WIDE_FEATURES
+    assert binary.spilled <= (wide if max(heads) > 128 else _BACKWARD_SPILLS)
+    assert not serialises_products(binary)
+    assert not (variant.modifiers.drops and variant.config.statistics_multiplied)
 
 
 @pytest.mark.parametrize(

@@ -31,22 +31,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def _unsupported_feature(call: AttentionCall) -> str | None:
     if max(call.head_dims) > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
-    if call.phase == "forward":
-        return _unsupported_forward_feature(call)
-    if call.spec.dropout_p:
-        return "it has no dropout"
-    if call.key_lengths:
-        return "it has no key_lengths; packed sequences (attention_varlen) do the same"
-    if call.spec.origin is not None:
-        return "its ALiBi counts from the call's own rows and keys, and this is a part of a larger call"
-    if call.tables:
-        return "it has no bias or mask"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
-    return None
-
-
-def _unsupported_forward_feature(call: AttentionCall) -> str | None:
     origin = call.spec.origin
     if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
         return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
@@ -85,7 +71,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward":
-        cut = configs.backward_config_of(*heads, spec)
+        side = call.side or SideInputs()
+        cut = configs.backward_config_of(*heads, spec, configs.table_bytes(side.bias, side.mask))
         memory = configs.backward_shared_memory(cut, *heads)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)

@@ -49,17 +49,16 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     ROWS,
     STATISTIC_COLUMNS,
     DqSums,
-    ScoreModifiers,
     Statistics,
     add_to_dq,
     columns_of,
     make_handover,
     make_ones,
-    mask_probs,
-    modified_scores,
     pass_dq_turn,
     pin_pairs_before_product,
     products_of_sum,
+    scaled,
+    scaled_by_dropout,
     slice_of,
     start_store,
     start_sum,
@@ -70,6 +69,13 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wait_sum,
     wide_zeros,
 )
+from flashtile.ops.attention.hopper.backward_scores import (
+    ScoreModifiers,
+    load_tables,
+    score_gradients,
+    weights_of,
+    with_dropout,
+)
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
     Problem,
@@ -77,7 +83,9 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     dq_turn,
     first_number_of,
     first_tile_number,
+    listed_step,
     next_tile_number,
+    place_of_info,
     publish_key_tile,
     receive_key_tile,
     receive_next_key_tile,
@@ -97,13 +105,13 @@ from flashtile.ops.attention.hopper.blocks import (
     line_entries,
     listed_rank,
     listed_tile,
-    load_bits,
     make_tile_info,
     read_tile_info,
-    where_visible,
     write_tile_info,
 )
+from flashtile.ops.attention.hopper.dropout import Dropout
 from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, coordinates, make_ring, make_tile_queue, pack
+from flashtile.ops.attention.hopper.tables import Table
 
 
 class Descriptors(NamedTuple):
@@ -159,9 +167,14 @@ def attention_backward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
     statistics_desc, sums_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
     sums_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
+    key_lengths_ptr, dropout_seed_ptr, bias_ptr, mask_ptr,
     batch, heads_kv, group, shares, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
     scale_log2, cap_scale, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
+    k_rows_apart, v_rows_apart, keep_threshold, keep_scale,
+    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
+    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
@@ -169,13 +182,15 @@ def attention_backward_kernel(
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     MASKS: gl.constexpr, MASKS_LAST: gl.constexpr, REVERSES_WALKS: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
     STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim, or None. `heads_kv` counts each key/value head `shares` times,
     once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles`: key tiles (packed:
     slots) on each line of such a head. `query_tiles`: likewise of a query head. `turns_ptr`: for each query tile how
     many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
     been taken, unless ORDERED besides the first of each thread block, zero at the start. If SHARES_PROGRESS, a zero for
-    each line follows it (`backward_tiles.shared_progress`). `scale` > 0. The forward kernel explains the others."""
+    each line follows it (`backward_tiles.shared_progress`). `scale` > 0. The forward kernel
+    explains the others."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
     config = KernelConfig(
         KEYS=KEYS,
@@ -199,6 +214,9 @@ def attention_backward_kernel(
         SUMS_BY_TMA=SUMS_BY_TMA,
         TILE_Q=TILE_Q,
         TILE_K=TILE_K,
+        KEY_LENGTHS=key_lengths_ptr is not None,
+        BIAS_COLUMN=STRIDE_BIAS_COLUMN,
+        MASK_COLUMN=STRIDE_MASK_COLUMN,
     )
     problem = Problem(
         cu_seqlens_q_ptr=cu_seqlens_q_ptr,
@@ -213,6 +231,10 @@ def attention_backward_kernel(
         query_tiles=query_tiles,
         window_left=window_left,
         window_right=window_right,
+        key_lengths_ptr=key_lengths_ptr,
+        k_rows_apart=k_rows_apart,
+        v_rows_apart=v_rows_apart,
+        origin_diagonal=origin_diagonal,
     )
     blocks = BlockLists(
         lists_ptr=block_lists_ptr,
@@ -224,7 +246,17 @@ def attention_backward_kernel(
         stride_head=stride_block_head,
         order=None,
     )
-    modifiers = ScoreModifiers(scale_log2, cap_scale, alibi_slopes_ptr, stride_alibi_batch)
+    modifiers = ScoreModifiers(
+        scale_log2=scale_log2,
+        cap_scale=cap_scale,
+        alibi_slopes_ptr=alibi_slopes_ptr,
+        stride_alibi_batch=stride_alibi_batch,
+        bias=Table(bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns),
+        mask=Table(mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns),
+        dropout=Dropout(
+            dropout_seed_ptr, keep_threshold, keep_scale, origin_row, origin_column, origin_matrix, origin_heads
+        ),
+    )
     descriptors = Descriptors(
         q=Chunks(q_desc, q_tail_desc),
         k=Chunks(k_desc, k_tail_desc),
@@ -277,7 +309,7 @@ def attention_backward_kernel(
             [
                 (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
                 (sum_dv, (config, shared, descriptors, problem, blocks, modifiers)),
-                (sum_dk, (config, shared, descriptors, problem, scale)),
+                (sum_dk, (config, shared, descriptors, problem, modifiers, scale)),
                 (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
             ],
             [4, 4, 1],
@@ -367,16 +399,23 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
 @gluon.jit
 def load_keys(work, tiles_done, config, shared, descriptors, problem):
     """Loads keys and values of a key tile, before which the thread block had `tiles_done`."""
-    rows = HeadRows(work.sequence, work.head_kv // problem.shares, work.begin_k, work.seq_k)
-    _load_all_keys(shared.k, descriptors.k, rows, work.first_key, tiles_done, config)
-    _load_all_keys(shared.v, descriptors.v, rows, work.first_key, tiles_done, config)
+    k_begin = work.begin_k
+    v_begin = work.begin_k
+    if config.KEY_LENGTHS and not config.PACKED:
+        k_begin = work.sequence * problem.k_rows_apart
+        v_begin = work.sequence * problem.v_rows_apart
+    head = work.head_kv // problem.shares
+    k_rows = HeadRows(work.sequence, head, k_begin, work.keys)
+    v_rows = HeadRows(work.sequence, head, v_begin, work.keys)
+    _load_all_keys(shared.k, descriptors.k, k_rows, work.first_key, tiles_done, config)
+    _load_all_keys(shared.v, descriptors.v, v_rows, work.first_key, tiles_done, config)
 
 
 @gluon.jit
 def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
     for which in gl.static_range(config.KEYS // ROWS):
         slot = ring.slot(tiles_done, which)
-        ring.fill(slot, descriptors, rows, first_key + which * ROWS, config.PACKED)
+        ring.fill(slot, descriptors, rows, first_key + which * ROWS, config.PACKED or config.KEY_LENGTHS)
 
 
 @gluon.jit
@@ -401,7 +440,7 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
     row = step.tile * config.M
     q.wait_empty(slot)
     if config.TILE_K > 0:
-        place = _place_of_info(count, config, shared)
+        place = place_of_info(count, config, shared)
         write_tile_info(shared.tile_info, place, TILE_NUMBER, step.tile)
         write_tile_info(shared.tile_info, place, TILE_KIND, kind)
         write_tile_info(shared.tile_info, place, TILE_HEAD, step.head)
@@ -420,21 +459,6 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
     shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
 
 
-@gluon.jit
-def _place_of_info(count, config, shared):
-    """Where the info of step number `count` lies."""
-    return count % (shared.q.STAGES + config.DSCORE_STAGES)
-
-
-@gluon.jit
-def _listed_step(count, config, shared):
-    """Step number `count` as the producer published it, and the kind of its tile."""
-    place = _place_of_info(count, config, shared)
-    tile = read_tile_info(shared.tile_info, place, TILE_NUMBER)
-    kind = read_tile_info(shared.tile_info, place, TILE_KIND)
-    return Step(read_tile_info(shared.tile_info, place, TILE_HEAD), tile), kind
-
-
 # dk and dv, both by each of two warpgroups
 
 
@@ -442,6 +466,7 @@ def _listed_step(count, config, shared):
 def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks, modifiers, scale):
     """Consumer: dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `sum_dq`."""
     k, v = shared.k, shared.v
+    BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M // config.PARTS, 16])
     tiles_done = 0
     steps_done = 0
@@ -470,28 +495,24 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks,
                 steps_done + index, step, sums, keys, work, config, shared, problem, blocks, modifiers,
                 config.MASKS, WHICH,
             )  # fmt: skip
-        start_store(descriptors.dv, v, slot, sums.dv, work, first_key, config.PACKED)
+        dv = scaled_by_dropout(sums.dv, modifiers)
+        start_store(descriptors.dv, v, slot, dv, work, first_key, BOUNDED)
         steps_done += work.steps
         tiles_done += 1
         _wait_dq_summed(work, steps_done, shared)
-        dk = _scaled(sums.dk, scale)
+        dk = scaled(sums.dk, scale)
         # The next tile needs its keys first. So dk leaves through the place of the values too where it fits there.
         if k.WIDTH == v.WIDTH and k.TAIL == v.TAIL:
             k.release(slot)
-            start_store(descriptors.dk, v, slot, dk, work, first_key, config.PACKED)
+            start_store(descriptors.dk, v, slot, dk, work, first_key, BOUNDED)
             tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
             tma_store_wait(0)
         else:
-            start_store(descriptors.dk, k, slot, dk, work, first_key, config.PACKED)
+            start_store(descriptors.dk, k, slot, dk, work, first_key, BOUNDED)
             tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
             tma_store_wait(0)
             k.release(slot)
         v.release(slot)
-
-
-@gluon.jit
-def _scaled(total, scale):
-    return Chunks(total.main * scale, total.tail * scale)
 
 
 @gluon.jit
@@ -524,24 +545,29 @@ def _add_step(
         s, lse = subtract_statistic(s, shared.statistics, slot, LSE, part * QUERIES, QUERIES, config)
         if config.TILE_K > 0:
             if part == 0:
-                step, kind = _listed_step(count, config, shared)
+                step, kind = listed_step(count, config, shared)
+        tables = load_tables(keys.first, step, part, work, modifiers, config)
         s = warpgroup_mma_wait(0, [s])
-        p, tanh = _probs(
-            s, lse, keys.positions, keys.first, step, kind, part, work, config, problem, blocks, modifiers, MASK
+        p, tanh = weights_of(
+            s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks, modifiers,
+            MASK,
         )  # fmt: skip
-        probs = pack(p, dtype)
+        weights, p = with_dropout(p, keys.first, step, part, work, config, problem, modifiers)
+        probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
         factors = probs
         if modifiers.cap_scale is not None:
             factors = pack(p * (1.0 - tanh * tanh), dtype)
+        elif modifiers.dropout.seed_ptr is not None:
+            factors = pack(p, dtype)
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
         dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-        ds = pack(unpack(factors, dtype) * (dp - delta[None, :]), dtype)
+        ds = pack(score_gradients(unpack(factors, dtype), dp, delta, modifiers), dtype)
         if part == 0:
             dscores.wait_empty(ds_slot)
         slice_of(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
@@ -557,29 +583,6 @@ def _add_step(
     return step_after(work, step), KeyGradients(dk, dv)
 
 
-@gluon.jit
-def _probs(
-    s, lse, positions, first_key, step, kind, part: gl.constexpr, work, config, problem, blocks, modifiers,
-    MASK: gl.constexpr,
-):  # fmt: skip
-    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and the tanh of the soft cap. `lse` is still to be subtracted from
-    the products `s`. `kind`: of the tile in the block mask."""
-    QUERIES: gl.constexpr = config.M // config.PARTS
-    query = step.tile * config.M + part * QUERIES
-    visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-    s, tanh = modified_scores(s, positions, visited, step.head, work, modifiers)
-    if config.TILE_K > 0:
-        if kind != FULL:
-            column = step.tile * config.PARTS + part
-            bits = load_bits(blocks, kind, first_key, column, QUERIES, config.TILE_K, config.TILE_Q)
-            s = where_visible(bits, s, float("-inf"))
-    p = gl.exp2(s * modifiers.scale_log2 - lse[None, :])
-    if MASK:
-        if (step.tile < work.full_begin) | (step.tile >= work.full_end):
-            p = mask_probs(p, positions, query, work, problem, config)
-    return p, tanh
-
-
 # dv and dk, each by a warpgroup of its own
 
 
@@ -588,6 +591,7 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
     """Consumer: dv of all keys. It hands `sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, or with a soft cap
     `pᵀ · (1 - tanh²)`."""
     q, k, v, dout, probs = shared.q, shared.k, shared.v, shared.dout, shared.probs
+    BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
     zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
@@ -611,17 +615,21 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
             s = start_transposed(k_tile, q_tile, 0, zeros, q.TAIL)  # [64, M]
             s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
-                step, kind = _listed_step(steps_done + index, config, shared)
+                step, kind = listed_step(steps_done + index, config, shared)
+            tables = load_tables(work.first_key, step, 0, work, modifiers, config)
             s = warpgroup_mma_wait(0, [s])
-            p, tanh = _probs(
-                s, lse, positions, work.first_key, step, kind, 0, work, config, problem, blocks, modifiers,
+            p, tanh = weights_of(
+                s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks, modifiers,
                 config.MASKS,
             )  # fmt: skip
             q.release(slot)
-            weights = pack(p, dtype)
+            kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem, modifiers)
+            weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
             if modifiers.cap_scale is not None:
                 probs.tile(probs_slot).store(pack(p * (1.0 - tanh * tanh), dtype))
+            elif modifiers.dropout.seed_ptr is not None:
+                probs.tile(probs_slot).store(pack(p, dtype))
             else:
                 probs.tile(probs_slot).store(weights)
             probs.publish(probs_slot)
@@ -638,17 +646,19 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
             v.acquire(key_slot)
         k.release(key_slot)
         tiles_done += 1
-        start_store(descriptors.dv, v, key_slot, dv, work, work.first_key, config.PACKED)
+        dv = scaled_by_dropout(dv, modifiers)
+        start_store(descriptors.dv, v, key_slot, dv, work, work.first_key, BOUNDED)
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
         v.release(key_slot)
 
 
 @gluon.jit
-def sum_dk(config, shared, descriptors, problem, scale):
+def sum_dk(config, shared, descriptors, problem, modifiers, scale):
     """Consumer: dk of all keys, and `dsᵀ` for `sum_dq`, from the weights of `sum_dv`."""
     q, k, v, dout = shared.q, shared.k, shared.v, shared.dout
     probs, dscores = shared.probs, shared.dscores
+    BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     dtype: gl.constexpr = q.tiles.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
     zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
@@ -674,7 +684,7 @@ def sum_dk(config, shared, descriptors, problem, scale):
             probs.acquire(ds_slot)
             p = probs.tile(ds_slot).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
-            ds = pack(p * (dp - delta[None, :]), dtype)
+            ds = pack(score_gradients(p, dp, delta, modifiers), dtype)
             dscores.wait_empty(ds_slot)
             dscores.tile(ds_slot).store(ds)
             fence_async_shared()
@@ -688,7 +698,7 @@ def sum_dk(config, shared, descriptors, problem, scale):
         tiles_done += 1
         _wait_dq_summed(work, steps_done, shared)
         # `sum_dv` has read the keys before it handed over the last weights.
-        start_store(descriptors.dk, k, key_slot, _scaled(dk, scale), work, work.first_key, config.PACKED)
+        start_store(descriptors.dk, k, key_slot, scaled(dk, scale), work, work.first_key, BOUNDED)
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
         k.release(key_slot)
@@ -738,7 +748,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             dscores.acquire(slot)
             if config.TILE_K > 0:
-                place = _place_of_info(steps_done + index, config, shared)
+                place = place_of_info(steps_done + index, config, shared)
                 number = first_number_of(work, read_tile_info(shared.tile_info, place, TILE_HEAD))
                 number += read_tile_info(shared.tile_info, place, TILE_NUMBER)
                 if config.ORDERED:

@@ -41,7 +41,7 @@ def _columns_together(WIDTH):
 @gluon.jit
 def attention_begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, sums_ptr, turns_ptr, counter_ptr, masked_dout_ptr,
-    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr,
+    sink_logits_ptr, sink_sums_ptr, cu_seqlens_q_ptr, row_statistics_ptr,
     stride_dout_batch, stride_dout_row, stride_dout_head, batch, heads, rows_q, query_tiles, lse_unit,
     HEAD_DIM_V: gl.constexpr, E: gl.constexpr, D: gl.constexpr, M: gl.constexpr,
     PACKED: gl.constexpr, HAS_DLSE: gl.constexpr, ORDERED: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
@@ -55,7 +55,8 @@ def attention_begin_kernel(
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
-    `sink_sums_ptr`: the tile's part of minus their gradient."""
+    `sink_sums_ptr`: the tile's part of minus their gradient. `row_statistics_ptr`: `[*lse.shape, 4]`, where the kernel
+    of the bias's gradient reads lse and delta as its first two numbers; None where nobody wants that."""
     number = gl.program_id(0)
     if number == 0:
         gl.store(counter_ptr, 0)
@@ -106,6 +107,9 @@ def attention_begin_kernel(
             delta = gl.where(alone, gl.where(gl.abs(delta) < float("inf"), delta, 0.0), delta)
     # +inf for rows that saw no key, so that their weights are 0; NaN stays NaN.
     lse = gl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    if row_statistics_ptr is not None:
+        gl.store(row_statistics_ptr + 4 * numbers, lse, mask=row < rows)
+        gl.store(row_statistics_ptr + 4 * numbers + 1, delta, mask=row < rows)
     if lse_unit is not None:
         base = statistics_ptr + number.to(gl.int64) * (2 * M * STATISTIC_COLUMNS)
         _store_parts(base, lse * lse_unit)

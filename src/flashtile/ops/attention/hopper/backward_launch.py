@@ -29,6 +29,7 @@ from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_l
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
+from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -36,6 +37,7 @@ from flashtile.ops.attention.hopper.configs import (
     backward_chunks,
     backward_config_of,
     padded_strides,
+    table_bytes,
     tile_width,
 )
 from flashtile.ops.attention.hopper.parameters import (
@@ -43,30 +45,31 @@ from flashtile.ops.attention.hopper.parameters import (
     INT32,
     LOG2_E,
     ScoreVariant,
-    alibi_dimensions,
     block_constants,
     block_lists,
     block_parameters,
     length_parameters,
+    modifier_variant,
     score_parameters,
     score_values,
     whole_tiles,
 )
 from flashtile.ops.attention.plans import (
     Layout,
+    SideShape,
     block_places,
-    block_sizes,
     clipped_window,
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
-    packing,
     positive_scale,
     shares_of_heads,
+    side_shape,
     sum_of_shares,
     tiles_of,
 )
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.launch import backward_bias
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 
@@ -108,15 +111,19 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the three kernels. The sums of dq, and where walks meet dk and dv, are added up in no fixed order unless
-    `spec.deterministic`. Of `wanted` they serve the sinks (`backend.unsupported_reason`)."""
+    """Runs the three kernels, and the portable one for the gradient of a bias. The sums of dq, and where walks meet dk
+    and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they serve the bias and the sinks
+    (`backend.unsupported_reason`)."""
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
-        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), sinks=dsinks)
+        dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, sinks=dsinks)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     has_empty_rows = may_hide_rows(q, k, side, spec)
+    if side.key_lengths is not None and side.cu_seqlens_k is None:
+        k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan(
@@ -124,13 +131,11 @@ def backward(
         q.device,
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride(), dout.stride()),
-        *packing(side),
+        side_shape(side),
         spec,
         dlse is not None,
-        alibi_dimensions(side),
-        block_sizes(side),
         has_empty_rows,
-        side.sinks is not None,
+        wanted.bias,
     )
     dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
     scratch = empty(*plan.scratch, q.device)
@@ -142,16 +147,19 @@ def backward(
     sink_sums = sums + plan.sink_sums_at if side.sinks is not None else None
     cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
     slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
+    modifiers = map(pointer, (side.key_lengths, side.dropout_seed, side.bias, side.mask))
+    row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
     plan.begin.launch(
         out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
         counter, masked_dout, pointer(side.sinks), sink_sums, cu_seqlens_q,
+        pointer(row_statistics),
     )  # fmt: skip
     descriptors = plan.describe(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums, dk.data_ptr(),
         dv.data_ptr(),
     )  # fmt: skip
     plan.main.launch(
-        *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists
+        *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists, *modifiers
     )  # fmt: skip
     plan.end.launch(sums, dq.data_ptr(), cu_seqlens_q)
     if plan.shares > 1:
@@ -160,7 +168,11 @@ def backward(
     if wanted.sinks and side.sinks is not None:
         by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
         dsinks = by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, sinks=dsinks)
+    dbias = None
+    if row_statistics is not None:
+        dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
+        dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, sinks=dsinks)
 
 
 def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -182,24 +194,26 @@ def _plan(
     device: torch.device,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    sequences: int | None,
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None,
+    side: SideShape,
     spec: AttentionSpec,
     has_dlse: bool,
-    alibi: int = 0,
-    blocks: tuple[int, int] | None = None,
     has_empty_rows: bool = False,
-    sinks: bool = False,
+    wants_bias: bool = False,
 ) -> BackwardPlan:
-    """Everything that can be decided before the tensors' contents are known. `blocks`: as `plans.block_sizes`."""
+    """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
     (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
-    packed = sequences is not None
-    batch = q_shape[0] if sequences is None else sequences
+    packed = side.sequences is not None
+    batch = q_shape[0] if side.sequences is None else side.sequences
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
-    config = backward_config_of(head_dim, head_dim_v, spec)
+    config = backward_config_of(head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask))
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    # With a block mask whole tiles of the mask, even past the end of the sequence.
+    tile_q, tile_k = block_tile or (None, None)
+    whole_rows, whole_keys = whole_tiles(rows_q, tile_q), whole_tiles(rows_k, tile_k)
+    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
+    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -211,40 +225,45 @@ def _plan(
         spec.banded and spec.top_left,
         has_dlse,
         spec.deterministic,
-        index_dtypes,
-        ScoreVariant(spec.softcap > 0, alibi > 0),
+        side.index_dtypes,
+        ScoreVariant(spec.softcap > 0, side.alibi > 0),
         block_tile,
+        modifiers=modifier_variant(side, spec, covered),
     )
-    # With a block mask whole tiles of the mask, even past the end of the sequence.
-    tile_q, tile_k = block_tile or (None, None)
-    query_tiles = tiles_of(whole_tiles(rows_q, tile_q), config.block_m, batch, packed)
-    key_tiles = tiles_of(whole_tiles(rows_k, tile_k), config.block_n, batch, packed)
+    query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
+    key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
     lines, lines_kv = (heads, heads_kv) if packed else (batch * heads, batch * heads_kv)
     tiles = query_tiles * lines
     dout_shape = (*q_shape[:-1], head_dim_v)
     programs = multiprocessors(device)
-    uneven = packed or block_tile is not None or (variant.has_right and not variant.has_left)
+    uneven = variant.bounded or block_tile is not None or (variant.has_right and not variant.has_left)
     group = heads // heads_kv
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
     group //= shares
     *_, dout_strides = strides
-    row_strides = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
-    wide = max(row_strides) >= 2**31
+    of_rows = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
+    wide = max(of_rows) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
     begins = variant._replace(
-        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=sinks, shares_progress=looping.shares_progress
-    )
+        has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
+        row_statistics=wants_bias,
+    )  # fmt: skip
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     window_left, window_right = clipped_window(spec)
     common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
-    of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), row_strides))
+    of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), of_rows))
     values = {
         **common,
         **{"heads_kv": heads_kv * shares, "group": group, "shares": shares, "rows_k": rows_k, "tiles": key_tiles},
         **{"window_left": window_left, "window_right": window_right},
-        **score_values(spec, heads, alibi),
-        **block_places(spec, rows_q, rows_k, blocks, by_column=True)._asdict(),
+        **score_values(spec, heads, side.alibi),
+        **block_places(spec, rows_q, rows_k, side.blocks, by_column=True)._asdict(),
+        **variant.modifiers.values,
+        **{
+            f"{name}_rows_apart": row_strides(shapes[at], strides[at])[1] if variant.bounded and not packed else None
+            for at, name in ((1, "k"), (2, "v"))
+        },
     }
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
@@ -263,7 +282,7 @@ def _plan(
         strides = (*strides[:3], contiguous_strides(dout_shape))
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if spec.deterministic else 0
-    scratch = sums + statistics + masked_dout + counter + turns + (tiles if sinks else 0)
+    scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
         begin,
         main,
@@ -303,7 +322,6 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
     """What one copy moves, for each descriptor in the order of the main kernel's parameters; None where there is no
     second chunk of columns, or where TMA does not move it."""
     config = variant.config
-    outer = (1, 1) if variant.packed else (1,)
     rows = {"q": config.block_m, "dout": config.block_m}
     boxes: dict[str, tuple[int, ...] | None] = {}
     for name in _MOVED:
@@ -315,6 +333,8 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
             whole, tail = backward_chunks(head_dim)
             count = rows.get(name, CONSUMER_ROWS)
+            ends = variant.packed if name in ("q", "dout") else variant.bounded
+            outer = (1, 1) if ends else (1,)
             boxes[name] = (*outer, count, 1, whole)
             boxes[name + "_tail"] = (*outer, count, 1, tail) if tail else None
     return boxes
@@ -330,13 +350,17 @@ def _describer(
 ) -> Callable[..., tuple]:
     """What makes all descriptors, from the addresses of `_MOVED`."""
     describe = packed_layout if variant.packed else strided_layout
+    describe_keys = bounded_layout if variant.bounded else strided_layout
     q_shape, k_shape, v_shape = map(tuple, shapes)
     dout_shape = (*q_shape[:-1], v_shape[-1])
     given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
     layouts = {
-        **{name: describe(shape, tuple(stride)) for name, shape, stride in given},
-        "dk": describe(dk.shape, dk.strides),
-        "dv": describe(dv.shape, dv.strides),
+        **{
+            name: (describe_keys if name in ("k", "v") else describe)(shape, tuple(stride))
+            for name, shape, stride in given
+        },
+        "dk": describe_keys(dk.shape, dk.strides),
+        "dv": describe_keys(dv.shape, dv.strides),
         **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in _buffers(variant, tiles).items()},
     }
     boxes = _boxes(variant)
@@ -406,6 +430,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "ORDERED": variant.ordered,
         "REVERSES_LINES": variant.reverses_lines,
         **block_constants(variant.block_tile),
+        **dict(zip(("STRIDE_BIAS_COLUMN", "STRIDE_MASK_COLUMN"), variant.modifiers.strides_column)),
     }
     limit = config.max_registers if kernel == "main" else None
     return specialise(function, _parameters(variant), constants, num_warps=4, max_registers=limit)
@@ -437,4 +462,8 @@ def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
         "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
         **score_parameters(variant.scores),
         **block_parameters(variant.block_tile is not None),
+        "row_statistics_ptr": optional(variant.row_statistics, statistics),
+        "key_lengths_ptr": pointer_to(variant.modifiers.key_lengths_dtype),
+        **dict.fromkeys(("k_rows_apart", "v_rows_apart"), optional(variant.bounded and not variant.packed, INT32)),
+        **dict(variant.modifiers.parameters),
     }

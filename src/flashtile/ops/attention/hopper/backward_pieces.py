@@ -33,7 +33,6 @@ from flashtile.ops.attention.hopper.pieces import (
     place_of,
     release,
 )
-from flashtile.ops.attention.hopper.scores import capped, load_slope, lowered_by_distance
 
 #: Rows of a warpgroup's matrix product: the keys of one warpgroup, and the queries of one sum of dq.
 ROWS = gl.constexpr(64)
@@ -116,16 +115,6 @@ class DqSums(NamedTuple):
     desc: Any
     staging: Any
     turns_ptr: Any
-
-
-class ScoreModifiers(NamedTuple):
-    """What changes the scores, as `scores` takes it. `cap_scale` and `alibi_slopes_ptr` are None where a call has no
-    soft cap or no ALiBi."""
-
-    scale_log2: Any
-    cap_scale: Any
-    alibi_slopes_ptr: Any
-    stride_alibi_batch: Any
 
 
 @gluon.jit
@@ -342,25 +331,10 @@ def _load_statistic(tile, KIND: gl.constexpr, FIRST: gl.constexpr, QUERIES: gl.c
 
 
 @gluon.jit
-def modified_scores(s, key, first_query, head, work, modifiers):
-    """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`."""
-    if modifiers.cap_scale is not None:
-        s = capped(s, modifiers.cap_scale)
-    tanh = s
-    if modifiers.alibi_slopes_ptr is not None:
-        slope = load_slope(
-            modifiers.alibi_slopes_ptr, modifiers.stride_alibi_batch, work.sequence, work.first_head + head,
-            modifiers.scale_log2, True,
-        )  # fmt: skip
-        s = lowered_by_distance(s, key, first_query + (work.seq_k - work.seq_q), slope)
-    return s, tanh
-
-
-@gluon.jit
 def mask_probs(p, key, first_query, work, problem, config):
     """`pᵀ` `[keys, queries]`, 0 where the query does not see the key."""
     query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
-    last = work.seq_k - 1 + query * 0
+    last = work.keys - 1 + query * 0
     if config.HAS_RIGHT:
         last = gl.minimum(last, query + (work.shift + problem.window_right))
     visible = key[:, None] <= last[None, :]
@@ -411,6 +385,18 @@ def unpack(x, dtype: gl.constexpr):
             "=f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
         )  # fmt: skip
     return wide
+
+
+@gluon.jit
+def scaled(total, scale):
+    return Chunks(total.main * scale, total.tail * scale)
+
+
+@gluon.jit
+def scaled_by_dropout(dv, modifiers):
+    if modifiers.dropout.seed_ptr is not None:
+        dv = scaled(dv, modifiers.dropout.keep_scale)
+    return dv
 
 
 @gluon.jit

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import aggregate, gl, gluon
 from flashtile.ops.attention.hopper.backward_pieces import query_tile_ranges
-from flashtile.ops.attention.hopper.blocks import column_in_order, line_entries
+from flashtile.ops.attention.hopper.blocks import (
+    TILE_HEAD,
+    TILE_KIND,
+    TILE_NUMBER,
+    column_in_order,
+    line_entries,
+    read_tile_info,
+)
 from flashtile.ops.attention.hopper.pieces import (
     PAIRS_TOGETHER,
     closing_lines,
@@ -39,7 +46,8 @@ class KernelConfig:
     that it cuts are the last steps of a key tile and have a loop of their own (`backward_variant`). REVERSES_WALKS:
     some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
     line are (`shared_progress`). STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
-    tiles of the block mask, or 0.
+    tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
+    MASK_COLUMN: strides of the tables' columns, 0 where these broadcast.
     """
 
     KEYS: gl.constexpr
@@ -63,6 +71,9 @@ class KernelConfig:
     SUMS_BY_TMA: gl.constexpr
     TILE_Q: gl.constexpr
     TILE_K: gl.constexpr
+    KEY_LENGTHS: gl.constexpr
+    BIAS_COLUMN: gl.constexpr
+    MASK_COLUMN: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -85,6 +96,10 @@ class Problem(NamedTuple):
     query_tiles: Any
     window_left: Any
     window_right: Any
+    key_lengths_ptr: Any
+    k_rows_apart: Any
+    v_rows_apart: Any
+    origin_diagonal: Any
 
 
 class KeyTile(NamedTuple):
@@ -145,6 +160,7 @@ class KeyTileWork(NamedTuple):
     seq_q: Any
     begin_k: Any
     seq_k: Any
+    keys: Any
     shift: Any
     first_tile: Any
     direction: Any
@@ -338,10 +354,19 @@ def work_of(tile, problem, config):
         begin_k, seq_k = gl.to_tensor(0), gl.to_tensor(problem.rows_k)
         first_number = (tile.sequence * problem.heads_kv * group + head) * problem.query_tiles
     shift = gl.to_tensor(0) if config.TOP_LEFT else seq_k - seq_q
+    keys = seq_k
+    if config.KEY_LENGTHS:
+        # A length may be more than 32 bits.
+        counted = gl.load(problem.key_lengths_ptr + tile.sequence)
+        keys = gl.maximum(gl.minimum(counted, seq_k), 0).to(gl.int32)
+        if not config.PACKED:
+            begin_k = tile.sequence * problem.rows_k
     begin, full_begin, full_end, end = query_tile_ranges(
-        tile.first_key, seq_k, shift, seq_q, problem.window_left, problem.window_right,
+        tile.first_key, keys, shift, seq_q, problem.window_left, problem.window_right,
         config.KEYS, config.M, config.HAS_LEFT, config.HAS_RIGHT,
     )  # fmt: skip
+    if config.KEY_LENGTHS:
+        end = gl.where(tile.first_key < keys, end, begin)
     steps = group * (end - begin)
     unmasked = unmasked_tiles(begin, full_begin, full_end, end)
     start_offset = gl.to_tensor(0)
@@ -373,6 +398,7 @@ def work_of(tile, problem, config):
         seq_q=seq_q,
         begin_k=begin_k,
         seq_k=seq_k,
+        keys=keys,
         shift=shift,
         first_tile=first_tile,
         direction=direction,
@@ -465,6 +491,21 @@ def step_after(work, step):
 
 
 @gluon.jit
+def place_of_info(count, config, shared):
+    """Where the info of step number `count` lies."""
+    return count % (shared.q.STAGES + config.DSCORE_STAGES)
+
+
+@gluon.jit
+def listed_step(count, config, shared):
+    """Step number `count` as the producer published it, and the kind of its tile."""
+    place = place_of_info(count, config, shared)
+    tile = read_tile_info(shared.tile_info, place, TILE_NUMBER)
+    kind = read_tile_info(shared.tile_info, place, TILE_KIND)
+    return Step(read_tile_info(shared.tile_info, place, TILE_HEAD), tile), kind
+
+
+@gluon.jit
 def dq_turn(work, tile, problem, config):
     """How many key tiles add to the dq of a query tile before this one does, without a block mask."""
     number = work.first_key // config.KEYS
@@ -474,6 +515,6 @@ def dq_turn(work, tile, problem, config):
     if config.REVERSES_LINES:
         # The last key that the last query of the tile sees.
         last_key = tile * config.M + config.M - 1 + work.shift + problem.window_right
-        last = gl.minimum(last_key // config.KEYS, gl.cdiv(work.seq_k, config.KEYS) - 1)
+        last = gl.minimum(last_key // config.KEYS, gl.cdiv(work.keys, config.KEYS) - 1)
         turn = gl.where(work.direction > 0, last - number, turn)
     return turn

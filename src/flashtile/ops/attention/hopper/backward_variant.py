@@ -8,7 +8,7 @@ import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
-from flashtile.ops.attention.hopper.parameters import ScoreVariant
+from flashtile.ops.attention.hopper.parameters import PLAIN_MODIFIERS, ModifierVariant, ScoreVariant
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`plans.shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
@@ -43,18 +43,26 @@ class BackwardVariant(NamedTuple):
     has_empty_rows: bool = False
     wide_strides: bool = False
     sinks: bool = False
+    row_statistics: bool = False
     masks: bool = True
     masks_last: bool = False
     reverses_walks: bool = False
     shares_progress: bool = False
     reverses_lines: bool = False
+    modifiers: ModifierVariant = PLAIN_MODIFIERS
+
+    @property
+    def bounded(self) -> bool:
+        """Whether in k, v and their gradients the keys of each sequence end where its length says."""
+        return self.packed or self.modifiers.key_lengths_dtype is not None
 
 
 def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -> BackwardVariant:
     """The variant of the main kernel for calls of `rows_q` queries and `rows_k` keys. `group`: query heads that a key
     tile visits."""
     banded = variant.packed or variant.has_left or variant.has_right
-    masks = banded or rows_k % variant.config.block_n != 0
+    lengths = variant.modifiers.key_lengths_dtype is not None
+    masks = banded or lengths or rows_k % variant.config.block_n != 0
     long = group * rows_q >= _LONG_WALK
     reverses_lines = group == 1 and _may_reverse_lines(variant)
     return variant._replace(
@@ -79,6 +87,7 @@ def _may_mask_last(variant: BackwardVariant) -> bool:
     they_are_last = not variant.has_left and variant.block_tile is None
     they_are_few = config.block_m < config.block_n
     registers_suffice = config.producer and not variant.packed and not variant.scores.alibi
+    registers_suffice = registers_suffice and not variant.modifiers.changes_weights
     return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 

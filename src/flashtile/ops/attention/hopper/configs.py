@@ -332,7 +332,8 @@ _BACKWARD_ROWS = (
     )),
 )
 
-#: The rows with a soft cap, which needs registers for its derivative too. Milliseconds at 8,192 tokens, full.
+#: The rows with a soft cap, which needs registers for its derivative too, and with dropout and full tables.
+#: Milliseconds with a soft cap at 8,192 tokens, full.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
     (64, 64, BackwardConfig(
@@ -372,11 +373,14 @@ def choose_backward_config(
     left: bool = False,
     scale: float = 1.0,
     ordered: bool = False,
+    modified: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
     a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
-    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`)."""
-    rows = _BACKWARD_CAPPED_ROWS if softcap else _BACKWARD_ROWS
+    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`).
+    `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
+    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`."""
+    rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
@@ -386,10 +390,13 @@ def choose_backward_config(
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
-def backward_config_of(head_dim: int, head_dim_v: int, spec: AttentionSpec) -> BackwardConfig:
-    """The row of a call, for who launches it and for who tells what it would launch."""
+def backward_config_of(head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0) -> BackwardConfig:
+    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`."""
     blocks, left = spec.block_shape is not None, spec.window_left is not None
-    return choose_backward_config(head_dim, head_dim_v, spec.softcap > 0, blocks, left, spec.scale, spec.deterministic)
+    modified = spec.dropout_p > 0 or tables > 1
+    return choose_backward_config(
+        head_dim, head_dim_v, spec.softcap > 0, blocks, left, spec.scale, spec.deterministic, modified
+    )
 
 
 def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:
@@ -402,4 +409,5 @@ def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: in
     if config.statistics_multiplied:
         statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
-    return 2 * (rows + handed_over) + statistics + sums + _OVERHEAD
+    handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
+    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + _OVERHEAD

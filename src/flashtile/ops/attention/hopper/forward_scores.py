@@ -18,7 +18,7 @@ from flashtile.ops.attention.hopper.blocks import FULL, where_visible
 from flashtile.ops.attention.hopper.dropout import kept_weights
 from flashtile.ops.attention.hopper.pieces import M, mask_scores
 from flashtile.ops.attention.hopper.scores import LOG2_E, capped, lowered_by_distance
-from flashtile.ops.attention.hopper.tables import add_bias, hide_by_mask, load_table
+from flashtile.ops.attention.hopper.tables import TableTiles, add_bias, hide_by_mask, load_table
 
 
 class Modifiers(NamedTuple):
@@ -46,13 +46,6 @@ class HeadModifiers(NamedTuple):
     bias: Any
     mask: Any
     dropout: Any
-
-
-class TableTiles(NamedTuple):
-    """The tiles of bias and mask that belong to a tile of scores, each a placeholder where a call has no such table."""
-
-    bias: Any
-    mask: Any
 
 
 @gluon.jit

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends import tma
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
@@ -28,6 +27,7 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward_launch import backward
+from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
     PRODUCER_REGISTERS,
@@ -103,7 +103,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         q, spec, _ = positive_scale(q, spec)
     plain = plain_side(side)
     if side.key_lengths is not None and side.cu_seqlens_k is None:
-        k, v = _by_whole_rows(k), _by_whole_rows(v)
+        k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan(
         q.dtype,
         q.device,
@@ -130,28 +130,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         *(_NO_POINTERS if plain else _side_pointers(side)),
     )
     return out, lse
-
-
-def _by_whole_rows(tensor: Tensor) -> Tensor:
-    """k or v whose batch entries lie whole rows apart, so that TMA can tell where the keys of each end."""
-    batch_stride, row_stride, *_ = tensor.stride()
-    one = tensor.shape[0] == 1 or tensor.shape[1] == 1 or not tensor.numel()
-    return tensor if one or (row_stride and batch_stride % row_stride == 0) else tensor.contiguous()
-
-
-def _row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Of k or v of a dense call: elements from one row to the next, and rows from one batch entry to the next."""
-    if shape[1] == 1:
-        return strides[0], 1
-    return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0
-
-
-def _bounded_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> tma.Layout:
-    """k or v as a packed tensor whose sequences end where the host need not know."""
-    if len(shape) == 3:
-        return packed_layout(shape, strides)
-    batch, rows, *others = shape
-    return packed_layout((batch * rows, *others), (_row_strides(shape, strides)[0], *strides[2:]))
 
 
 def _side_pointers(side: SideInputs) -> tuple[int, ...]:
@@ -284,8 +262,8 @@ def _plan(
         **block_places(spec, rows_q, rows_k, side.blocks, by_column=False)._asdict(),
         **{name: of.value for name, of in descale_parameters(side.descales).items() if name.startswith("stride_")},
         "descale_group": None if side.descales == PLAIN_SIDE.descales else group,
-        "k_rows_apart": None if packed or not bounded else _row_strides(shapes[1], strides[1])[1],
-        "v_rows_apart": None if packed or not bounded else _row_strides(shapes[2], strides[2])[1],
+        "k_rows_apart": None if packed or not bounded else row_strides(shapes[1], strides[1])[1],
+        "v_rows_apart": None if packed or not bounded else row_strides(shapes[2], strides[2])[1],
         **{name: of.value for name, of in tables.items() if not name.endswith("_ptr")},
     }
     source = specialise(
@@ -297,7 +275,7 @@ def _plan(
     widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
     strides_v = strides[2] if widening is None else widening.output.strides
     describe = packed_layout if packed else strided_layout
-    describe_keys = _bounded_layout if bounded else strided_layout
+    describe_keys = bounded_layout if bounded else strided_layout
     layouts = [
         of(tuple(shape), tuple(stride))
         for of, shape, stride in zip(

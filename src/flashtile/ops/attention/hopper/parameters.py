@@ -10,7 +10,7 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.launch import Parameter, float32, int32, optional, pointer_to, strides_of
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.plans import BlockPlaces, Table
+from flashtile.ops.attention.plans import PLAIN_SIDE, BlockPlaces, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs
 
 LOG2_E = 1.4426950408889634
@@ -45,11 +45,6 @@ def score_values(spec: AttentionSpec, heads: int, alibi: int) -> dict[str, Any]:
         "cap_scale": spec.scale / spec.softcap if capped else None,
         "stride_alibi_batch": heads if alibi == 2 else 0,
     }
-
-
-def alibi_dimensions(side: SideInputs) -> int:
-    """Of the slopes, `[heads]` or `[batch, heads]`; 0 without."""
-    return 0 if side.alibi_slopes is None else side.alibi_slopes.dim()
 
 
 def block_parameters(listed: bool) -> dict[str, Parameter]:
@@ -110,6 +105,41 @@ def column_stride(table: Table | None) -> int:
     return 0 if table is None or table.shape[-1] == 1 else table.strides[-1]
 
 
+class ModifierVariant(NamedTuple):
+    """What of key lengths, tables and dropout decides machine code of the backward: `parameters` are theirs by name,
+    with their values."""
+
+    key_lengths_dtype: torch.dtype | None
+    strides_column: tuple[int, int]
+    parameters: tuple[tuple[str, Parameter], ...]
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is dropout."""
+        return dict(self.parameters)["dropout_seed_ptr"].type != "constexpr"
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether there are tables or dropout."""
+        return self.drops or any(dict(self.parameters)[of].type != "constexpr" for of in ("bias_ptr", "mask_ptr"))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of the parameters that are the same for all launches."""
+        return {name: parameter.value for name, parameter in self.parameters if not name.endswith("_ptr")}
+
+
+def modifier_variant(side: SideShape, spec: AttentionSpec, covered: bool) -> ModifierVariant:
+    """`covered`: as `table_parameters` has it."""
+    parameters = {
+        **table_parameters("bias", side.bias, covered),
+        **table_parameters("mask", side.mask, covered),
+        **dropout_parameters(spec),
+    }
+    strides = column_stride(side.bias), column_stride(side.mask)
+    return ModifierVariant(side.key_lengths_dtype, strides, tuple(parameters.items()))
+
+
 def dropout_parameters(spec: AttentionSpec) -> dict[str, Parameter]:
     """Of dropout (`dropout.Dropout`), and where in a larger call this one lies, as far as its features ask."""
     drops = spec.dropout_p > 0
@@ -120,3 +150,7 @@ def dropout_parameters(spec: AttentionSpec) -> dict[str, Parameter]:
         "keep_scale": float32(1 / (1 - spec.dropout_p) if drops else None),
         **{f"origin_{name}": int32(value) for name, value in zip(Origin._fields, origin)},
     }
+
+
+#: Those of a call without any.
+PLAIN_MODIFIERS = modifier_variant(PLAIN_SIDE, AttentionSpec(1.0), covered=False)

@@ -25,6 +25,13 @@ class Table(NamedTuple):
     columns: Any
 
 
+class TableTiles(NamedTuple):
+    """The tiles of bias and mask that belong to a tile of scores, each a placeholder where a call has no such table."""
+
+    bias: Any
+    mask: Any
+
+
 @gluon.jit
 def table_of_head(table, sequence, head):
     """A pointer to the first element of a head of a sequence."""

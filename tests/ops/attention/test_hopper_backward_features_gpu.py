@@ -1,0 +1,115 @@
+"""Gradients of the Hopper backward with dropout, bias, masks and key lengths on a GPU, beside the float64 reference.
+
+The forward runs on the portable kernels here: any backward follows any forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.ops.attention import select
+from flashtile.testing import AttentionCase, check, make_inputs, with_arguments
+
+pytestmark = [pytest.mark.gpu, pytest.mark.hopper]
+
+_BASE = AttentionCase(
+    batch=2, heads=4, heads_kv=2, seq_q=317, seq_k=443, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
+)
+_FEATURES: dict[str, dict[str, Any]] = {
+    "padding mask": {"mask": "b11k"},
+    "padding as lengths": {"key_lengths": (443, 130)},
+    "no keys": {"key_lengths": (0, 7), "arguments": {"causal": True}},
+    "dense mask": {"mask": "b1qk", "arguments": {"deterministic": True}},
+    "T5": {"bias": "1hqk", "arguments": {"scale": 1.0}},
+    "pair bias": {"bias": "bhqk", "bias_dtype": torch.float32},
+    "triangle": {"bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200)},
+    "dropout": {"arguments": {"dropout_p": 0.1, "causal": True}},
+    "dropout of capped scores": {"arguments": {"dropout_p": 0.3, "softcap": 5.0, "deterministic": True}},
+    "all": {
+        "bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200), "alibi_slopes": "h", "constant": ("alibi_slopes",),
+        "sinks": True, "arguments": {"dropout_p": 0.2, "window": (200, 60)},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _only_the_backward(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Forwards of the portable kernels; what has served the backwards."""
+    serve, served = select.implementation, []
+
+    def implementation(phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, *more: Any) -> Any:
+        if phase == "backward":
+            served.append(backend)
+        portable = phase == "forward" and backend == "hopper"
+        return serve(phase, q, k, v, side, spec, "triton" if portable else backend, *more)
+
+    monkeypatch.setattr(select, "implementation", implementation)
+    yield served
+    assert "hopper" in served
+
+
+def _case(change: dict[str, Any], base: AttentionCase) -> AttentionCase:
+    change = dict(change)
+    arguments = change.pop("arguments", {})
+    return with_arguments(replace(base, **change), **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+@pytest.mark.parametrize("feature", _FEATURES)
+def test_gradients(feature: str, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> None:
+    base = replace(_BASE, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    check(_case(_FEATURES[feature], base), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("feature", ["dense mask", "T5", "dropout", "padding mask"])
+def test_whole_tiles(feature: str, head_dim: int) -> None:
+    """No tile ends past a table."""
+    base = replace(_BASE, seq_q=384, seq_k=512, head_dim=head_dim, head_dim_v=head_dim)
+    check(_case(_FEATURES[feature], base), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arguments": {"dropout_p": 0.2, "causal": True}},
+        {"bias": "1hqk", "mask": "11qk"},
+        {"key_lengths": (129, 20, 1, 100), "arguments": {"dropout_p": 0.2, "deterministic": True}},
+    ],
+    ids=str,
+)
+def test_packed(change: dict[str, Any], head_dim: int) -> None:
+    lengths = {"lengths_q": (129, 0, 1, 300), "lengths_k": (129, 33, 1, 400)}
+    check(_case(change, replace(_BASE, **lengths, head_dim=head_dim, head_dim_v=head_dim)), "hopper", "cuda")
+
+
+def test_windows_of_swin() -> None:
+    sizes = {"batch": 64, "heads": 6, "heads_kv": 6, "seq_q": 49, "seq_k": 49, "head_dim": 32, "head_dim_v": 32}
+    check(replace(_BASE, **sizes, bias="1hqk"), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("change", [{"key_lengths": (700, 260)}, {"mask": "b1qk"}, {"arguments": {"dropout_p": 0.1}}])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_in_order_is_the_same_every_time(head_dim: int, change: dict[str, Any]) -> None:
+    base = replace(_BASE, batch=2, seq_q=700, seq_k=700, head_dim=head_dim, head_dim_v=head_dim)
+    case = with_arguments(_case(change, base), deterministic=True)
+    inputs = make_inputs(case, "cuda")
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+        out = flashtile.attention(*leaves, **inputs.tensors, **case.keywords(), backend="hopper")
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    first = gradients()
+    for _ in range(3):
+        assert all(map(torch.equal, first, gradients()))
