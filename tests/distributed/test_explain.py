@@ -42,7 +42,7 @@ def test_heads_and_features():
         bias=torch.empty(65536, 65536, dtype=torch.bfloat16, device="meta"),
     )  # fmt: skip
     assert (found.heads, found.heads_kv, found.schedule.ranks) == (8, 2, 2)
-    assert [kernel.backend for kernel in found.kernels.kernels] == ["hopper", "triton", "triton"]
+    assert _names(found.kernels) == ["hopper forward", "hopper backward"]
 
 
 def test_runs_of_heads():
@@ -52,13 +52,35 @@ def test_runs_of_heads():
     assert explain_context_parallel(*_shards(), ranks=4, strategy="all_to_all", causal=True, device="sm_90").runs == 1
 
 
-def test_the_kernels_are_those_of_a_part_of_the_sequence():
-    """Whose distances the Hopper kernels know in the forward alone; those of a whole call they know in both."""
-    slopes = torch.empty(32, device="meta")
+def _names(found: flashtile.Explanation) -> list[str]:
+    return [f"{kernel.backend} {kernel.name}" for kernel in found.kernels]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_gradient_of_slopes_comes_from_the_portable_kernels(learned):
+    slopes = torch.empty(32, device="meta", requires_grad=learned)
     found = explain_context_parallel(*_shards(), ranks=4, causal=True, alibi_slopes=slopes, device="sm_90")
     whole = flashtile.explain(*_shards(), causal=True, alibi_slopes=slopes, device="sm_90")
-    assert [kernel.backend for kernel in found.kernels.kernels] == ["hopper", "triton", "triton"]
-    assert [kernel.backend for kernel in whole.kernels] == ["hopper", "hopper"]
+    expected = ["hopper forward", *(["triton dq", "triton dkdv"] if learned else ["hopper backward"])]
+    assert _names(found.kernels) == _names(whole) == expected
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_gradient_of_a_bias_comes_from_a_portable_kernel(learned):
+    bias = torch.empty(8192, 8192, dtype=torch.bfloat16, device="meta", requires_grad=learned)
+    shards = _shards(2048)
+    found = explain_context_parallel(*shards, ranks=4, causal=True, bias=bias, device="sm_90")
+    whole = flashtile.explain(*_shards(), causal=True, bias=bias, device="sm_90")
+    expected = ["hopper forward", "hopper backward", *(["triton dbias"] if learned else [])]
+    assert _names(found.kernels) == _names(whole) == expected
+
+
+@pytest.mark.parametrize(("rows", "backend"), [(2048, "hopper"), (2056, "triton")])
+def test_the_kernels_are_those_of_a_part_of_the_sequence(rows, backend):
+    """The Hopper kernels have dropout where a part begins at a multiple of 16 rows and keys. The largest one here
+    begins half a shard into the sequence."""
+    found = explain_context_parallel(*_shards(rows), ranks=2, causal=True, dropout_p=0.1, device="sm_90")
+    assert {kernel.backend for kernel in found.kernels.kernels} == {backend}
 
 
 def test_documents():

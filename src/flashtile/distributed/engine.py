@@ -90,19 +90,9 @@ class Call:
 
     def arguments(self, work: Work, bias: Tensor | None, slopes: Tensor | None, device: torch.device) -> dict[str, Any]:
         """The keyword arguments of a call of `flashtile.attention_part`."""
-        positional = self.schedule.problem.positional
-        part = flashtile.AttentionPart(
-            work.row, work.column, work.seq_q, work.seq_k, self.head, self.heads, work.document
-        )
-        band = self.band
-        if not positional and work.mode in ("all", "causal"):
-            # A call of its own: rows and keys need not be neighbours in the sequence.
-            rows, keys = work.rows[1] - work.rows[0], work.keys[1] - work.keys[0]
-            part = flashtile.AttentionPart(0, 0, rows, keys, self.head, self.heads)
-            band = {"causal": work.mode == "causal", "align": "top_left"}
+        part, band = place_and_band(work, self.band, self.schedule.problem.positional, self.head, self.heads)
         packed: dict[str, Any] = {}
         if work.mode == "packed":
-            part = flashtile.AttentionPart(0, 0, 0, 0, self.head, self.heads, work.document)
             longest = max(work.lengths) if self.longest is None else self.longest
             packed = {"cu_seqlens": _cumulative(work.lengths, device), "max_seqlen": longest}
         if slopes is not None and slopes.dim() == 2:
@@ -118,6 +108,27 @@ class Call:
             "bias": self.table(bias, work),
             "alibi_slopes": slopes,
         }
+
+
+def place_and_band(
+    work: Work, band: dict[str, Any], positional: bool, head: int, heads: int
+) -> tuple[flashtile.AttentionPart, dict[str, Any]]:
+    """Where a call lies in the sequence, or in the packed batch, and its arguments causal, align and window.
+
+    Args:
+        band: those arguments of the whole sequence.
+        positional: see `Problem`.
+        head: number of the call's first query head.
+        heads: query heads of the whole sequence.
+    """
+    if work.mode == "packed":
+        return flashtile.AttentionPart(0, 0, 0, 0, head, heads, work.document), band
+    if not positional and work.mode in ("all", "causal"):
+        # A call of its own: rows and keys need not be neighbours in the sequence.
+        rows, keys = work.rows[1] - work.rows[0], work.keys[1] - work.keys[0]
+        own = {"causal": work.mode == "causal", "align": "top_left"}
+        return flashtile.AttentionPart(0, 0, rows, keys, head, heads), own
+    return flashtile.AttentionPart(work.row, work.column, work.seq_q, work.seq_k, head, heads, work.document), band
 
 
 @functools.lru_cache(maxsize=512)

@@ -13,6 +13,7 @@ from torch import Tensor
 import flashtile
 from flashtile.distributed.checks import TENSORS, check_tensors, check_whole, documents_of, has_rows_of_shard, of_four
 from flashtile.distributed.context_parallel import Align, Strategy, Window, problem_of, schedule_of
+from flashtile.distributed.engine import place_and_band
 from flashtile.distributed.heads import check_heads, runs_of
 from flashtile.distributed.layout import LayoutKind
 from flashtile.distributed.places import STRATEGIES
@@ -82,9 +83,8 @@ def explain_context_parallel(
     if len(numbers) != 1 + two or any(type(number) is not int or number < 1 for number in numbers):
         expected = "a pair of numbers" if two else "a number"
         raise ValueError(f"ranks: expected {expected} of at least 1 for strategy={strategy!r}, got {ranks!r}")
-    _check_call(
-        q, k, v, math.prod(numbers), strategy, cu_seqlens, {"causal": causal, "align": align, "window": window}, options
-    )
+    band = {"causal": causal, "align": align, "window": window}
+    _check_call(q, k, v, math.prod(numbers), strategy, cu_seqlens, band, options)
     ring, exchanging = ranks if isinstance(ranks, tuple) else ((1, ranks) if strategy == "all_to_all" else (ranks, 1))
     check_heads(q.shape[-2], k.shape[-2], exchanging)
     of_rank = max(1, k.shape[-2] // exchanging)
@@ -99,7 +99,7 @@ def explain_context_parallel(
     runs = runs_of(schedule, q if q.dim() == 4 else q[None], of_rank * exchanging, exchanging)
     heads, heads_kv = (high - low for low, high in runs[0])
     shapes = [(heads, q.shape[-1]), (heads_kv, k.shape[-1]), (heads_kv, v.shape[-1])]
-    kernels = _kernels(largest, q, shapes, causal, window, device, options)
+    kernels = _kernels(largest, positional, q, shapes, band, device, options)
     received = _received(schedule, q, k, v, of_rank, exchanging)
     return ContextParallelExplanation(schedule, heads, heads_kv, len(runs), received, kernels)
 
@@ -128,34 +128,32 @@ def _check_call(
 
 def _kernels(
     work: Work | None,
+    positional: bool,
     q: Tensor,
     shapes: list[tuple[int, int]],
-    causal: bool,
-    window: Window | None,
+    band: dict[str, Any],
     device: torch.device | str | None,
     options: dict[str, Any],
 ) -> flashtile.Explanation:
-    """Those of a call; its sizes are what counts, not where in the sequence it lies."""
+    """The kernels of a call; documents count as one sequence."""
     batch = q.shape[0] if q.dim() == 4 else 1
     rows, keys = (0, 0) if work is None else (work.rows[1] - work.rows[0], work.keys[1] - work.keys[0])
     of_q, of_k, of_v = (
         torch.empty(batch, count, *shape, dtype=q.dtype, device="meta")
         for count, shape in zip((rows, keys, keys), shapes)
     )
-    band: dict[str, Any] = {"causal": causal, "window": window}
-    if work is not None and work.mode in ("all", "causal"):
-        band = {"causal": work.mode == "causal"}
+    heads = shapes[0][0]
+    part = flashtile.AttentionPart(0, 0, rows, keys)
+    if work is not None and work.mode != "packed":
+        part, band = place_and_band(work, band, positional, 0, heads)
     named = ("scale", "dropout_p", "dropout_seed", "softcap", "deterministic", "backend")
     given = {name: options[name] for name in named if name in options}
-    if options.get("alibi_slopes") is not None:
-        given["alibi_slopes"] = torch.empty(shapes[0][0], device="meta")
-    for name in ("bias", "mask"):
-        if options.get(name) is not None:
-            given[name] = torch.empty(rows, keys, dtype=options[name].dtype, device="meta")
-    if options.get("key_lengths") is not None:
-        given["key_lengths"] = torch.empty(batch, dtype=torch.int32, device="meta")
+    sizes = {"alibi_slopes": (heads,), "bias": (rows, keys), "mask": (rows, keys), "key_lengths": (batch,)}
+    for name, size in sizes.items():
+        whole = options.get(name)
+        if whole is not None:
+            given[name] = torch.empty(size, dtype=whole.dtype, device="meta", requires_grad=whole.requires_grad)
     where = q.device if device is None else device
-    part = flashtile.AttentionPart(0, 0, rows, keys)
     return flashtile.explain(of_q, of_k, of_v, **band, **given, device=where, part=part)
 
 

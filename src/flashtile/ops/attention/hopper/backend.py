@@ -8,6 +8,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM
 from flashtile.ops.attention.spec import FP8, SideInputs
+from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.common.backends import Backend
 
 
@@ -76,7 +77,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         memory = configs.backward_shared_memory(cut, *heads)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
-        return (KernelChoice("backward", cut, memory, "hopper", summary=summary),)
+        return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
     side = call.side or SideInputs()
     tables = configs.table_bytes(side.bias, side.mask)

@@ -19,23 +19,29 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
+    if call.phase == "forward":
+        return (describe_kernel("forward", call),)
+    return describe_kernel("dq", call), describe_kernel("dkdv", call), *describe_bias_gradient(call)
+
+
+def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
+    """The kernel of a bias's gradient, where the bias requires grad. The Hopper backward runs it too."""
+    bias = None if call.side is None else call.side.bias
+    return (describe_kernel("dbias", call),) if bias is not None and bias.requires_grad else ()
+
+
+def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
+    """One kernel, with the tiles that it has for a call."""
     side = call.side or SideInputs()
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
     situation = situation_of(call.dtype, call.head_dims, call.spec, long, tables)
-
-    def kernel(name: Kernel) -> KernelChoice:
-        tiles = choose_tiles(name, call.device, situation)
-        memory = shared_memory(name, tiles, situation)
-        chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
-        block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
-        summary = summary_of(block, warps, tiles.num_stages, memory, more=chunk)
-        return KernelChoice(name, tiles, memory, "triton", summary=summary)
-
-    if call.phase == "forward":
-        return (kernel("forward"),)
-    learns_bias = side.bias is not None and side.bias.requires_grad
-    return kernel("dq"), kernel("dkdv"), *((kernel("dbias"),) if learns_bias else ())
+    tiles = choose_tiles(name, call.device, situation)
+    memory = shared_memory(name, tiles, situation)
+    chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
+    block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"
+    summary = summary_of(block, warps, tiles.num_stages, memory, more=chunk)
+    return KernelChoice(name, tiles, memory, "triton", summary=summary)
 
 
 BACKEND = Backend("triton", "flashtile.ops.attention.triton.launch", unsupported_reason, describe)
