@@ -30,8 +30,8 @@ BEGIN = "<!-- Begin of what `python tools/feature_matrix.py --write` writes. -->
 END = "<!-- End of what `python tools/feature_matrix.py --write` writes. -->\n"
 
 #: What a backend does of a call, from nothing to everything.
-NOTHING, FORWARD, EVERYTHING = "no", "forward¹", "yes"
-ORDER = (NOTHING, FORWARD, EVERYTHING)
+NOTHING, FORWARD, ALL_BUT_A_GRADIENT, EVERYTHING = "no", "forward¹", "yes²", "yes"
+ORDER = (NOTHING, FORWARD, ALL_BUT_A_GRADIENT, EVERYTHING)
 
 BASE = AttentionCase(heads=4, heads_kv=4, head_dim=64, head_dim_v=64, dtype=torch.bfloat16)
 Change = Callable[[AttentionCase], AttentionCase]
@@ -131,7 +131,10 @@ def served(case: AttentionCase, backend: str) -> str:
     if answer.backend != backend:
         return NOTHING
     # The reference has one entry for both directions, which names no backend.
-    return EVERYTHING if all(kernel.backend in ("", backend) for kernel in answer.kernels) else FORWARD
+    others = {kernel.name for kernel in answer.kernels if kernel.backend not in ("", backend)}
+    if not others:
+        return EVERYTHING
+    return ALL_BUT_A_GRADIENT if others == {"dbias"} else FORWARD
 
 
 def cells(feature: Feature) -> list[str]:
@@ -173,7 +176,8 @@ def table() -> str:
     lines = ["| " + " | ".join(row) + " |" for row in (headings, ["---"] * len(headings), *rows)]
     note = (
         "A backend serves a call if it serves each of its features. The mark ¹ means that the backend computes the "
-        "forward, and\nanother backend the gradients."
+        "forward, and\nanother backend the gradients. The mark ² means that it computes both, and that the portable "
+        "kernel adds the\ngradient of the bias."
     )
     return "\n".join(lines) + f"\n\n{note}\n"
 
