@@ -205,19 +205,6 @@ def test_from_predicate_that_does_not_look_at_every_index(constant):
     check_mask(BlockMask.from_predicate(lambda b, h, q, k: (k < 100) == constant, None, None, 70, 100), dense)
 
 
-@pytest.mark.parametrize("seq", [128, 150])
-def test_memory_of_a_predicates_result_does_not_matter(seq):
-    dense = blocky((1, 1, seq, seq))
-    across = dense.transpose(2, 3).contiguous()
-    check_mask(BlockMask.from_predicate(lambda b, h, q, k: indexed(across)(b, h, k.mT, q.mT).mT, 1, 1, seq, seq), dense)
-
-
-def test_a_predicate_may_return_a_slice():
-    dense = blocky((1, 1, 128, 128))
-    unaligned = torch.cat((torch.ones(3, dtype=torch.bool), dense.flatten()))[3:].view(1, 128, 128)
-    check_mask(BlockMask.from_predicate(lambda *indices: unaligned, 1, 1, 128, 128), dense)
-
-
 @pytest.mark.unpoisoned
 def test_long_masks_take_little_memory():
     """The matrix alone would be 1 GB, its indices 8."""
@@ -385,21 +372,6 @@ def of_blocks(size: int) -> BlockMask:
             "seq_q: expected a size of",
         ),
         (lambda: BlockMask.from_predicate(indexed(TRUE), 1, 2.0, 5, 5), TypeError, "heads: expected an int, got 2.0"),
-        (
-            lambda: BlockMask.from_predicate(lambda b, h, q, k: q - k, 1, 1, 5, 5),
-            TypeError,
-            "predicate: expected a bool tensor, True = visible, got torch.int64",
-        ),
-        (
-            lambda: BlockMask.from_predicate(lambda b, h, q, k: True, 1, 1, 5, 5),
-            TypeError,
-            "predicate: expected a bool tensor, True = visible, got bool",
-        ),
-        (
-            lambda: BlockMask.from_predicate(lambda b, h, q, k: TRUE, 1, 1, 5, 5),
-            ValueError,
-            "predicate: expected a result that broadcasts to the indices, (1, 128, 128), got (130, 130)",
-        ),
         (
             lambda: laid_out(layout=TRUE.double()),
             TypeError,

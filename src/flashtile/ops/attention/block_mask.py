@@ -26,6 +26,7 @@ from flashtile.ops.attention.block_mask_arguments import (
     resolved_device,
     stored_tile,
 )
+from flashtile.ops.attention.mask_functions import Predicate, bounds_of, mapped
 from flashtile.ops.attention.tile_lists import (
     FULL,
     Bounds,
@@ -37,7 +38,6 @@ from flashtile.ops.attention.tile_lists import (
     build,
 )
 from flashtile.ops.attention.tile_sources import (
-    Predicate,
     Source,
     anywhere,
     both,
@@ -50,7 +50,6 @@ from flashtile.ops.attention.tile_sources import (
     of_kinds,
     of_layout,
     of_listed_masks,
-    of_predicate,
 )
 from flashtile.ops.common.checks import check_tensors
 
@@ -158,16 +157,17 @@ class BlockMask:
         tile: tuple[int, int] = (128, 128),
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """A block mask from a function of the indices.
+        """A block mask from a function of the indices, as FlexAttention's `mask_mod`.
 
-        The function is evaluated for every pair, some tiles at a time: time grows with `seq_q · seq_k`, and memory only
-        with the result.
+        Whole tiles are examined first, by interval arithmetic: comparisons, arithmetic, logic, `//`, `%`, `torch.where`
+        and look-ups tell of most tiles whether they are empty or full. The function is then evaluated for every pair of
+        the others, some tiles at a time. Operations without a rule are allowed, and leave more tiles to be evaluated.
 
         Args:
-            predicate: `predicate(batch, head, q_index, k_index)` takes four int64 tensors that broadcast against one
-                another, and returns a bool tensor that broadcasts to the same shape, True = visible. It may use
-                element-wise operations and look-ups such as `ids[batch, q_index]`. FlexAttention calls such a function
-                a mask_mod.
+            predicate: `predicate(batch, head, q_index, k_index)` takes four int64 scalars, and returns a bool tensor
+                without dimensions, True = visible. It is plain Python with PyTorch operations and look-ups such as
+                `ids[batch, q_index]`. It is mapped by `torch.vmap`, so it must not branch on the indices: use `&`, `|`,
+                `~` and `torch.where`.
             batch: number of batch entries, None if the mask is the same for all.
             heads: number of heads, None if the mask is the same for all.
             seq_q: number of queries.
@@ -177,7 +177,11 @@ class BlockMask:
 
         Raises:
             TypeError: an argument has the wrong type, or predicate returns something else than a bool tensor.
-            ValueError: a size is negative, tile is not a multiple of 16, or the result does not broadcast.
+            ValueError: a size is negative, tile is not a multiple of 16, or the result has dimensions.
+            RuntimeError: predicate branches on an index.
+
+        Reference:
+            Moore, "Interval Analysis" (1966); PyTorch's FlexAttention for the meaning of the function.
         """
         if not callable(predicate):
             raise TypeError(
@@ -186,8 +190,12 @@ class BlockMask:
             )
         sizes = {"batch": 1 if batch is None else batch, "heads": 1 if heads is None else heads}
         shape = checked_shape(**sizes, seq_q=seq_q, seq_k=seq_k)
-        grid = Grid(shape, stored_tile(tile))
-        return from_bounds(grid, resolved_device(device), anywhere, of_predicate(predicate, grid))
+        grid, device = Grid(shape, stored_tile(tile)), resolved_device(device)
+        elements = mapped(predicate, grid)
+        if math.prod(shape):
+            first = torch.zeros(1, dtype=torch.int64, device=device)
+            mapped(predicate, grid._replace(tile=(1, 1)))(Tiles(*[first] * 8))  # raises what the function does wrong
+        return from_bounds(grid, device, bounds_of(predicate), elements)
 
     @classmethod
     def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:

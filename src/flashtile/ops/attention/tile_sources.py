@@ -1,4 +1,4 @@
-"""What the elements of tiles are made from: a predicate, a matrix, a layout, FlexAttention's blocks."""
+"""What the elements of tiles are made from: a matrix, a layout, FlexAttention's blocks, other masks."""
 
 from __future__ import annotations
 
@@ -8,45 +8,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.ops.attention.mask_functions import mapped
 from flashtile.ops.attention.tile_lists import Bounds, Elements, Grid, Tiles
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-#: `predicate(batch, head, q_index, k_index)`: bool, of int64 tensors that broadcast against one another.
-Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 def anywhere(tiles: Tiles) -> Bounds:
     """Nothing is known."""
     return Bounds(torch.ones((1, 1), dtype=torch.bool, device=tiles.batch.device))
-
-
-def of_predicate(predicate: Predicate, grid: Grid) -> Elements:
-    """The elements by a function of the indices; those past the ends are asked for as the last."""
-
-    def elements(tiles: Tiles) -> Tensor:
-        device = tiles.batch.device
-        q_index = (tiles.first_q[:, None] + torch.arange(grid.tile[0], device=device)).clamp(max=grid.shape[2] - 1)
-        k_index = (tiles.first_k[:, None] + torch.arange(grid.tile[1], device=device)).clamp(max=grid.shape[3] - 1)
-        batch, head = tiles.batch[:, None, None], tiles.head[:, None, None]
-        visible = predicate(batch, head, q_index[:, :, None], k_index[:, None, :])
-        return _checked_result(visible, (tiles.batch.shape[0], *grid.tile))
-
-    return elements
-
-
-def _checked_result(visible: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
-        got = visible.dtype if isinstance(visible, Tensor) else type(visible).__name__
-        raise TypeError(f"predicate: expected a bool tensor, True = visible, got {got}; compare, as q_index >= k_index")
-    try:
-        return visible.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"predicate: expected a result that broadcasts to the indices, {shape}, got {tuple(visible.shape)}; "
-            "use element-wise operations and look-ups by index"
-        ) from None
 
 
 def looked_up(matrix: Tensor, tile: tuple[int, int]) -> Elements:
@@ -171,8 +142,6 @@ def of_flex(
     block_mask: FlexBlockMask, partial: Tensor, full: Tensor, grid: Grid
 ) -> tuple[Callable[[Tiles], Bounds], Elements]:
     """Bounds and elements, given which blocks FlexAttention looks into and which it takes whole."""
-    from torch.nn.attention import flex_attention
-
     small = block_mask.BLOCK_SIZE
     per_tile = grid.tile[0] // small[0], grid.tile[1] // small[1]
     looked_into, whole = looked_up(partial & ~full, per_tile), looked_up(full, per_tile)
@@ -181,14 +150,9 @@ def of_flex(
         taken = whole(tiles).flatten(-2)
         return Bounds(taken.any(dim=-1) | looked_into(tiles).flatten(-2).any(dim=-1), taken.all(dim=-1))
 
-    def elements(tiles: Tiles) -> Tensor:
-        def of_tile(tile: Tensor, _: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            q_index = (tiles.first_q[tile] + q).clamp(max=grid.shape[2] - 1)
-            k_index = (tiles.first_k[tile] + k).clamp(max=grid.shape[3] - 1)
-            return block_mask.mask_mod(tiles.batch[tile], tiles.head[tile], q_index, k_index)
+    visible = mapped(block_mask.mask_mod, grid)
 
-        # A mask_mod is written for single numbers; `create_mask` knows how to map it over many.
-        visible = flex_attention.create_mask(of_tile, tiles.batch.shape[0], 1, *grid.tile, partial.device)[:, 0]
-        return visible & _enlarged(looked_into(tiles), small) | _enlarged(whole(tiles), small)
+    def elements(tiles: Tiles) -> Tensor:
+        return visible(tiles) & _enlarged(looked_into(tiles), small) | _enlarged(whole(tiles), small)
 
     return bounds, elements

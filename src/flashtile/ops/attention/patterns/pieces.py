@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask, from_bounds
 from flashtile.ops.attention.block_mask_arguments import checked_shape, resolved_device, stored_tile
+from flashtile.ops.attention.mask_functions import Predicate, mapped
 from flashtile.ops.attention.tile_lists import Bounds, Grid, Shape, Tiles
-from flashtile.ops.attention.tile_sources import Predicate, of_predicate
 from flashtile.ops.common.checks import INDEX_DTYPES
 
 Device = torch.device | str | None
@@ -26,7 +26,7 @@ def made(
     visible: Predicate,
 ) -> BlockMask:
     grid = Grid(checked_shape(*shape), stored_tile(tile))
-    return from_bounds(grid, resolved_device(device), bounds, of_predicate(visible, grid))
+    return from_bounds(grid, resolved_device(device), bounds, mapped(visible, grid))
 
 
 def check_count(name: str, count: int, least: int, remedy: str) -> None:

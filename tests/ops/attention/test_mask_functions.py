@@ -1,0 +1,123 @@
+"""Mask functions of single indices: what they show pair by pair, and how few tiles are looked into for it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from flashtile import BlockMask
+from flashtile.ops.attention import tile_lists
+from mask_checks import check_mask
+
+BATCH, HEADS, SEQ_Q, SEQ_K = 2, 3, 333, 290
+
+IDS = torch.arange(400) // 37
+IDS_OF_BATCH = torch.stack((IDS, IDS.flip(0)))
+LENGTHS = torch.tensor([100, 250], dtype=torch.int32)
+REACH = torch.tensor([5.5, 64.0, 300.0])
+UNSORTED = torch.randint(0, 1000, (400,), generator=torch.Generator().manual_seed(0))
+HOLES = torch.where(UNSORTED < 50, torch.nan, UNSORTED / 1000)
+SHOWN = torch.rand(400, 400, generator=torch.Generator().manual_seed(1)) < 0.5
+SHIFT, CONSTANT = torch.tensor(17), torch.tensor(True)
+
+
+def changes_in_place(b, h, q, k):
+    distance = q - k
+    distance.abs_()
+    return distance < 70
+
+
+FUNCTIONS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q - k <= 100) & (k <= q),
+    "distance": lambda b, h, q, k: abs(q - k) < 90,
+    "method_distance": lambda b, h, q, k: (k - q).abs().lt(90),
+    "prefix": lambda b, h, q, k: (k < LENGTHS[b]) | (k <= q),
+    "documents": lambda b, h, q, k: IDS[q] == IDS[k],
+    "documents_of_batch": lambda b, h, q, k: (IDS_OF_BATCH[b, q] == IDS_OF_BATCH[b, k]) & (q >= k),
+    "documents_by_rows": lambda b, h, q, k: IDS_OF_BATCH[b][q] == IDS_OF_BATCH[b][k],
+    "fixed_row": lambda b, h, q, k: IDS_OF_BATCH[1, q] <= IDS_OF_BATCH[0, k],
+    "reach_of_head": lambda b, h, q, k: (q - k < REACH[h]) & (q >= k),
+    "unsorted": lambda b, h, q, k: UNSORTED[q] < UNSORTED[k],
+    "nan": lambda b, h, q, k: (HOLES[q] <= HOLES[k]) | (HOLES[k] != HOLES[k]),
+    "nan_or_not": lambda b, h, q, k: ~(HOLES[q] < 2.0) & HOLES[k].bool(),
+    "from_the_end": lambda b, h, q, k: UNSORTED[q - 300] < UNSORTED[k - 1],
+    "any_pair": lambda b, h, q, k: SHOWN[q, k],
+    "bool_table": lambda b, h, q, k: SHOWN[h, q] & ~SHOWN[h + 1, k],
+    "dilated": lambda b, h, q, k: ((q - k) % 4 == 0) & (abs(q - k) <= 128),
+    "neighborhood": lambda b, h, q, k: ((q // 16 - k // 16).abs() <= 2) & ((q % 16 - k % 16).abs() <= 2),
+    "where": lambda b, h, q, k: torch.where(q < 100, k < 100, torch.where(h == 1, q - k, k - q) >= 0),
+    "where_numbers": lambda b, h, q, k: torch.where(q >= k, 1, 0) + torch.where(k < 64, 1, 0) > 1,
+    "clamped": lambda b, h, q, k: (q - k).clamp(min=-5).clamp(max=200) < torch.maximum(q - 150, k - 60),
+    "floats": lambda b, h, q, k: q.float() / 3 - 0.5 * k > -(k.double() / -2),
+    "rounded": lambda b, h, q, k: torch.div(q, 7, rounding_mode="floor") * 7 <= torch.floor_divide(k, 3).int(),
+    "reflected": lambda b, h, q, k: (300 - q > k) & (SHIFT + k >= 2 * q),
+    "negative_divisor": lambda b, h, q, k: (q // -7 <= k % -5) & (q / -2 < k),
+    "divided_by_an_index": lambda b, h, q, k: q // (k + 1) > q % (h + 2),
+    "wraps_around": lambda b, h, q, k: (q * 0x2545F4914F6CDD1D + k * 0x369DEA0F31A53F85) % 7 < 3,
+    "narrow": lambda b, h, q, k: (q.to(torch.int8) <= k.to(torch.uint8)) | (q.to(torch.float16) * 1000 < k),
+    "unknown_operation": lambda b, h, q, k: (q >= k) & (torch.sin((q - k).float()) > 0),
+    "other_connectives": lambda b, h, q, k: torch.logical_or(q < 20, torch.logical_and(k < 20, ~(q == k))) ^ (k < 9),
+    "python_bools": lambda b, h, q, k: True & (q >= k) | False,
+    "compared_bools": lambda b, h, q, k: (q < 100) == (k < 100),
+    "constant": lambda b, h, q, k: CONSTANT,
+    "constant_of_head": lambda b, h, q, k: (h == 1) != (b == 1),
+    "in_place": changes_in_place,
+    "device": lambda b, h, q, k: q - k >= torch.zeros((), device=q.device, dtype=q.dtype),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_shows_what_the_function_says(name):
+    function = FUNCTIONS[name]
+    sizes = BATCH, HEADS, SEQ_Q, SEQ_K
+    indices = [torch.arange(size).view(-1, *(1,) * (3 - place)) for place, size in enumerate(sizes)]
+    if name == "documents_by_rows":
+        dense = FUNCTIONS["documents_of_batch"](*indices) | (indices[2] < indices[3])
+        dense &= IDS_OF_BATCH[indices[0], indices[2]] == IDS_OF_BATCH[indices[0], indices[3]]
+    else:
+        dense = function(*indices)
+    mask = BlockMask.from_predicate(function, *sizes, tile=(64, 64))
+    check_mask(mask, dense.expand(sizes))
+
+
+LONG = torch.repeat_interleave(torch.arange(64), 512)
+
+
+@pytest.mark.parametrize(
+    "function, examined",
+    [
+        (lambda b, h, q, k: q >= k, 256),
+        (lambda b, h, q, k: (q >= k) & (q - k <= 1024), 2 * 256),
+        (lambda b, h, q, k: (LONG[q] == LONG[k]) & (q >= k), 256),
+        (lambda b, h, q, k: (k < LENGTHS[b]) | (q >= k), 2 * 256),
+        (lambda b, h, q, k: (abs(q - k) <= 128) & (torch.sin(q - k) > 0), 3 * 256),
+    ],
+)
+def test_long_masks_look_at_few_tiles(function, examined, monkeypatch):
+    classified, tiles = tile_lists._classified, []
+
+    def counting(grid, cells, elements):
+        tiles.append(cells.shape[0])
+        return classified(grid, cells, elements)
+
+    monkeypatch.setattr(tile_lists, "_classified", counting)
+    BlockMask.from_predicate(function, None, None, 32768, 32768)
+    assert 0 < sum(tiles) <= examined
+
+
+@pytest.mark.parametrize(
+    "function, error, message",
+    [
+        (lambda b, h, q, k: q - k, TypeError, "predicate: expected a bool tensor, True = visible, got torch.int64"),
+        (lambda b, h, q, k: True, TypeError, "predicate: expected a bool tensor, True = visible, got bool"),
+        (lambda b, h, q, k: SHOWN, ValueError, "predicate: expected one bool for one pair of indices, got shape (400,"),
+        (lambda b, h, q, k: q >= k and k > 5, RuntimeError, "data-dependent control flow"),
+        (lambda b, h, q, k: IDS[q + 400] == k, IndexError, "index 400 is out of bounds"),
+    ],
+)
+def test_errors(function, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        BlockMask.from_predicate(function, 1, 1, SEQ_Q, SEQ_K)
