@@ -60,11 +60,22 @@ class Instruction(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A kernel's instructions, cut into basic blocks: `blocks` has the end of each, `following` the next ones."""
+    """A kernel's instructions, cut into basic blocks: `blocks` has the end of each, `following` the next ones, and
+    `called`, of those that end with a call, the first block of the function."""
 
     instructions: list[Instruction]
     blocks: dict[int, int]
     following: dict[int, list[int]]
+    called: dict[int, int]
+
+    def function(self, begin: int) -> set[int]:
+        """The blocks that can be reached from one."""
+        found, waiting = {begin}, [begin]
+        while waiting:
+            new = set(self.following[waiting.pop()]) - found
+            found |= new
+            waiting += new
+        return found
 
 
 @functools.lru_cache(maxsize=2)
@@ -81,7 +92,12 @@ def parse(listing: str) -> Listing:
     begins = sorted({0, *labels.values(), *ends} - {len(instructions)})
     blocks = dict(zip(begins, [*begins[1:], len(instructions)], strict=True))
     following = {begin: _following(instructions[end - 1], end, labels, blocks) for begin, end in blocks.items()}
-    return Listing(instructions, blocks, following)
+    called = {
+        begin: following[begin][0]
+        for begin, end in blocks.items()
+        if instructions[end - 1].name == "CALL" and following[begin][0] != end
+    }
+    return Listing(instructions, blocks, following, called)
 
 
 def _instruction(text: str) -> Instruction:
@@ -169,12 +185,13 @@ def _read_with(instruction: Instruction, number: int, operand: str) -> tuple[int
 
 def unset_registers(listing: str) -> list[str]:
     """The instructions that may read a uniform register which nothing has set."""
-    instructions, blocks, following = parse(listing)
+    parsed = parse(listing)
+    instructions = parsed.instructions
     effects = [_effect(instruction) for instruction in instructions]
     suspects = []
-    for begin, known in _known(blocks, following, effects).items():
+    for begin, known in _known(parsed, effects).items():
         values = set(known)
-        for number in range(begin, blocks[begin]):
+        for number in range(begin, parsed.blocks[begin]):
             reads, writes = effects[number]
             if not reads <= values:
                 suspects.append((number, instructions[number].text))
@@ -183,20 +200,34 @@ def unset_registers(listing: str) -> list[str]:
 
 
 def _known(
-    blocks: dict[int, int], following: dict[int, list[int]], effects: list[tuple[set[int], set[int]]]
+    listing: Listing, effects: list[tuple[set[int], set[int]]], first: int = 0
 ) -> dict[int, frozenset[int]]:
-    """For each block that can be reached the registers that have a value at its begin, whichever way was taken."""
-    known: dict[int, frozenset[int]] = {0: frozenset()}
-    waiting = [0]
+    """For each block that can be reached from `first` the registers that have a value at its begin, whichever way was
+    taken; those that nothing has set since `first` have none."""
+    known: dict[int, frozenset[int]] = {first: frozenset()}
+    waiting = [first]
     while waiting:
         begin = waiting.pop()
-        values = known[begin].union(*(writes for _, writes in effects[begin : blocks[begin]]))
-        for target in following[begin]:
-            both = values & known.get(target, values)
+        values = known[begin].union(*(writes for _, writes in effects[begin : listing.blocks[begin]]))
+        for target in listing.following[begin]:
+            here = values
+            if begin in listing.called and target != listing.called[begin]:
+                here = values | _returned(listing, effects, listing.called[begin])
+            both = here & known.get(target, here)
             if both != known.get(target):
                 known[target] = both
                 waiting.append(target)
     return known
+
+
+def _returned(listing: Listing, effects: list[tuple[set[int], set[int]]], function: int) -> frozenset[int]:
+    """The registers that a function has set whenever it returns."""
+    returned = [
+        known.union(*(writes for _, writes in effects[begin : listing.blocks[begin]]))
+        for begin, known in _known(listing, effects, function).items()
+        if listing.instructions[listing.blocks[begin] - 1].name == "RET"
+    ]
+    return frozenset.intersection(*returned) if returned else frozenset()
 
 
 # Descriptors of products
@@ -215,14 +246,14 @@ def wrong_descriptors(listing: str, ptx: str) -> list[str]:
     Followed through uniform and ordinary registers; a word that cannot be followed to one number counts as wrong. The
     PTX may have products of one shape with several descriptors: then each of them will do.
     """
-    instructions, blocks, following = parse(listing)
-    if not any(_is_product(instruction) for instruction in instructions):
+    parsed = parse(listing)
+    if not any(_is_product(instruction) for instruction in parsed.instructions):
         return []
-    instructions = _exchanges_by_name(instructions, blocks)
+    instructions = _exchanges_by_name(parsed.instructions, parsed.blocks)
     expected = _ptx_high_words(ptx)
     wrong = []
-    for begin, state in _states(instructions, blocks, following).items():
-        for number in range(begin, blocks[begin]):
+    for begin, state in _states(parsed._replace(instructions=instructions)).items():
+        for number in range(begin, parsed.blocks[begin]):
             instruction = instructions[number]
             if _is_product(instruction):
                 wanted = expected.get(_shape(instruction.text), set())
@@ -254,10 +285,9 @@ def _high_words(product: Instruction, state: dict[str, Range]) -> tuple[int | No
     return tuple(word[0] if word and word[0] == word[1] else None for word in words)
 
 
-def _states(
-    instructions: list[Instruction], blocks: dict[int, int], following: dict[int, list[int]]
-) -> dict[int, dict[str, Range]]:
+def _states(listing: Listing) -> dict[int, dict[str, Range]]:
     """For each block that can be reached the ranges of the registers at its begin."""
+    instructions, blocks = listing.instructions, listing.blocks
     states: dict[int, dict[str, Range]] = {0: {}}
     changes = dict.fromkeys(blocks, 0)
     waiting = [0]
@@ -266,12 +296,16 @@ def _states(
         state = dict(states[begin])
         for instruction in instructions[begin : blocks[begin]]:
             _execute(instruction, state)
-        for target in following[begin]:
+        for target in listing.following[begin]:
+            here = state
+            if begin in listing.called and target != listing.called[begin]:
+                changed = _changed(listing, listing.called[begin])
+                here = {name: value for name, value in state.items() if name not in changed}
             if target not in states:
-                both = dict(state)
+                both = dict(here)
             else:
                 before = states[target]
-                both = {name: _hull(before[name], state[name]) for name in before.keys() & state.keys()}
+                both = {name: _hull(before[name], here[name]) for name in before.keys() & here.keys()}
                 if both == before:
                     continue
                 changes[target] += 1
@@ -280,6 +314,12 @@ def _states(
             states[target] = both
             waiting.append(target)
     return states
+
+
+def _changed(listing: Listing, function: int) -> set[str]:
+    """The registers that a function may write."""
+    numbers = (number for begin in listing.function(function) for number in range(begin, listing.blocks[begin]))
+    return {name for number in numbers for name in _overwritten(listing.instructions[number])}
 
 
 def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) -> list[Instruction]:

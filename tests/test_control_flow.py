@@ -68,6 +68,17 @@ def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
     ]
 
 
+@pytest.mark.parametrize("set_there, missing", [(True, []), (False, ["UIADD3 UR6, UR5, 0x1, URZ"] * 2)])
+def test_a_function_sets_registers_of_its_callers(set_there: bool, missing: list[str]) -> None:
+    """Each caller has what it had before, and what the function set."""
+    call = "CALL.REL.NOINC `($divide)"
+    caller = _lines(call, "UIADD3 UR6, UR5, 0x1, URZ", "UMOV UR7, 0x1", call, "UIADD3 UR6, UR5, 0x1, URZ",
+                    "UIADD3 UR8, UR7, 0x1, URZ", "EXIT")  # fmt: skip
+    sets = ["UMOV UR5, 0x2"] if set_there else []
+    function = _lines(*sets, "RET.REL.NODEC R44 `(kernel)")
+    assert unset_registers(f"{caller}\n$divide:\n{function}") == missing
+
+
 @pytest.mark.parametrize("line", ["UNEW UR4, UR5", "UNEW.64 UP0, UR4", "NEWER UR4, R5"])
 def test_an_unknown_use_of_uniform_registers_is_an_error(line: str) -> None:
     with pytest.raises(UnknownInstructionError, match="not known here"):
@@ -126,6 +137,13 @@ def test_descriptors_are_followed_to_the_constants_of_the_ptx() -> None:
 def test_a_descriptor_with_another_high_word_is_seen(old: str, new: list[str]) -> None:
     (found,) = wrong_descriptors(_changed(old, *new), _PTX)
     assert found == _PRODUCT[-2]
+
+
+@pytest.mark.parametrize("written, wrong", [("UR5", 1), ("UR9", 0)])
+def test_a_function_may_overwrite_a_high_word(written: str, wrong: int) -> None:
+    caller = _changed(_PRODUCT[5], _PRODUCT[5], "CALL.REL.NOINC `($other)")
+    function = _lines(f"R2UR {written}, R3", "RET.REL.NODEC R44 `(kernel)")
+    assert len(wrong_descriptors(f"{caller}\n$other:\n{function}", _PTX)) == wrong
 
 
 @pytest.mark.parametrize(
