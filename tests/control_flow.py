@@ -199,9 +199,7 @@ def unset_registers(listing: str) -> list[str]:
     return [text for _, text in sorted(suspects)]
 
 
-def _known(
-    listing: Listing, effects: list[tuple[set[int], set[int]]], first: int = 0
-) -> dict[int, frozenset[int]]:
+def _known(listing: Listing, effects: list[tuple[set[int], set[int]]], first: int = 0) -> dict[int, frozenset[int]]:
     """For each block that can be reached from `first` the registers that have a value at its begin, whichever way was
     taken; those that nothing has set since `first` have none."""
     known: dict[int, frozenset[int]] = {first: frozenset()}
