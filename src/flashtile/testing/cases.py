@@ -191,13 +191,13 @@ def check(
     actual = run(case, inputs, backend)
     oracle = run(case, inputs, "reference", torch.float64)
     eager = run(case, inputs, "reference")
-    cancelled = _cancelled(case, inputs, oracle["out"])
+    cancelled = cancelled_sizes(case, inputs, oracle["out"])
     for name, value in actual.items():
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
     return actual
 
 
-def _cancelled(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Size]:
+def cancelled_sizes(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Size]:
     """How large the numbers are that cancel within the results.
 
     A backward pass without the N×N matrix takes `delta = rowsum(dout · out)` from the rounded out. The error of that

@@ -14,7 +14,7 @@ import flashtile
 from backend_calls import hopper_call
 from flashtile import AttentionPart, attention_backward, attention_part
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
-from flashtile.testing.cases import _cancelled
+from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 
 _ROWS, _COLUMNS = (0, 32, 48, 80), (0, 16, 64, 96)  # where the whole is cut
@@ -119,7 +119,7 @@ def _check(case: AttentionCase, backend: str, cuts: tuple, device: str = "cpu") 
     inputs = make_inputs(case, device)
     actual = _in_parts(case, inputs, backend, *cuts)
     oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
-    cancelled = _cancelled(case, inputs, oracle["out"])
+    cancelled = cancelled_sizes(case, inputs, oracle["out"])
     for name, value in actual.items():
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
 
