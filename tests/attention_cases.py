@@ -29,6 +29,12 @@ def _key_lengths(case: AttentionCase) -> AttentionCase:
     return replace(case, key_lengths=(53, 17, 0)[: case.batch])
 
 
+def _block_mask(case: AttentionCase) -> AttentionCase:
+    if case.packed:
+        return replace(case, lengths_q=(70, 0, 37), lengths_k=(33, 4, 140), block_mask=(64, 64))
+    return replace(case, seq_q=70, seq_k=140, block_mask=(64, 64))
+
+
 #: What can be asked of one call. Each changes a case; those that exclude each other share the first word.
 _FEATURES = {
     "packed": _packed,
@@ -47,7 +53,7 @@ _FEATURES = {
     "mask": lambda case: replace(case, mask="11qk" if case.packed else "b1qk"),
     "alibi": lambda case: replace(case, alibi_slopes="bh"),
     "sinks": lambda case: replace(case, sinks=True),
-    "block_mask": lambda case: replace(case, seq_q=70, seq_k=140, block_mask=(64, 64)),
+    "block_mask": _block_mask,
     "dropout": lambda case: with_arguments(case, dropout_p=0.3),
     "scale": lambda case: with_arguments(case, scale=-0.4),
 }
@@ -62,8 +68,11 @@ def _pairs() -> dict[str, AttentionCase]:
     cases.update({name: change(BASE) for name, change in _FEATURES.items()})
     paired = {name: change for name, change in _FEATURES.items() if name not in _UNPAIRED}
     for (first, change), (second, other) in combinations(paired.items(), 2):
-        if first.split()[0] != second.split()[0] and {first, second} != {"packed", "block_mask"}:
+        if first.split()[0] != second.split()[0]:
             cases[f"{first}+{second}"] = other(change(BASE))
+    packed_blocks = _block_mask(_packed(BASE))
+    cases["packed block_mask, bias of queries"] = replace(packed_blocks, bias="11q1", sinks=True, alibi_slopes="bh")
+    cases["packed block_mask, bias of keys"] = with_arguments(replace(packed_blocks, bias="1h1k"), causal=True)
     cases["everything"] = BASE
     for name in (
         "packed",

@@ -26,7 +26,7 @@ from flashtile.ops.attention.hopper import backward_launch as hopper_backward_la
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, table_bytes
-from flashtile.ops.attention.plans import SideShape, Table
+from flashtile.ops.attention.plans import BlockSizes, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
@@ -188,9 +188,9 @@ def _block_shape(call: Call) -> tuple[int, int, int, int] | None:
     return None if call.block_tile is None else (1, 1, *call.block_tile)
 
 
-def _block_sizes(call: Call) -> tuple[int, int] | None:
+def _block_sizes(call: Call) -> BlockSizes | None:
     """Of a block mask's lists, in which nothing is looked up."""
-    return None if call.block_tile is None else (10**6, int(call.patterns))
+    return None if call.block_tile is None else BlockSizes(10**6, int(call.patterns), call.seq_q, call.seq_k)
 
 
 def _shapes(call: Call) -> tuple[torch.Size, ...]:

@@ -110,6 +110,14 @@ FEATURES = (
         (lambda case: replace(case, block_mask=(64, 64)), lambda case: replace(case, block_mask=(64, 256))),
         packed=False,
     ),
+    Feature(
+        "`block_mask` in packed calls",
+        (
+            lambda case: replace(
+                case, block_mask=(128, 128), key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)
+            ),
+        ),
+    ),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
     Feature("`deterministic=True`", (_arguments(deterministic=True),)),
 )

@@ -78,7 +78,7 @@ def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCa
         alibi_slopes=maybe("h", "bh"),
         sinks=generator.random() < 0.33,
         key_lengths=key_lengths,
-        block_mask=None if case.packed else maybe((64, 64), (128, 128), (16, 256), (192, 64)),
+        block_mask=maybe((64, 64), (128, 128), (16, 256), (192, 64)),
     )
     arguments = {"softcap": maybe(2.0, 30.0), "dropout_p": maybe(0.1, 0.5), "scale": maybe(-0.2, 0.3)}
     return with_arguments(changed, **{name: value for name, value in arguments.items() if value is not None})

@@ -21,8 +21,8 @@ class AttentionCase:
     `arguments` are keyword arguments of `flashtile.attention` that are not tensors. `key_lengths` is a tuple; a
     number above that of the keys stands for all keys. `bias`, `mask` and `alibi_slopes` are shapes, in which a letter
     stands for a size: "b" batch, "h" heads, "q", "k". The gradients of bias, slopes and sinks are compared too, except
-    for the names in `constant`. `block_mask` (dense calls) is the tile of a block mask with empty, full and partial
-    tiles, different for each head.
+    for the names in `constant`. `block_mask` is the tile of a block mask with empty, full and partial tiles, different
+    for each head, and in packed calls for each sequence.
     """
 
     seq_q: int = 64
@@ -70,7 +70,7 @@ class AttentionCase:
 
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments of the call that are not tensors."""
-        if not (self.packed and (self.bias or self.mask)):
+        if not (self.packed and (self.bias or self.mask or self.block_mask)):
             return self.arguments
         longest_q, longest_k = self.shape_of("qk")
         return {"max_seqlen_q": longest_q, "max_seqlen_k": longest_k, **self.arguments}
@@ -158,9 +158,10 @@ def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[s
 
 def _random_tiles(case: AttentionCase, tile: tuple[int, int], generator: torch.Generator) -> flashtile.BlockMask:
     """A third of the tiles full, a third partly visible, the rest empty."""
-    tiles_q, tiles_k = -(-case.seq_q // tile[0]), -(-case.seq_k // tile[1])
-    kind = torch.rand(1, case.heads, tiles_q, tiles_k, generator=generator, dtype=torch.float64)
-    kind = kind.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)[..., : case.seq_q, : case.seq_k]
+    batch, heads, seq_q, seq_k = case.shape_of("bhqk" if case.packed else "1hqk")
+    tiles_q, tiles_k = -(-seq_q // tile[0]), -(-seq_k // tile[1])
+    kind = torch.rand(batch, heads, tiles_q, tiles_k, generator=generator, dtype=torch.float64)
+    kind = kind.repeat_interleave(tile[0], -2).repeat_interleave(tile[1], -1)[..., :seq_q, :seq_k]
     shown = torch.rand(kind.shape, generator=generator, dtype=torch.float64) < 0.8
     return flashtile.BlockMask.from_dense((kind < 0.33) | ((kind < 0.67) & shown), tile)
 

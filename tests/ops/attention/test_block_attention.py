@@ -155,6 +155,43 @@ def test_tables_of_tiles_are_made_once_for_each_call_on_a_cpu(monkeypatch: pytes
     assert len(made) == 2  # forward and backward
 
 
+def test_packed_sequences_share_a_mask_or_have_their_own() -> None:
+    """As each sequence alone with its corner of the mask; bounds of the lengths may be larger than the lengths."""
+    lengths, bound = [70, 0, 1, 129], 150
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, k, v = (torch.randn(sum(lengths), 2, 16) for _ in range(3))
+    for batch in (1, len(lengths)):
+        dense = torch.rand(batch, 2, bound, bound) < 0.6
+        bounds = {"max_seqlen_q": bound, "max_seqlen_k": bound}
+        block_mask = BlockMask.from_dense(dense, (64, 64))
+        packed = flashtile.attention_varlen(q, k, v, cu_seqlens, **bounds, block_mask=block_mask)
+        oracle, eager = (_one_by_one(q, k, v, cu_seqlens, dense, dtype) for dtype in (torch.float64, torch.float32))
+        assert_close("out", packed, oracle, eager)
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, dense: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each packed sequence alone, with its corner of its mask."""
+    outs = []
+    for sequence, (start, end) in enumerate(zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist())):
+        own = [t[None, start:end].to(dtype) for t in (q, k, v)]
+        corner = dense[sequence % len(dense), None, :, : end - start, : end - start]
+        outs.append(flashtile.attention(*own, mask=corner, backend="reference"))
+    return torch.cat(outs, dim=1)[0]
+
+
+def test_a_packed_call_needs_the_bounds_that_its_mask_was_built_for() -> None:
+    q, cu_seqlens = torch.randn(8, 2, 8), torch.tensor([0, 3, 8])
+    for bounds, words in (
+        ({}, "max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask"),
+        ({"max_seqlen_q": 8, "max_seqlen_k": 5}, "built for seq_q 5, the call has 8"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            flashtile.attention_varlen(q, q, q, cu_seqlens, block_mask=patterns.causal(5), **bounds)
+    three = BlockMask.from_dense(torch.ones(3, 1, 5, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="built for batch 3, the call has 2"):
+        flashtile.attention_varlen(q, q, q, cu_seqlens, block_mask=three, max_seqlen_q=5, max_seqlen_k=5)
+
+
 def test_documents_are_packed_sequences() -> None:
     lengths = [70, 1, 129]
     q, k, v = (torch.randn(1, sum(lengths), 2, 16) for _ in range(3))

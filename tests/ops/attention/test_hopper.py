@@ -40,7 +40,7 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.plans import SideShape, Table
+from flashtile.ops.attention.plans import BlockSizes, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
@@ -338,7 +338,7 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     shapes = [torch.Size(shape) for shape in ((1, 500, 2, 64), (1, 700, 2, 64), (1, 700, 2, 64))]
     strides = [(rows * 128, 128, 64, 1) for rows in (500, 700, 700, 500)]
     spec = AttentionSpec(0.125, block_shape=(1, heads, 128, 256))
-    sizes = mask.lists.shape[0], mask.tile_masks.shape[0]
+    sizes = BlockSizes(mask.lists.shape[0], mask.tile_masks.shape[0], 500, 700)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(backward_launch, "multiprocessors", lambda device: 132)

@@ -107,7 +107,8 @@ def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    for number, (name, case) in enumerate(PAIRS.items()):
+    served = {name: case for name, case in PAIRS.items() if not (case.packed and case.block_mask)}
+    for number, (name, case) in enumerate(served.items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]

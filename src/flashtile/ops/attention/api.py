@@ -194,6 +194,7 @@ def attention_varlen(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     sinks: Tensor | None = None,
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
@@ -222,6 +223,9 @@ def attention_varlen(
         key_lengths: `[batch]`: keys of sequence `b` at or past the length are not visible.
         bias: broadcasts to `[1, heads_q, max_seqlen_q, max_seqlen_k]`. Rows and columns count from each sequence's
             start, and both maxima are required. The same holds for mask.
+        block_mask: a `BlockMask` built for max_seqlen_q and max_seqlen_k, both required, and for one batch entry or as
+            many as there are sequences. Its rows and columns count from each sequence's start. "hopper" has none in
+            packed calls; "auto" takes "triton".
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
 
     Returns:
@@ -258,6 +262,9 @@ def attention_varlen(
             checks.check_longest(max_seqlen_q, max_seqlen_k)
         sizes = 1, q.shape[1], side.max_seqlen_q, side.max_seqlen_k
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks, batch)
+    if block_mask is not None:
+        checks.check_longest(max_seqlen_q, max_seqlen_k)
+        side, spec = add_block_mask(side, spec, q, block_mask)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
     out, lse = run_attention(q, k, v, side, spec, backend)
@@ -353,7 +360,7 @@ def lengths_of(
     tables: bool,
 ) -> tuple[SideInputs, int]:
     """The lengths of a call that is packed where it has `cu_seqlens_q`, and how many batch entries or sequences it has.
-    `tables`: it has a bias or a mask, whose rows and columns the bounds count.
+    `tables`: it has a bias, a mask or a block mask, whose rows and columns the bounds count.
 
     For functions that serve both; `attention` and `attention_varlen` know which they are.
     """
@@ -407,10 +414,9 @@ def add_score_inputs(
 def add_block_mask(
     side: SideInputs, spec: AttentionSpec, q: Tensor, block_mask: BlockMask
 ) -> tuple[SideInputs, AttentionSpec]:
-    """Side inputs and spec of a dense call with a block mask."""
-    if side.packed:
-        raise ValueError("block_mask: expected None beside cu_seqlens_q, got one; block masks are for dense calls")
-    checks.check_block_mask(block_mask, q, side.max_seqlen_k)
+    """Side inputs and spec of a call with a block mask. A packed one has both bounds of the lengths."""
+    sequences = q.shape[0] if side.cu_seqlens_q is None else side.cu_seqlens_q.shape[0] - 1
+    checks.check_block_mask(block_mask, q, (sequences, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k))
     batch, heads = block_mask.shape[:2]
     side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
     return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))

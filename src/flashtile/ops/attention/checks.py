@@ -182,7 +182,8 @@ def _broadcast_scores(name: str, tensor: Tensor, sizes: tuple[int, int, int, int
     return tensor if tensor.dim() == 4 else tensor.view(shape)
 
 
-def check_block_mask(block_mask: BlockMask, q: Tensor, seq_k: int) -> None:
+def check_block_mask(block_mask: BlockMask, q: Tensor, sizes: tuple[int, int, int, int]) -> None:
+    """`sizes`: batch entries or sequences, heads, queries and keys of the call."""
     if not isinstance(block_mask, BlockMask):
         raise TypeError(
             f"block_mask: expected a flashtile.BlockMask, got {type(block_mask).__name__}; build one with "
@@ -192,7 +193,7 @@ def check_block_mask(block_mask: BlockMask, q: Tensor, seq_k: int) -> None:
         raise ValueError(
             f"block_mask: expected the device of q, {q.device}, got {block_mask.device}; move it: block_mask.to(...)"
         )
-    misfit = block_mask.fits(q.shape[0], q.shape[2], q.shape[1], seq_k)
+    misfit = block_mask.fits(*sizes)
     if misfit:
         raise ValueError(f"block_mask: {misfit}")
 
@@ -227,10 +228,10 @@ def check_max_seqlen(name: str, max_seqlen: int | None) -> None:
 
 
 def check_longest(max_seqlen_q: int | None, max_seqlen_k: int | None) -> None:
-    """A bias or mask of a packed call is as large as its longest sequence, which the host does not know otherwise."""
+    """Bias and masks of a packed call are as large as its longest sequence, which the host does not know otherwise."""
     if max_seqlen_q is None or max_seqlen_k is None:
         raise ValueError(
-            "max_seqlen_q, max_seqlen_k: expected both beside bias or mask, whose last two dimensions they are; pass "
+            "max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask, whose sizes they are; pass "
             "the longest query and key lengths"
         )
 

@@ -107,7 +107,8 @@ def explain(
     spec = build_spec(q, *band, dropout_p, given.deterministic, given.backend, given.softcap)
     tables = not (given.bias is None and given.mask is None)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, tables)
+    sized = tables or given.block_mask is not None
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, sized)
     side = side._replace(dropout_seed=seed)
     score_inputs = given.bias, given.mask, given.alibi_slopes, given.sinks
     if any(tensor is not None for tensor in score_inputs):

@@ -47,11 +47,11 @@ def forward_derivative(
     with row_weights.no_autocast(q.device):
         if side.packed:
             return _packed(q, k, v, side, spec, tangents)
-        return _dense(q, k, v, side, spec, tangents, 0)
+        return _dense(q, k, v, side, spec, tangents, None)
 
 
 def _dense(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents, sequence: int
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents, sequence: int | None
 ) -> tuple[Tensor, Tensor]:
     batch, seq_q, heads, _ = q.shape
     seq_k, group = k.shape[1], heads // k.shape[2]

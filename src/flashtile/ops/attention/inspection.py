@@ -154,9 +154,9 @@ def attention_column_sums(
     _check_lse(lse, q)
     band = given.causal, given.align, given.window, given.scale
     spec = build_spec(q, *band, 0.0, True, given.backend, given.softcap)
-    tables = not (given.bias is None and given.mask is None)
     bounds = given.max_seqlen_q, given.max_seqlen_k
-    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, tables)
+    sized = not (given.bias is given.mask is None) or given.block_mask is not None
+    side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths, sized)
     sizes = 1 if packed else batch, q.shape[-2], side.max_seqlen_q, side.max_seqlen_k
     side = add_score_inputs(side, q, sizes, given.bias, given.mask, given.alibi_slopes, None, batch)
     if given.block_mask is not None:

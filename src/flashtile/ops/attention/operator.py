@@ -234,6 +234,7 @@ class _DifferentiableBackward(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         dout, dlse, q, k, v, _, _, *rest = inputs
         side, ctx.spec, _ = unflatten((*rest[:_SPEC], rest[-1]))
+        ctx.max_seqlens = side.max_seqlen_q, side.max_seqlen_k
         ctx.wanted = Wanted(*rest[_SPEC:-1])
         saved = dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, *side[4:]
         ctx.save_for_backward(*saved)
@@ -277,7 +278,7 @@ def _reference_backward(ctx) -> tuple[Callable, list[str], tuple[Tensor, ...]]:
     from flashtile.ops.attention import reference
 
     dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
-    side = SideInputs(cu_seqlens_q, cu_seqlens_k, 0, 0, *rest)
+    side = SideInputs(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, *rest)
     names = [name for name, wants in zip(Wanted._fields, ctx.wanted) if wants]
 
     def forward(q, k, v, *learned):

@@ -53,6 +53,7 @@ class BackwardOptions(PartOptions, total=False):
 class Options(BackwardOptions, total=False):
     """Those of both `attention` and `attention_varlen`, but `return_lse`: with it a call returns a pair."""
 
+    block_mask: BlockMask | None
     descale_q: Tensor | None
     descale_k: Tensor | None
     descale_v: Tensor | None
@@ -60,8 +61,6 @@ class Options(BackwardOptions, total=False):
 
 class DenseOptions(Options, total=False):
     """Those of `attention`."""
-
-    block_mask: BlockMask | None
 
 
 class VarlenOptions(Options, total=False):

@@ -25,12 +25,22 @@ class Table(NamedTuple):
     misalignment: int
 
 
+class BlockSizes(NamedTuple):
+    """What a plan needs to know of a block mask: how many numbers its lists have, how many patterns there are, and for
+    how many queries and keys it was built."""
+
+    numbers: int
+    patterns: int
+    seq_q: int
+    seq_k: int
+
+
 class SideShape(NamedTuple):
     """What a plan needs to know of the side inputs.
 
     Attributes:
         alibi: dimensions of the slopes; 0 without.
-        blocks: sizes of the block mask (`block_sizes`); None without one.
+        blocks: sizes of the block mask; None without one.
         pattern_misalignment: address of its patterns modulo 16.
         descales: strides of the factors of 8-bit q, k and v; None for one that is not there.
     """
@@ -43,7 +53,7 @@ class SideShape(NamedTuple):
     mask: Table | None = None
     alibi: int = 0
     sinks: bool = False
-    blocks: tuple[int, int] | None = None
+    blocks: BlockSizes | None = None
     pattern_misalignment: int = 0
     descales: tuple[tuple[int, ...] | None, ...] = (None, None, None)
 
@@ -216,22 +226,21 @@ class BlockPlaces(NamedTuple):
     block_order: int | None = None
 
 
-def block_sizes(side: SideInputs) -> tuple[int, int] | None:
-    """How many numbers the lists of a block mask have, and how many patterns there are; None without one."""
+def block_sizes(side: SideInputs) -> BlockSizes | None:
+    """The sizes of the block mask of a call; None without one."""
     if side.block_lists is None or side.block_patterns is None:
         return None
-    return side.block_lists.shape[0], side.block_patterns.shape[0]
+    # A mask has the lengths of a dense call, or the bounds of the lengths in a packed one.
+    return BlockSizes(side.block_lists.shape[0], side.block_patterns.shape[0], side.max_seqlen_q, side.max_seqlen_k)
 
 
-def block_places(
-    spec: AttentionSpec, seq_q: int, seq_k: int, sizes: tuple[int, int] | None, by_column: bool
-) -> BlockPlaces:
-    """For a kernel that walks along rows, or along columns, of a block mask of such `block_sizes`."""
+def block_places(spec: AttentionSpec, sizes: BlockSizes | None, by_column: bool) -> BlockPlaces:
+    """For a kernel that walks along rows, or along columns, of a block mask."""
     if spec.block_shape is None or sizes is None:
         return BlockPlaces()
     batch, heads, *tile = spec.block_shape
-    grid = Grid((batch, heads, seq_q, seq_k), (tile[0], tile[1]))
-    places = Places.of(grid, *sizes)
+    grid = Grid((batch, heads, sizes.seq_q, sizes.seq_k), (tile[0], tile[1]))
+    places = Places.of(grid, sizes.numbers, sizes.patterns)
     lines = grid.tiles_k if by_column else grid.tiles_q
     strides = heads * lines if batch > 1 else 0, lines if heads > 1 else 0
     if by_column:

@@ -63,7 +63,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     `[heads_q, total_k]`, in the dtype of lse."""
     if side.packed:
         return _column_sums_packed(q, k, lse, side, spec)
-    return _column_sums_dense(q, k, lse, side, spec)
+    return _column_sums_dense(q, k, lse, side, spec, 0)
 
 
 def with_learned(side: SideInputs, leaves: dict[str, Tensor]) -> SideInputs:
@@ -101,7 +101,7 @@ def _forward_dense(
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
     scores = _scores(q, k, side, spec)
-    visible = visible & _shown(side, spec, seq_q, seq_k)
+    visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
     scores = scores.masked_fill(~visible, float("-inf"))
     if side.sinks is not None:
@@ -125,10 +125,13 @@ def _forward_dense(
     return out, lse.squeeze(-1)
 
 
-def _column_sums_dense(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+def _column_sums_dense(
+    q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec, sequence: int
+) -> Tensor:
     seq_q, seq_k, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     q, k = q.transpose(1, 2), k.transpose(1, 2).repeat_interleave(group, dim=1)
-    visible = visible_keys(seq_q, seq_k, spec, q.device) & _shown(side, spec, seq_q, seq_k) & ~lse.isneginf()[..., None]
+    visible = visible_keys(seq_q, seq_k, spec, q.device) & ~lse.isneginf()[..., None]
+    visible = visible & _shown(side, spec, seq_q, seq_k, slice(sequence, sequence + q.shape[0]))
     if side.key_lengths is not None:
         visible = visible & (torch.arange(seq_k, device=q.device) < side.key_lengths[:, None])[:, None, None, :]
     weights = torch.exp(_scores(q, k, side, spec) - lse.unsqueeze(-1))
@@ -137,9 +140,9 @@ def _column_sums_dense(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec
 
 def _column_sums_packed(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
     sums = lse.new_zeros(q.shape[1], k.shape[0])
-    for _, rows, columns, one in _sequences(side):
+    for sequence, rows, columns, one in _sequences(side):
         given = q[None, rows], k[None, columns], lse[None, :, rows]
-        sums[:, columns] = _column_sums_dense(*given, one, spec)[0]
+        sums[:, columns] = _column_sums_dense(*given, one, spec, sequence)[0]
     return sums
 
 
@@ -159,15 +162,18 @@ def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tens
     return scores
 
 
-def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int) -> Tensor | bool:
-    """What masks show: bool, broadcasts to `[B, H, Sq, Sk]`. A bias of -inf hides too."""
+def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequences: slice) -> Tensor | bool:
+    """What masks show: bool, broadcasts to `[B, H, Sq, Sk]`. `sequences`: the batch entries, or the packed sequence,
+    among those of the call. A bias of -inf hides too."""
     shown: Tensor | bool = True
     if side.mask is not None:
         shown = side.mask[..., :seq_q, :seq_k]
     if side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None:
         batch, heads, *tile = spec.block_shape
-        shape = batch, heads, seq_q, seq_k
-        shown = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns).to_dense() & shown
+        shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
+        dense = BlockMask(shape, (tile[0], tile[1]), side.block_lists, side.block_patterns).to_dense()
+        # That of a packed call has the longest lengths.
+        shown = (dense[sequences] if batch > 1 else dense)[..., :seq_q, :seq_k] & shown
     if side.bias is not None:
         shown = ~side.bias[..., :seq_q, :seq_k].isneginf() & shown
     return shown

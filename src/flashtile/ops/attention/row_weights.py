@@ -33,7 +33,7 @@ class Part(NamedTuple):
         first_key, keys: the first of the keys, which lie side by side, and C. Not a range, whose length is a number
             once and for all also where the program that is traced leaves it open.
         seq_q, seq_k: lengths of the call.
-        sequence: number of the first batch entry or sequence, for the dropout bits.
+        sequence: number of the packed sequence that is the only batch entry; None in a dense call.
     """
 
     rows: Tensor
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     keys: int
     seq_q: int
     seq_k: int
-    sequence: int = 0
+    sequence: int | None = None
 
 
 class Weights(NamedTuple):
@@ -210,7 +210,8 @@ def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSp
     first, all_heads, row, column = 0, heads, 0, 0
     if spec.origin is not None:
         row, column, _, first, all_heads = spec.origin
-    sequence_head = first + (part.sequence + torch.arange(batch, device=device))[:, None] * all_heads + chosen
+    sequences = (part.sequence or 0) + torch.arange(batch, device=device)
+    sequence_head = first + sequences[:, None] * all_heads + chosen
     first_key = part.first_key + column
     bits = keep_rows(side.dropout_seed, spec.dropout_p, sequence_head.flatten(), part.rows + row, first_key, part.keys)
     return bits.unflatten(0, (batch, chosen.shape[0]))
@@ -229,8 +230,11 @@ def _shown_by_tiles(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor
     """What the block mask shows: bool `[B | 1, H | 1, R, C]`."""
     assert side.block_lists is not None and side.block_patterns is not None and spec.block_shape is not None
     batch, heads, tile_q, tile_k = spec.block_shape
-    mask = BlockMask((batch, heads, part.seq_q, part.seq_k), (tile_q, tile_k), side.block_lists, side.block_patterns)
+    shape = batch, heads, side.max_seqlen_q, side.max_seqlen_k
+    mask = BlockMask(shape, (tile_q, tile_k), side.block_lists, side.block_patterns)
     table = mask.kind_table().view(batch, heads, mask.grid.tiles_q, mask.grid.tiles_k)
+    if part.sequence is not None and batch > 1:
+        table = table.narrow(0, part.sequence, 1)
     if part.heads is not None and heads > 1:
         table = table.index_select(1, part.heads)
     kinds = table.index_select(2, part.rows // tile_q)  # [B | 1, H | 1, R, tiles of keys]

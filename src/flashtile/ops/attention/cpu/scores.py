@@ -54,7 +54,7 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask:
         None if side.bias is None else scores_view(block, side.bias),
         slopes,
         None if side.mask is None else scores_view(block, side.mask),
-        None if tile_mask is None else tile_mask._replace(kinds=scores_view(block, tile_mask.kinds)),
+        None if tile_mask is None else tile_mask._replace(kinds=_kinds_view(block, tile_mask.kinds)),
     )
 
 
@@ -70,10 +70,22 @@ def scores_view(block: Block, tensor: Tensor) -> Tensor:
 def _slopes_view(block: Block, slopes: Tensor) -> Tensor:
     """`[H]` or `[sequences, H]` to `[b | 1, h, G, 1, 1]`."""
     if slopes.dim() == 2:
-        slopes = slopes[block.sequence : block.sequence + block.batches.stop - block.batches.start]
+        slopes = slopes[_sequences(block)]
     else:
         slopes = slopes[None]
     return slopes[:, block.heads].unflatten(1, (-1, block.group))[..., None, None]
+
+
+def _kinds_view(block: Block, kinds: Tensor) -> Tensor:
+    """`[sequences | 1, H | 1, tiles_q, tiles_k]` to `[b | 1, h | 1, G | 1, tiles_q, tiles_k]`."""
+    if kinds.shape[0] > 1:
+        kinds = kinds[_sequences(block)]
+    return kinds.unsqueeze(2) if kinds.shape[1] == 1 else kinds[:, block.heads].unflatten(1, (-1, block.group))
+
+
+def _sequences(block: Block) -> slice:
+    """The batch entries of a block, or its packed sequence, among those of the call."""
+    return slice(block.sequence, block.sequence + block.batches.stop - block.batches.start)
 
 
 def part(view: Tensor, rows: range, keys: range | KeyTile) -> Tensor:

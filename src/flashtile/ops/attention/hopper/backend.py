@@ -58,6 +58,8 @@ def _unsupported_blocks(call: AttentionCall) -> str | None:
     """Why the kernels cannot walk over the tiles of a block mask."""
     if call.spec.block_shape is None:
         return None
+    if call.packed:
+        return "it walks over the tiles of a block_mask in dense calls only"
     block_m, block_n = configs.block_mask_divisors(call.phase == "backward", *call.head_dims)
     tile_q, tile_k = call.spec.block_shape[2:]
     if tile_q % block_m or tile_k % block_n:

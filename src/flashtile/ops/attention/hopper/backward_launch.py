@@ -258,7 +258,7 @@ def _plan(
         **{"heads_kv": heads_kv * shares, "group": group, "shares": shares, "rows_k": rows_k, "tiles": key_tiles},
         **{"window_left": window_left, "window_right": window_right},
         **score_values(spec, heads, side.alibi),
-        **block_places(spec, rows_q, rows_k, side.blocks, by_column=True)._asdict(),
+        **block_places(spec, side.blocks, by_column=True)._asdict(),
         **variant.modifiers.values,
         **{
             f"{name}_rows_apart": row_strides(shapes[at], strides[at])[1] if variant.bounded and not packed else None

@@ -259,7 +259,7 @@ def _plan(
         **{"tiles": tiles, "lines": lines, "dynamic": int(dynamic)},
         **{"window_left": window_left, "window_right": window_right},
         **score_values(spec, heads, side.alibi),
-        **block_places(spec, rows_q, rows_k, side.blocks, by_column=False)._asdict(),
+        **block_places(spec, side.blocks, by_column=False)._asdict(),
         **{name: of.value for name, of in descale_parameters(side.descales).items() if name.startswith("stride_")},
         "descale_group": None if side.descales == PLAIN_SIDE.descales else group,
         "k_rows_apart": None if packed or not bounded else row_strides(shapes[1], strides[1])[1],

@@ -138,7 +138,11 @@ def attention_dbias_kernel(
                 block_lists_ptr, block_offsets, block_tiles, block_kinds,
                 stride_block_batch, stride_block_head,
             )  # fmt: skip
-            blocks = load_line(lists, sequence, head, first // TILE_Q)
+            line = first // TILE_Q
+            if PACKED:
+                # A mask ends where the longest sequence may.
+                line = tl.where(needed, line, 0)
+            blocks = load_line(lists, sequence, head, line)
             kind = kind_of_tile(blocks, start // TILE_K)
             needed = needed & (kind != EMPTY)
         if needed:

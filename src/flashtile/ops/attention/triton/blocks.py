@@ -1,7 +1,8 @@
 """Walking over the tiles of a block mask: its lists name, for each line of tiles, those with something visible.
 
-A *line* is a row of tiles of one head of one batch entry, or in the dk/dv kernel a column. Stored tiles are TILE_Q ×
-TILE_K; those of a kernel divide them. TILE_Q = 0: there is no block mask.
+A *line* is a row of tiles of one head of one batch entry or packed sequence, or in the dk/dv kernel a column. Stored
+tiles are TILE_Q × TILE_K; those of a kernel divide them. TILE_Q = 0: there is no block mask. In a packed call the lists
+are made for the longest sequence, and tiles past the end of a shorter one are hidden like any key that is not there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.plans import block_places
+from flashtile.ops.attention.plans import BlockSizes, block_places
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.configs import OWN_KEYS, Kernel
 
@@ -23,12 +24,9 @@ EMPTY = tl.constexpr(-2)
 BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
 
 
-def block_scalars(
-    kernel: Kernel, spec: AttentionSpec, seq_q: int, seq_k: int, sizes: tuple[int, int] | None
-) -> dict[str, int | None]:
-    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one.
-    `sizes`: as `plans.block_sizes`."""
-    places = block_places(spec, seq_q, seq_k, sizes, kernel in OWN_KEYS)
+def block_scalars(kernel: Kernel, spec: AttentionSpec, sizes: BlockSizes | None) -> dict[str, int | None]:
+    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
+    places = block_places(spec, sizes, kernel in OWN_KEYS)
     return {name: getattr(places, name) for name in BLOCK_SCALARS}
 
 

@@ -219,7 +219,7 @@ def _tensors(
     index_q, index_k = side.index_dtypes or (torch.int32, torch.int32)
     pointers = power_of_two_factor(misalignment)
     tensor, statistics = pointer_to(_stored(dtype), pointers), pointer_to(torch.float32)
-    patterns = side.blocks is not None and side.blocks[1] > 0
+    patterns = side.blocks is not None and side.blocks.patterns > 0
     sinks = side.sinks and (call.kernel == "forward" or hides_rows)
     return {
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
@@ -280,7 +280,7 @@ def _scalars(call: _Facts) -> dict[str, Parameter]:
         "keep_scale": float32(1 / (1 - spec.dropout_p)),
         "softcap": float32(spec.softcap or None),
         "stride_alibi_batch": int32(None if not side.alibi else heads if side.alibi == 2 else 0),
-        **{name: int32(value) for name, value in block_scalars(call.kernel, spec, rows_q, rows_k, side.blocks).items()},
+        **{name: int32(value) for name, value in block_scalars(call.kernel, spec, side.blocks).items()},
         **{f"origin_{name}": int32(value) for name, value in zip(Origin._fields, origin)},
         **{name: int32(value) for name, value in (work.scalars(side.bias) if side.bias else {}).items()},
         # In 64 bits where the loop counts past 32.
@@ -319,7 +319,7 @@ def _constants(call: _Facts, precision: str, has_dlse: bool) -> dict[str, Any]:
         "STRIDE_MASK_COLUMN": _column_stride(side.mask),
         "TILE_Q": tile_q,
         "TILE_K": tile_k,
-        "PATTERNS": side.blocks is not None and side.blocks[1] > 0,
+        "PATTERNS": side.blocks is not None and side.blocks.patterns > 0,
         "BATCH_FIRST": shared_batch and not shared_rows,
         "SHARED_ROWS": shared_rows,
         "SHARED_COLUMNS": shared_columns,
