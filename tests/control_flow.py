@@ -164,7 +164,7 @@ def _width(operation: str) -> int:
 
 
 def _read_with(instruction: Instruction, number: int, operand: str) -> tuple[int, int]:
-    """Of the registers that an operand names by one: the first of them, counted from that one, and how many."""
+    """An operand names several registers by one: the first of them, counted from that one, and how many there are."""
     if "gdesc[" in operand and instruction.name.endswith("GMMA"):
         # Two for each operand in shared memory; those of the second come second, and are named by the same register.
         return (0, 4) if number == 1 else (2, 2)

@@ -106,7 +106,7 @@ CASES = {
     "no_hidden": replace(_BASE, sizes=(4, 0, 3), gated=True, level=1),
     "no_out": replace(_BASE, sizes=(4, 5, 0)),
 }
-#: Of a dtype that Triton's interpreter multiplies wrongly, which is of no matter here: these kernels multiply nothing.
+#: A dtype that Triton's interpreter multiplies wrongly. These kernels multiply no matrices, so they may run there.
 NARROW_CASES = {
     "bf16": replace(_BASE, dtype=_BF16),
     "bf16_gated_level_1": replace(_BASE, dtype=_BF16, gated=True, level=1, activation="silu"),

@@ -181,7 +181,7 @@ def layers(mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def second_derivatives(mesh: DeviceMesh) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of a perceptron, as of the whole one; its input is the same on all ranks, or their shards are."""
+    """Second derivatives of a perceptron, cut and whole; its input is the same on all ranks, or cut into shards."""
     found = {}
     for sequence in (False, True):
         torch.manual_seed(13)

@@ -57,7 +57,7 @@ class Parallel:
         return inputs
 
 
-#: Of cases, which several strategies share.
+#: Inputs of cases, which several strategies share.
 _inputs: dict[str, Inputs] = {}
 
 

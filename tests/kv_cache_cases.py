@@ -157,8 +157,9 @@ def check(case: CacheCase, backend: str, device: torch.device | str = "cpu", see
 
 
 def _cancelled(case: CacheCase) -> Size:
-    """Of lse: it is a sum of the largest score and a logarithm, each about 1. Rotated queries and keys are rounded to
-    their own dtype, and the scores have a unit of its last place in consequence, whatever lse's own dtype is."""
+    """The numbers that cancel in lse: it is a sum of the largest score and a logarithm, each about 1. Rotated
+    queries and keys are rounded to their own dtype, so the scores have a unit of its last place, whatever lse's own
+    dtype is."""
     size = 1.0
     if case.rotary_dim:
         wide = torch.float64 if case.dtype is torch.float64 else torch.float32

@@ -189,7 +189,7 @@ def _block_shape(call: Call) -> tuple[int, int, int, int] | None:
 
 
 def _block_sizes(call: Call) -> BlockSizes | None:
-    """Of a block mask's lists, in which nothing is looked up."""
+    """Sizes of a block mask's lists, in which nothing is looked up."""
     return None if call.block_tile is None else BlockSizes(10**6, int(call.patterns), call.seq_q, call.seq_k)
 
 

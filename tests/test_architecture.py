@@ -18,7 +18,7 @@ SOURCE = Path(flashtile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
 KERNELS = [path for path in FILES if path.is_relative_to(SOURCE / "ops") and {"hopper", "triton"} & set(path.parts)]
 MAX_LINES = 500
-#: Of a file of kernels: what one warpgroup does stays in one place.
+#: Lines of a file of kernels: what one warpgroup does stays in one place.
 MAX_LINES_OF_KERNELS = 800
 
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through

@@ -56,7 +56,7 @@ def test_registers_that_a_branch_leaves_without_a_value() -> None:
     ],
 )
 def test_registers_of_wide_instructions(setting: str, reading: str, missing: bool) -> None:
-    """Those of a pair or four have a value when the whole was written, and count as read when the whole is read."""
+    """Registers of a pair or four have a value when the whole was written, and are read when the whole is read."""
     assert bool(unset_registers(_lines(setting, reading))) is missing
 
 
@@ -173,7 +173,7 @@ def test_other_ways_to_the_same_descriptor(old: str, new: list[str]) -> None:
 
 
 #: A loop with two products that read tiles at one address, the second with a narrower swizzle: as two tiles that are on
-#: chip one after the other. Of the descriptors of each, the PTX adds the constants to one register.
+#: chip one after the other. The PTX adds the constants of the descriptors of each to one register.
 _TWO_TILES = """.version 8.6
 .target sm_90a
 .address_size 64

@@ -223,7 +223,7 @@ _KINDS = (
 
 
 def test_scores_and_masks_are_those_of_the_record():
-    """Of each kind what "auto" takes, the Hopper kernels where they serve a case, against FlexAttention."""
+    """For each kind: what "auto" takes, the Hopper kernels where they serve a case, against FlexAttention."""
     times = _milliseconds("h200-masks.json")
     ours = {**times["flashtile-triton"], **times["flashtile-hopper"]}
     table = _table(FIGURES, "flashtile against FlexAttention")[1:]
@@ -261,7 +261,7 @@ _OPERATIONS = {
 
 
 def test_speeds_beside_attention_are_those_of_the_record():
-    """Against the fastest peer. Of products the second column has forward and backward together."""
+    """Against the fastest peer. For products the second column has forward and backward together."""
     ratios = ratios_to_best(_rows("h200-companions.json"))
     table = _table(FIGURES, "operation")[1:]
     for (beginning, op), (name, *cells) in zip(_OPERATIONS.items(), table, strict=True):

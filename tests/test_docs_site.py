@@ -59,7 +59,7 @@ def test_no_page_is_named_twice():
 
 
 def test_links_lead_somewhere(site):
-    """Of pages, pictures, styles and scripts, on disk as they are, anchors included."""
+    """Links to pages, pictures, styles and scripts, on disk as they are, anchors included."""
     texts = dict(_pages(site))
     anchors = {path: set(re.findall(r'\b(?:id|name)="([^"]+)"', text)) for path, text in texts.items()}
     for page, text in texts.items():

@@ -23,7 +23,7 @@ from distributed_processes import forking
 from flashtile.testing import assert_same
 
 ROOT = Path(__file__).parents[1]
-#: Of metrics.jsonl, what a second run does not repeat.
+#: Keys of metrics.jsonl that a second run does not repeat.
 _TIMES = {"tokens_per_second", "mfu"}
 
 

@@ -32,7 +32,7 @@ _PACKED = _CAUSAL._replace(sequences=3)
 _FP8 = _CAUSAL._replace(dtype=torch.float8_e4m3fn)
 _TF32 = _CAUSAL._replace(dtype=torch.float32, allow_tf32=True)
 
-#: Of the forward: every combination through registers, dense and packed, and every swizzle for copies.
+#: Mixes of the forward: every combination through registers, dense and packed, and every swizzle for copies.
 FORWARD_MIXES = (
     _calls(list(permutations(_ODD, 2)))
     | _prefixed("packed", _calls(list(permutations(_NARROW, 2)), _PACKED))
@@ -41,7 +41,7 @@ FORWARD_MIXES = (
     | _prefixed("fp8", _calls([(64, 16), (32, 128)], _FP8))
     | _prefixed("tf32", _calls([(64, 16), (16, 64)], _TF32))
 )
-#: Of dq and dk/dv, which keep all tiles of a step on chip together.
+#: Mixes of dq and dk/dv, which keep all tiles of a step on chip together.
 BACKWARD_MIXES = _calls([*permutations(_NARROW, 2), (15, 129), (129, 15), (255, 63)])
-#: Of the gradient of the bias, likewise.
+#: Mixes of the gradient of the bias, likewise.
 BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)])

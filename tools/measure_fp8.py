@@ -68,7 +68,7 @@ def compile_cut(columns: tuple[int, int], name: str, causal: bool) -> None:
 
 
 def milliseconds(functions: dict[str, tuple[HopperConfig | None, Callable[[], object]]], calls: int) -> list[float]:
-    """Of a call of each function, cut as it says: medians of so many calls in line, in turns."""
+    """Time of a call of each function, cut as it says: medians of `calls` calls in line, in turns."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(TURNS):
         for name in list(functions)[:: 1 if turn % 2 else -1]:

@@ -108,7 +108,7 @@ def milliseconds(call: Callable[[], Any], seconds: float) -> float:
 
 
 def copy_gbps(moved: int, seconds: float) -> float:
-    """Of a copy that reads and writes so many bytes together, the faster of PyTorch's two ways."""
+    """Speed of a copy that reads and writes `moved` bytes together, the faster of PyTorch's two ways."""
     source = torch.empty(moved // 2, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     times = [

@@ -79,7 +79,7 @@ class Problem:
         return launch.backward(self.dz, None, self.dx, self.saved, self.spec, self.wanted)
 
     def bytes(self, phase: str) -> int:
-        """Of all that must be read and written once."""
+        """Bytes of all that must be read and written once."""
         read = (self.operands.x0, self.operands.residual) if phase == "forward" else (self.dz, self.dx, self.saved.x)
         return sum(t.nbytes for t in (*read, *getattr(self, phase)()) if t is not None)
 

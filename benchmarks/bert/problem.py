@@ -61,8 +61,8 @@ class BertCase:
         return {**{name: getattr(self, name) for name in ("model", "B", "S", "dtype")}, "lengths": list(self.lengths)}
 
     def flops(self) -> float:
-        """Of the model on the tokens that are there: two for each weight of a product, attention's S² of each sequence;
-        a backward twice that. Padding is no work of the model."""
+        """Operations of the model on the tokens that are there: two for each weight of a product, attention's
+        S² of each sequence; a backward twice that. Padding is no work of the model."""
         config = self.config
         weights = 12 * config.layers * config.width**2 + config.width**2 + config.vocabulary * config.width
         attention = 4 * config.layers * config.width * sum(length**2 for length in self.lengths)
@@ -191,7 +191,7 @@ class Training:
     def _token_losses(self, batch: Batch) -> Tensor:
         with self._autocast():
             logits = self._model.logits(batch)
-        # Of all tokens, with themselves as labels where none is asked for: what a few of them round to is luck.
+        # Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck.
         labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
         wide = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")

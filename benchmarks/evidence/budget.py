@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Of the minutes, what is left for everything that is not a training step: data, compilation, evaluation.
+#: Share of the minutes for training steps; the rest is for data, compilation and evaluation.
 _SHARE = 0.75
 
 

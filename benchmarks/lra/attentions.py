@@ -17,7 +17,7 @@ from torch import Tensor
 import flashtile
 from flashtile import BlockMask, patterns
 
-#: Of the tiles of the butterfly pattern.
+#: Size of the tiles of the butterfly pattern.
 _BLOCK = 64
 
 

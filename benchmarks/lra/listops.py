@@ -29,7 +29,7 @@ VOCABULARY = CLOSE + 1
 
 @dataclass(frozen=True)
 class Limits:
-    """Of expressions: how deep, how wide, how long in tokens."""
+    """Limits of expressions: how deep, how wide, how long in tokens."""
 
     max_depth: int = 10
     max_args: int = 10
@@ -110,6 +110,6 @@ def _apply(operator: int, values: list[int]) -> int:
         return max(values)
     if operator == 2:
         ordered, middle = sorted(values), len(values) // 2
-        # Of an even number of values the mean of the two in the middle, rounded down.
+        # An even number of values has the mean of the two in the middle, rounded down.
         return ordered[middle] if len(values) % 2 else (ordered[middle - 1] + ordered[middle]) // 2
     return sum(values) % DIGITS

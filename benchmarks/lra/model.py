@@ -14,7 +14,7 @@ from flashtile.modules import unpad_input
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of an encoder."""
+    """Sizes of an encoder."""
 
     vocabulary: int
     classes: int

@@ -26,7 +26,7 @@ _POINTS = 50
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a training; the keys of `case` in a record."""
+    """Settings of a training; the keys of `case` in a record."""
 
     task: str
     B: int = 64
@@ -141,8 +141,8 @@ def _train(
 
 
 def _step_seconds(run: Run, device: torch.device) -> float:
-    """Of one step: the median, as a batch of a length that did not occur before takes longer. The first ones, which
-    compile, do not count."""
+    """Seconds of one step: the median, because a batch of a length that did not occur before takes longer. The
+    first ones, which compile, do not count."""
     watch, seconds = Stopwatch(device), []
     for step in range(_WARM_UP_STEPS + _TIMED_STEPS):
         watch.start()

@@ -100,7 +100,7 @@ class Checkpoints:
         return steps[-1]
 
     def _steps(self) -> list[int]:
-        """Of the complete checkpoints, in order."""
+        """The steps of the complete checkpoints, in order."""
         found = (_NAME.fullmatch(path.name) for path in self._folder.glob("step-*"))
         return sorted(int(match[1]) for match in found if match)
 

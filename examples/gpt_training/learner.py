@@ -82,7 +82,7 @@ def model_config(options: Options, vocabulary: int) -> GPTConfig:
 
 
 def learning_rate(step: int, options: Options) -> float:
-    """Of a step, counted from 0: a straight line up, then half a cosine down to the lowest at the last step."""
+    """The rate of a step, counted from 0: a line up, then half a cosine down to the lowest at the last step."""
     highest, lowest, rising = options.learning_rate, options.lowest_learning_rate, options.warm_up_steps
     if step < rising:
         return highest * (step + 1) / rising
@@ -270,7 +270,8 @@ def _copied(config: GPTConfig, options: Options, processes: Processes) -> tuple[
 
 def _sharded(config: GPTConfig, options: Options, processes: Processes) -> tuple[GPT, nn.Module]:
     """Each process has a part of every weight; only rank 0 ever has all, in the host's memory."""
-    # Of blocks whose output is a view: an addition in place would be lost. The next norm adds out of place.
+    # The warning is about blocks whose output is a view: an addition in place would be lost. The next norm adds out of
+    # place.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view")
     weights = GPT(config).state_dict() if processes.first else {}
     model = GPT(config, device="meta")

@@ -73,7 +73,7 @@ class Processes:
         return answer[0]
 
     def mean(self, values: Sequence[float]) -> list[float]:
-        """Of each number over the processes."""
+        """The mean of each number over the processes."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
         return (total / self.size).tolist()

@@ -38,9 +38,11 @@ def peak_of_name(name: str) -> float | None:
 
 
 def flops_of_token(model: GPT) -> float:
-    """Of the model, forward and backward: six for each weight of a product, and three times attention's forward.
+    """Operations of the model, forward and backward: six for each weight of a product, and three times attention's
+    forward.
 
-    Of the scores only half is counted, as the other half is masked; what is computed again is no work of the model.
+    Only half of the scores is counted, because the other half is masked. What is computed again is no work of the
+    model.
     """
     config = model.config
     matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.dim() == 2)
@@ -72,7 +74,7 @@ class Clock:
 
 
 class Report:
-    """Of rank 0; on the others nothing is written.
+    """The report of rank 0; the others write nothing.
 
     Args:
         folder: of metrics.jsonl.

@@ -96,7 +96,7 @@ def test_records_have_the_same_keys_for_every_kind():
 
 @pytest.mark.parametrize("keys", [("lengths", "mask", "softcap", "bias"), ("mask", "softcap", "bias")], ids=len)
 def test_records_from_before_a_field_are_read(keys):
-    """Of packed batches, and of all that changes scores."""
+    """Records without the fields of packed batches, or without those that change scores."""
     record = Case(1, 8, 2, 2, 8, 8).record()
     for key in keys:
         del record[key]

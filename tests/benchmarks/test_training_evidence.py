@@ -56,7 +56,7 @@ def test_batches_are_pieces_of_the_text(text):
 
 
 def test_sequences_are_whole_paragraphs(text):
-    """Of at most 16 tokens, the first of which stands for the sequence."""
+    """A sequence has at most 16 tokens, the first of which stands for the sequence."""
     lengths = [len(sequence) for sequence in sequences(text, 16, 1000)]
     # a: 5 + 9, then 30 = 15 + 15; b: 100 = 6 · 15 + 10; c: 3 + 3 + 3, then 40 = 15 + 15 + 10 with 2 more.
     assert lengths == [15, 16, 16, *[16] * 6, 11, 10, 16, 16, 13]
@@ -184,7 +184,7 @@ def test_under_autocast_ours_is_held_to_hidden_states_of_its_own_dtype(case):
 
 
 def _reasons(rows):
-    """Of those without a speed, why."""
+    """Why implementations have no speed."""
     return [f"{row['impl']}: {row['why']}" for row in rows if row["ms"] is None]
 
 

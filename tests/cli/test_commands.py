@@ -144,7 +144,7 @@ def test_a_word_wider_than_the_terminal_is_folded_and_nothing_is_cut_off():
 
 
 def tables_of_all_commands():
-    """Those of the committed records, by every command that has tables."""
+    """Tables of the committed records, from every command that has tables."""
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         record = json.loads(path.read_text("utf-8"))
         if all(row["op"] in (*DRAWN, *OPERATIONS) and "tflops" in row for row in record["rows"]):

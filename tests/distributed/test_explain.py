@@ -25,7 +25,7 @@ def test_a_causal_ring_runs_on_the_hopper_kernels():
 
 
 def test_bytes_of_the_strategies():
-    """Of a key: two tensors of 8 heads of 128 columns of 2 bytes. With heads also queries and outputs travel."""
+    """A key has two tensors of 8 heads of 128 columns of 2 bytes. With heads also queries and outputs travel."""
     of_key = 2 * 8 * 128 * 2
     received = {
         strategy: explain_context_parallel(*_shards(), ranks=4, strategy=strategy, device="sm_90").received

@@ -45,7 +45,7 @@ def deliver(groups: Sequence[Recorder]) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens_go_to_heads_and_back_in_a_transfer_each_way(ranks, batch, kind):
-    """Of q, k and v, and of out and lse; each rank sees its heads of the whole sequence, in its order."""
+    """Tokens of q, k and v, and of out and lse. Each rank sees its heads of the whole sequence, in its order."""
     heads, heads_kv, length, dim = 8, 4, 48, 4
     ends = exchanges(ranks, length // ranks, kind)
     layout = ends[0].queries

@@ -177,7 +177,7 @@ def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpo
 @pytest.mark.parametrize("options", [["--fused-loss"], ["--dropout=0.1", "--accumulate=2"], ["--compile"]], ids=str)
 def test_resumes_bit_for_bit_on_a_gpu(options, train, tmp_path, monkeypatch):
     train = partial(train, device="cuda")
-    # So many tokens that more than two tiles of keys add to a gradient of queries: then the order shows.
+    # With this many tokens more than two tiles of keys add to a gradient of queries, so that their order shows.
     options = [*options, "--model=llama-small", "--layers=2", "--context=1024", "--peak-tflops=100", "--sample=10"]
     assert train("whole", *options) == 0
     with monkeypatch.context() as patch:

@@ -91,7 +91,7 @@ def _where(condition: Any, yes: Any, no: Any) -> Value:
 
 
 def _extreme(whole: Callable, real: Callable) -> Callable[..., Value]:
-    """Of two operands; of real ones the other where one is not a number."""
+    """The extreme of two operands; if one of two real ones is not a number, the other."""
 
     def choose(a: Any, b: Any) -> Value:
         return binary(real if values.common_dtype(a, b).is_floating else whole, a, b)
@@ -316,7 +316,7 @@ def _declare_flag(found: re.Match, dtype: Any) -> None:
 
 
 def _vote(found: re.Match, dtype: Any, sums: Value) -> Value:
-    """Of all warps together: a warp that has nothing to do behind the branch does nothing there."""
+    """The vote of all warps together: a warp that has nothing to do behind the branch does nothing there."""
     assert found[2] in current().flags, "not declared"
     current().flags[found[2]] = int((sums.data > float(found[1])).any())
     return sums

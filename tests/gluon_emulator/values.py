@@ -143,7 +143,7 @@ def _wrapped(data: Tensor, dtype: Any) -> Tensor:
 
 
 def common_dtype(a: Any, b: Any) -> DType:
-    """Of two operands: a number takes the type of the value beside it, if it can."""
+    """The dtype of two operands: a number takes the type of the other value, if it can."""
     if not isinstance(a, Value) and not isinstance(b, Value):
         return common_dtype(as_value(a), b)
     if not isinstance(a, Value):
@@ -177,7 +177,7 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
 
 
 def layout_of(*operands: Any) -> Any:
-    """That of the operand with the most dimensions."""
+    """The layout of the operand with the most dimensions."""
     values = [each for each in operands if isinstance(each, Value) and each._layout is not None]
     return max(values, key=lambda value: value.data.dim())._layout if values else None
 

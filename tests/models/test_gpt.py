@@ -149,7 +149,7 @@ def test_dropout_in_training_only(kind, config):
 
 
 def test_a_residual_stream_in_float32():
-    """Of narrow weights it changes the logits, by rounding alone."""
+    """With narrow weights it changes the logits, by rounding alone."""
     narrow, wide = (make(None, replace(SMALL, residual_in_fp32=wide), torch.bfloat16) for wide in (False, True))
     first, second, exact = narrow(tokens()[:, 1:]), wide(tokens()[:, 1:]), make(None)(tokens()[:, 1:])
     assert first.dtype is second.dtype is torch.bfloat16

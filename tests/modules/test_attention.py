@@ -118,7 +118,7 @@ def test_slopes_of_no_number_of_heads_are_refused(heads, error):
 
 
 def test_slopes_follow_the_device_and_stay_wide():
-    """Of a module that was cast, and of slopes of each sequence."""
+    """In a module that was cast, and with slopes of each sequence."""
     qkv, slopes = torch.randn(2, 6, 3, 2, 8), torch.rand(2, 2)
     module = FlashSelfAttention(alibi_slopes=slopes).bfloat16()
     expected = [FlashSelfAttention(alibi_slopes=slopes[i])(qkv[i : i + 1]) for i in range(2)]

@@ -50,7 +50,7 @@ def _meta(*shape: int, dtype: torch.dtype = _BF16, strides: tuple[int, ...] | No
 
 
 def _types_of(source: KernelSource) -> Iterator[str]:
-    """Of each argument of a launch: a descriptor is followed by its sizes and strides."""
+    """The type of each argument of a launch: a descriptor is followed by its sizes and strides."""
     for of in source.types:
         yield of
         box = re.match(r"tensordesc<\w+\[([^]]*)\]", of)

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
 
 
 def strided_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
-    """Of a tensor whose last dimension is contiguous."""
+    """The layout of a tensor whose last dimension is contiguous."""
     return Layout(shape, (*used_strides(shape, strides)[:-1], 1))
 
 

@@ -60,7 +60,7 @@ class Bound:
         return dict(zip(("out", "dq", "dk", "dv", "dbias"), tensors))
 
     def facts(self, phase: str) -> dict[str, Any]:
-        """Of the backward, the memory that it and the forward before it take beside inputs and gradients (on a GPU)."""
+        """For a backward on a GPU: the memory that it and its forward take in addition to inputs and gradients."""
         return peak_facts(self.forward_backward, self._leaves) if phase == "bwd" else {}
 
     def forward_backward(self) -> tuple[Tensor, ...]:

@@ -154,7 +154,7 @@ class Case:
         return entries * sum(count * self._pairs(seq) for seq, count in Counter(sequences or (self.S,)).items())
 
     def _pairs(self, seq: int) -> float:
-        """Of one sequence: seq², half of it for causal by convention, exact for a window."""
+        """Pairs of one sequence: seq², by convention half of it if causal, the exact number for a window."""
         if self.window is None:
             return seq**2 / (2 if self.causal else 1)
         left, right = self.window

@@ -143,7 +143,7 @@ def _dense_only(case: Case, device: torch.device) -> str | None:
 
 
 def _sdpa_limits(case: Case, device: torch.device) -> str | None:
-    """Of every kernel behind sdpa."""
+    """Why no kernel of sdpa serves a case; None if one may."""
     if case.softcap is not None:
         return "sdpa has no argument for a soft cap"
     if case.bias is not None and (case.causal or case.window is not None or case.mask is not None):

@@ -35,7 +35,7 @@ def documents(median: int = 768) -> str:
 
 
 def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
-    """Of the documents that a mask shows apart; None for another mask, or none."""
+    """Lengths of the documents that a mask keeps apart; None for another mask, or none."""
     if mask is None or not mask.startswith(_DOCUMENTS):
         return None
     return tuple(long_tailed_lengths(seq, int(mask.removeprefix(_DOCUMENTS))))

@@ -93,8 +93,8 @@ def host_table(rows: Sequence[Row]) -> Table:
 
 
 def mean_tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each table of attention cases, of each companion operation, of decoding and of training, the geometric means
-    of our speed over the best peer's and over each peer's.
+    """Geometric means of our speed over the best peer's and over each peer's: for each table of attention cases, each
+    companion operation, decoding and training.
 
     None without a peer.
     """
@@ -161,7 +161,7 @@ def _speed_table(title: str, unit: str, rows: list[Row], copies: list[Row]) -> T
 
 
 def _unit(row: Row) -> str:
-    """Of a speed: of an operation, what bounds it."""
+    """The unit of a speed. For an operation it is the unit of what bounds it."""
     if row["op"] == training.OP:
         return "tokens/s"
     if row["op"] == decoding.OP:
@@ -183,7 +183,7 @@ _ALIKE = 3.0
 
 
 def _share_of_copy(row: Row | None, copies: list[Row]) -> str:
-    """Of the speed of the fastest copy that moves about as many bytes: smaller ones stay in the caches, in part.
+    """The share of the fastest copy that moves about as many bytes; smaller copies stay in the caches, in part.
 
     The fastest, not the nearest: a single copy can be slow by an accident of its own, such as the copy engine that a
     graph gives a size to.

@@ -207,7 +207,7 @@ def cases_of(device: torch.device, names: Sequence[str] = (), quick: bool = Fals
 
 
 def _few(cases: list[Case], device: torch.device) -> list[Case]:
-    """Those of a long table that show every kind; a short one as it is."""
+    """The cases of a long table that show every kind; a short table as it is."""
     head_dim, lengths = (128, (2048, 8192)) if device.type == "cuda" else (64, (1024,))
     few = [case for case in cases if case.D == head_dim and case.S in lengths] or cases
     for case in cases:

@@ -49,8 +49,8 @@ def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
 
 
 def typical(samples: Sequence[float], kind: str) -> float:
-    """What a record says of the samples of a timer of this kind: the median of a GPU's. Of a CPU's the lower quartile,
-    because other processes lengthen calls, and nothing shortens them."""
+    """The number that a record has for the samples of a timer: a GPU's median, and a CPU's lower quartile, because
+    other processes lengthen calls, and nothing shortens them."""
     if kind not in CpuTimer.KINDS:
         return statistics.median(samples)
     return sorted(samples)[len(samples) // 4]

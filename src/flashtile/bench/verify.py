@@ -4,8 +4,8 @@ The oracle is `flashtile.attention(backend="reference")` in float64, and the tol
 (`flashtile.testing`). Whole heads are checked, with every query and key of theirs, because a gradient of k or v
 sums over all queries. Where all heads would be too much work, evenly spaced ones are, the first and the last of the
 batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on a
-head's index. Of a packed batch, the chosen heads of every sequence are checked, and so are those of every document,
-one by one. With a bias the chosen heads are checked in every batch entry, because its gradient may sum over them.
+head's index. In a packed batch, the chosen heads of every sequence and every document are checked, one by one. With a
+bias the chosen heads are checked in every batch entry, because its gradient may sum over them.
 Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 """
 

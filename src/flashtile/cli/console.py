@@ -85,7 +85,7 @@ _GAP = 2
 
 
 def _widths(table: Table, columns: Sequence[int], available: int) -> list[int] | None:
-    """Of each column: as much as its cells ask for where there is room, else less; None where words would break."""
+    """The width of each column: what its cells ask for if there is room, else less; None if words would break."""
     cells = [[table.headings[column], *(line[column] for line in table.lines)] for column in columns]
     most = [max(map(cell_len, column)) for column in cells]
     widths = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in cells]

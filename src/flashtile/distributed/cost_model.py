@@ -67,12 +67,12 @@ class Load:
 
     @property
     def flops(self) -> float:
-        """Of a forward."""
+        """Operations of a forward."""
         full = 4.0 * self.batch * self.heads * self.length**2 * self.head_dim
         return full / 2 if self.causal else full
 
     def bytes_of(self, tokens: float, heads: float) -> float:
-        """Of one tensor."""
+        """Bytes of one tensor with so many tokens and heads."""
         return self.batch * tokens * heads * self.head_dim * self.itemsize
 
 
@@ -150,7 +150,8 @@ def _compute(load: Load, ranks: int, machine: Machine, back: bool) -> float:
 
 
 def _bandwidth(group: int, machine: Machine, stride: int = 1) -> float:
-    """Of the slowest rank of a group whose neighbours are `stride` GPUs apart: between nodes, where it leaves one."""
+    """Bandwidth of the slowest rank of a group whose neighbours are `stride` GPUs apart: that between nodes if the
+    group leaves one."""
     return machine.near if group * stride <= machine.node else machine.far
 
 
@@ -192,8 +193,8 @@ def _all_gather(load: Load, ranks: int, machine: Machine, back: bool) -> Cost:
 
 def _exchange(load: Load, tokens: float, ranks: int, machine: Machine, compute: float = 0.0, runs: int = 1) -> float:
     """Seconds of exchanging q, k, v and out of `tokens` tokens, or their gradients, among `ranks`: a transfer each way.
-    Before or after it everything is copied once, and what a rank keeps once more. Of several runs the first arrives and
-    the last leaves while nothing is computed."""
+    Before or after it everything is copied once, and what a rank keeps once more. With several runs, nothing is
+    computed while the first arrives and the last leaves."""
     if ranks == 1:
         return 0.0
     moved = load.bytes_of(tokens, 2 * load.heads + 2 * max(load.heads_kv, ranks))

@@ -174,7 +174,7 @@ def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor,
 
 
 class _Blocks:
-    """The keys and values of the steps, in their order. Those of two steps are here or on their way at a time: the next
+    """The keys and values of the steps, in their order. Two steps' blocks are here or on their way at a time: the next
     ones begin to travel when a step has been computed, before what follows its largest kernel.
 
     Attributes:
@@ -394,7 +394,7 @@ def _return(
 
 
 def _of_shard(call: Call, transfer: Transfer, grad: Tensor) -> Tensor:
-    """Of the gradient of all keys, in the order of the sequence, those of some keys of a shard."""
+    """The part for some keys of a shard, of a gradient that has all keys in the order of the sequence."""
     low, high = transfer.keys
     return torch.cat(
         [
@@ -448,7 +448,7 @@ def gradients(
     sinks: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Those of q, k, v, bias, slopes and sinks, each in its input's dtype; `wanted`: which of the last three."""
+    """Gradients of q, k, v, bias, slopes and sinks, each in its input's dtype; `wanted`: which of the last three."""
     bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted))
     results = backward(call, dout, dlse, q, k, v, out, lse, bias, slopes)
     of_tables = (

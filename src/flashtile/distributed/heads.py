@@ -275,7 +275,7 @@ _DIMS = (1, -1, 0)
 
 
 def _of_heads(tensor: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
-    """Those of some heads, (first, past the last), in a tensor that has all heads, or one for all."""
+    """The part for some heads, (first, past the last), of a tensor that has all heads, or one for all."""
     one_for_all = tensor is None or tensor.shape[dim] == 1
     return tensor if tensor is None or one_for_all else tensor.narrow(dim, heads[0], heads[1] - heads[0])
 

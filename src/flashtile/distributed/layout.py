@@ -76,7 +76,7 @@ class Layout:
         return self.length // self.ranks
 
     def ring_chunks(self, place: int) -> tuple[Chunk, ...]:
-        """Of the place `place` in the ring, before its ranks cut them again."""
+        """The chunks of the place `place` in the ring, before its ranks cut them again."""
         if self.ring == 1:
             return (Chunk(0, self.length, 0),)
         if self.kind == "contiguous":
@@ -89,7 +89,7 @@ class Layout:
         return (Chunk(first.start, last.stop, 0),) if first.stop == last.start else (first, last)
 
     def chunks(self, rank: int) -> tuple[Chunk, ...]:
-        """Of a rank; those of one place in the ring have neighbouring numbers."""
+        """The chunks of a rank. Ranks of one place in the ring have neighbouring numbers."""
         place, part = divmod(rank, self.inner)
         begin, end = part * self.share, (part + 1) * self.share
         found: list[Chunk] = []

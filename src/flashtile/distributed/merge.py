@@ -18,7 +18,7 @@ class RunningMerge:
     Args:
         queries: `[batch, rows, heads, head_dim]`.
         head_dim_v: columns of the results.
-        parts: how many results will come. That of all rows, if it is the only one, is kept as it is.
+        parts: how many results will come. A single result that has all rows is kept as it is.
 
     Reference:
         Dao et al., "FlashAttention" (2022), algorithm 1; Liu et al., "Ring Attention with Blockwise Transformers"

@@ -50,7 +50,7 @@ def _pairs_below(highest: int | None, rows: range, keys: range) -> int:
     """Pairs of a rectangle with `j - i <= highest`."""
     if highest is None:
         return len(rows) * len(keys)
-    # Of row i the keys up to i + highest: none, then one more for each row, then all.
+    # Row i sees the keys up to i + highest: none, then one more for each row, then all.
     first, last = rows.start + highest + 1 - keys.start, rows.stop + highest - keys.start
     rising = range(max(first, 0), min(last, len(keys)) + 1)
     full = max(0, min(len(rows), last - len(keys)))
@@ -96,8 +96,8 @@ class Step(NamedTuple):
     """What happens at the same time.
 
     Attributes:
-        transfers: of keys and values, before the work; of their gradients the other way, after it. Of gathered keys
-            those that the work reads, and a rank's own are among them.
+        transfers: of keys and values, before the work; of their gradients the other way, after it. If keys
+            are gathered: the ones that the work reads, among them a rank's own.
         work: of each rank, with the keys that it got in this step, or its own where it got none.
     """
 

@@ -166,8 +166,8 @@ def of_shards(parameter: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _check_just(kind: type[nn.Module], layer: nn.Module) -> None:
-    """Of a layer that is cut the weights alone are read: what another class or a parametrization does beside would be
-    lost in silence."""
+    """Refuses another class and parametrizations: only the weights of a layer that is cut are read, so whatever else
+    the layer does would be lost in silence."""
     if not isinstance(layer, kind) or type(layer).forward is not kind.forward or is_parametrized(layer):
         raise TypeError(
             f"layer: expected a torch.nn.{kind.__name__}, got {type(layer).__module__}.{type(layer).__qualname__}; its "
@@ -304,7 +304,7 @@ class RowParallelLinear(nn.Module):
         out = leave(part, self.mesh, self.sequence_parallel)
         if self.bias is None:
             return out
-        # Of shards of tokens each rank sees a part of the bias's gradient.
+        # If ranks have shards of the tokens, each sees a part of the bias's gradient.
         bias = of_shards(self.bias, self.mesh) if self.sequence_parallel else self.bias
         return out + bias.to(out.dtype)
 

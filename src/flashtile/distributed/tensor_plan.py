@@ -97,7 +97,7 @@ class MlpParallel(ParallelStyle):
 
 
 def _fused_forward(module: FusedMlp, x: Tensor) -> Tensor:
-    """That of a `FusedMlp` whose layers are cut: it takes their weights, not their forward."""
+    """The forward of a `FusedMlp` whose layers are cut: it takes their weights, not their forward."""
     fc1, fc2 = cast(ColumnParallelLinear, module.fc1), cast(RowParallelLinear, module.fc2)
     part = flashtile.fused_mlp(
         enter(x, fc1.mesh, fc1.sequence_parallel),

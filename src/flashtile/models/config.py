@@ -134,7 +134,7 @@ class BertConfig:
 
 
 def _given(config: GPTConfig | BertConfig, *names: str) -> dict[str, int]:
-    """Those of the sizes that were not left out."""
+    """The sizes that were not left out."""
     return {name: size for name in names if (size := getattr(config, name)) is not None}
 
 

@@ -279,7 +279,7 @@ class MHA(nn.Module):
         """
         qkv = self._heads(self.Wqkv(x), self.num_heads + 2 * self.num_heads_kv)
         if self.rotary_emb is not None:
-            # Of the projection: where ranks share the tokens of x, it has those of all.
+            # Positions are counted in the projection: if ranks share the tokens of x, it has the tokens of all.
             positions = qkv.shape[-3] if positions is None else positions
             tables = self.rotary_emb.tables(positions, x.device)
             # In place: nothing else reads what the projection wrote.
@@ -310,7 +310,7 @@ class MHA(nn.Module):
         cu_seqlens_k: Tensor | None,
         max_seqlen_k: int | None,
     ) -> None:
-        """Which go together, and their shapes; what is in them the functions below check."""
+        """Checks which arguments go together, and their shapes; the functions below check their contents."""
         if (x_kv is None) is self.cross_attn:
             expected, came = ("a tensor", "None") if self.cross_attn else ("None", "a tensor")
             raise ValueError(f"x_kv: expected {expected} with cross_attn={self.cross_attn}, got {came}")

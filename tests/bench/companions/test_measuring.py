@@ -221,7 +221,7 @@ def test_results_are_those_of_fresh_inputs():
 
 
 def test_liger_is_called_by_its_signatures(monkeypatch):
-    """Those of version 0.8.5, over plain PyTorch."""
+    """The signatures of version 0.8.5, over plain PyTorch."""
 
     def rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
         return tuple(x * cos[:, None] + _rotate_half(x) * sin[:, None] for x in (q, k))
@@ -252,7 +252,7 @@ def test_liger_is_called_by_its_signatures(monkeypatch):
 
 
 def test_quack_is_called_by_its_signatures(monkeypatch):
-    """Those of version 0.6.5, over plain PyTorch."""
+    """The signatures of version 0.6.5, over plain PyTorch."""
 
     def rmsnorm(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6, prenorm=False):
         total = x if residual is None else x + residual

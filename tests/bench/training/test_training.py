@@ -39,7 +39,7 @@ def run(case, *chosen):
 
 def test_flops_count_the_models_products():
     sizes = MODELS["gpt2-tiny"]
-    # Of a token: four products of width², two of 4 · width², the head; attention sees (S / 2) keys, twice.
+    # Products of a token: four products of width², two of 4 · width², the head; attention sees (S / 2) keys, twice.
     products = sizes.layers * (4 + 8) * 64**2 + 256 * 64
     attention = sizes.layers * 2 * 2 * (8 / 2) * 64
     assert CASE.flops("fwd+bwd+step") == 3 * 3 * 8 * (2 * products + attention)

@@ -212,7 +212,7 @@ def test_long_masks_take_little_memory():
         "import re, torch, flashtile\n"
         "mask = flashtile.BlockMask.from_predicate(lambda b, h, q, k: q >= k, None, None, 32768, 32768)\n"
         "assert mask.columns.shape[0] == 256 * 257 // 2 and mask.tile_masks.shape[0] == 1\n"
-        # Of this program alone: `getrusage` counts what the process was before it, too.
+        # The peak of this program alone: `getrusage` counts what the process was before it, too.
         "print(re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())[1])\n"
     )
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

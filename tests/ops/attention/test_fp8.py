@@ -119,15 +119,15 @@ class Problem:
             return self.function(q, k, self.numbers(torch.float32)[2], **arguments)
 
     def _score_factors(self) -> list[Tensor]:
-        """Of each call that the reference makes `[batch, heads, 1, 1]`; of a packed one: the sequences, and what is
-        behind them."""
+        """The factors `[batch, heads, 1, 1]` of each call that the reference makes; in a packed call, those of the
+        sequences and of the rows behind them."""
         of_q, of_k = (x.repeat_interleave(self.case.heads // x.shape[-1], -1) for x in self.descales[:2])
         factors = (of_q * of_k)[..., None, None]
         return [factors] if self.case.lengths is None else [*factors.split(1), torch.ones((), device=factors.device)]
 
 
 def _random_mask(rows: int, keys: int, tile_q: int, tile_k: int, generator: torch.Generator) -> Tensor:
-    """Of each tile another part is visible: of a third of them all, of a third nothing."""
+    """Another part of each tile is visible: a third of the tiles are full, a third are empty."""
     part = 3 * torch.rand(-(-rows // tile_q), -(-keys // tile_k), generator=generator) - 1
     part = part.repeat_interleave(tile_q, 0)[:rows].repeat_interleave(tile_k, 1)[:, :keys]
     return torch.rand(rows, keys, generator=generator) < part

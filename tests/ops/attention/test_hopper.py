@@ -1112,7 +1112,7 @@ _LAUNCHED_BACKWARDS = {
 
 
 def _arguments_of(parameter: str) -> int:
-    """Of a descriptor: itself, shape and strides."""
+    """A descriptor is several arguments: itself, shape and strides."""
     box = re.match(r"tensordesc<\w+\[([^]]*)\]", parameter)
     return 1 if box is None else 1 + 2 * len(box[1].split(","))
 

@@ -393,8 +393,8 @@ def test_three_consumers(changes: dict, arguments: dict) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("seq_q, seq_k", [(1100, 1000), (1030, 1300)])
 def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
-    """So many queries and heads for each key tile that the steps which a mask or the end of the keys cuts have a loop
-    of their own. The end of the keys cuts all steps of the last tile."""
+    """There are enough queries and heads for each key tile that the steps which a mask or the end of the keys cuts have
+    a loop of their own. The end of the keys cuts all steps of the last tile."""
     sizes = {"batch": 32, "heads": 8, "heads_kv": 1, "seq_q": seq_q, "seq_k": seq_k}
     check(with_arguments(replace(_LARGE, **sizes, head_dim=128, head_dim_v=128), **arguments), "hopper", "cuda")
 
@@ -403,7 +403,7 @@ def test_long_walks(seq_q: int, seq_k: int, arguments: dict) -> None:
 @pytest.mark.parametrize("seq_q, seq_k", [(4096, 4096), (4100, 4300)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_walks_that_go_up(head_dim: int, seq_q: int, seq_k: int, changes: dict) -> None:
-    """So many key tiles on each line that programs take a second one, whose queries come in the opposite order."""
+    """Each line has enough key tiles that programs take a second one, whose queries come in the opposite order."""
     sizes = {"batch": 1, "heads": 16, "heads_kv": 8, "seq_q": seq_q, "seq_k": seq_k}
     case = replace(_LARGE, **sizes, head_dim=head_dim, head_dim_v=head_dim, **changes)
     check(with_arguments(case, causal=True), "hopper", "cuda")
@@ -647,7 +647,7 @@ _LISTS = {
     "head_dim, head_dim_v", [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str
 )
 def test_block_masks(head_dim: int, head_dim_v: int, lists: str) -> None:
-    """Of each head its own, of grouped heads; tiles that stick out, and some that hold nothing but what sticks out."""
+    """A mask for each head, of grouped heads; tiles that stick out, and some that lie past the end as a whole."""
     tile, arguments = _LISTS[lists]
     case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile)
     check(with_arguments(case, **arguments), "hopper", "cuda")

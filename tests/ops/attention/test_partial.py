@@ -197,7 +197,7 @@ def test_packed_sequences_of_some_heads():
 
 
 def test_backward_from_results_is_that_of_autograd():
-    """Of a whole call, with sinks, to the bit."""
+    """The gradients of a whole call, with sinks, are the same to the bit."""
     case = replace(_WHOLE, sinks=True, bias="bhqk", alibi_slopes="h", arguments={"causal": True})
     inputs = make_inputs(case)
     expected = run(case, inputs, "cpu")

@@ -138,7 +138,7 @@ def _row_strides(found: AttentionPlan) -> tuple[int, ...]:
 
 
 def _stride_types(found: AttentionPlan) -> set[str]:
-    """Of the batch and head strides of what has strides in every call."""
+    """Types of the batch and head strides of q, k and v, which every call has."""
     parameters = described(found.kernel.source)
     return {parameters[f"stride_{of}_{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
 

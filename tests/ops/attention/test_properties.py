@@ -301,7 +301,7 @@ def test_window_is_a_mask(backend: str, case: AttentionCase, left: int | None, r
 @both_backends
 @hypothesis.given(plain_cases(), st.floats(0.1, 100))
 def test_soft_cap_is_a_tanh_of_the_score(backend: str, case: AttentionCase, softcap: float) -> None:
-    # Of a single key, lse is the score.
+    # With a single key, lse is the score.
     inputs = make_inputs(replace(case, seq_k=1))
     _, scores = forward(inputs, backend, scale=2.0)
     _, capped = forward(inputs, backend, scale=2.0, softcap=softcap)

@@ -157,7 +157,7 @@ def _strided(table: Tensor, strides: tuple[int, ...]) -> Tensor:
 @pytest.mark.interpreter
 @pytest.mark.unpoisoned
 def test_interpreted_mask_whose_columns_lie_past_two_to_the_31_elements() -> None:
-    """Within a tile. Of the memory little is touched."""
+    """They lie within a tile. Little of the memory is touched."""
     q, k = (torch.randn(1, rows, 1, 16) for rows in (18, 20))
     mask = torch.rand(1, 1, 18, 20) < 0.6
     apart = torch.empty(19 * 2**27 + 18, dtype=torch.bool).as_strided(mask.shape, (1, 1, 1, 2**27)).copy_(mask)

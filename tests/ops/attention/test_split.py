@@ -167,7 +167,7 @@ def test_visible_keys(spec: AttentionSpec, visible: tuple[int, int]) -> None:
 
 @pytest.mark.skipif("flashtile._backends.devices.triton_missing()", reason="plans launches of Triton")
 def test_strides_of_dimensions_of_one_do_not_count() -> None:
-    """Those of a batch of one and of a single query may be odd."""
+    """Strides of a batch of one and of a single query may be odd."""
     from flashtile.ops.attention.split.launch import split_call
 
     shapes, strides = ((1, 1, 8, 64), *[(1, 100, 2, 64)] * 2), ((1, 7, 64, 1), *[(1, 128, 64, 1)] * 2)

@@ -275,7 +275,7 @@ def test_lengths_past_32_bits_show_all_keys(backend: str) -> None:
 
 
 def _scale_of_expanded_queries(scale: float, device: str) -> None:
-    """Of them, in a batch of one and of an odd stride, PyTorch makes copies in which heads are innermost."""
+    """PyTorch's copies of them, in a batch of one and with an odd stride, have heads innermost."""
     q = torch.randn(50, device=device).as_strided((1, 20, 2, 8), (1, 0, 0, 1)).requires_grad_()
     k, v = torch.randn(2, 1, 20, 2, 8, device=device)
     results = []

@@ -51,7 +51,7 @@ def forward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
 
 
 def backward_plan(device: devices.DeviceFacts, call: Call) -> Plan:
-    """That of a backward call whose gradient has memory of its own."""
+    """The plan of a backward call whose gradient has memory of its own."""
     vector = 16 // call.dtype.itemsize
     strides = (call.width + call.padding, call.width + call.padding % vector)
     return _planned(

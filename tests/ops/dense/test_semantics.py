@@ -100,7 +100,7 @@ def test_levels_mean_the_same(level: int, backend: str) -> None:
 
 @levels
 def test_levels_keep_what_they_say(level: int) -> None:
-    """Of pre (9 columns) and hidden (9 columns), one each less a level; hidden only for the gradient of weight2."""
+    """Each level keeps one less of pre (9 columns) and hidden (9 columns); hidden only for the gradient of weight2."""
     x, weight1, bias1, weight2 = normal(6, 4).requires_grad_(), normal(9, 4), normal(9), normal(3, 9)
     for frozen, expected in ((False, 2 - level), (True, min(1, 2 - level))):
         kept: list[tuple[int, ...]] = []

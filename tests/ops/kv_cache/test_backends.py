@@ -178,8 +178,8 @@ def test_left_padding_past_32_bits_hides_all_rows(device: str) -> None:
 @pytest.mark.interpreter
 @pytest.mark.unpoisoned
 def test_interpreted_offsets_within_a_page_pass_2_to_the_31() -> None:
-    """Tiles of keys do not divide the page, so that its rows are counted from its first. Of the memory only the last
-    rows are touched, which alone are visible."""
+    """Tiles of keys do not divide the page, so that its rows are counted from its first. Only the last rows
+    are touched, which alone are visible."""
     rows, stride = 272, 2**23 - 16
     q, page = torch.randn(1, 1, 1, 16).half(), torch.randn(1, rows, 1, 16).half()
     apart = torch.empty((rows - 1) * stride + 16, dtype=torch.half).as_strided(page.shape, (16, stride, 16, 1))

@@ -19,7 +19,7 @@ _APPEND = replace(PAIRS["rotary halves"], heads=4, dtype=torch.float32)
 
 
 def _arguments(case: CacheCase, backend: str) -> tuple:
-    """Those of the operator."""
+    """Arguments of the operator."""
     inputs = make_inputs(case)
     for cache in (inputs.k_cache, inputs.v_cache):
         cache.nan_to_num_()

@@ -27,8 +27,8 @@ def _parts(dtype: torch.dtype, width: int, device: str = "cpu", parts: int = 4):
 
 
 def _merged(parts, backend: str, dtype: torch.dtype | None = None):
-    """The parts one after another into slices of something larger, whose other rows stay as they are. Of float64 the
-    first joins nothing, else it is the first."""
+    """The parts one after another into slices of something larger, whose other rows stay as they are. In float64
+    the first part joins nothing; else it is the start."""
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     out, lse = parts[0]
     batch, rows, heads, width = out.shape

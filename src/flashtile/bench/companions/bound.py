@@ -59,7 +59,7 @@ class Bound:
         return results | dict(zip(names, self.way.gradients(list(gradients)), strict=True))
 
     def facts(self, phase: str) -> dict[str, Any]:
-        """Of forward and backward together, the memory that they take beside inputs and gradients (on a GPU)."""
+        """For forward and backward together on a GPU: the memory that they take in addition to inputs and gradients."""
         return peak_facts(self.forward_backward, self._leaves) if phase == "fwd+bwd" else {}
 
     def _own_leaves(self) -> Tensors:

@@ -60,7 +60,7 @@ class DecodeCase:
         """Bytes are what counts."""
 
     def bytes(self, phase: str) -> int:
-        """Of the cache, each row read once. Queries, new rows and results are too few to count."""
+        """Bytes of the cache, each row read once. Queries, new rows and results are too few to count."""
         return self.B * self.S * self.Hkv * (self.D + self.Dv) * self.torch_dtype.itemsize
 
 

@@ -35,7 +35,7 @@ class ParallelCase:
         return asdict(self)
 
     def flops(self, phase: str) -> float:
-        """Of all GPUs together."""
+        """The operations of all GPUs together."""
         forward = 4.0 * self.B * self.H * self.S**2 * self.D / (2 if self.causal else 1)
         return forward * (1 if phase == "fwd" else 3.5)
 

@@ -21,11 +21,11 @@ Row = dict[str, Any]
 
 _LENGTH = "sequence length (tokens)"
 _MEMORY = "MiB beside inputs and gradients"
-#: So many lengths make a line.
+#: The fewest lengths that are drawn as a line.
 _LEAST_LENGTHS = 3
-#: So many cases stand in a chart of dots.
+#: The most cases in one chart of dots.
 _MOST_CASES = 14
-#: Of a curve of losses.
+#: Points of a curve of losses.
 _POINTS = 60
 
 

@@ -19,13 +19,13 @@ from flashtile.bench.values import help_text_tokens
 OP = "train-step"
 PHASE = "fwd+bwd+step"
 
-#: Of the weights at first, as GPT-2 has them.
+#: Standard deviation of the weights at the start, as in GPT-2.
 _INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a GPT-2. The vocabulary is rounded up to a multiple of 64, as is usual where one is trained."""
+    """Sizes of a GPT-2. The vocabulary is rounded up to a multiple of 64, as is usual where one is trained."""
 
     layers: int
     heads: int
@@ -73,7 +73,8 @@ class TrainCase:
         return asdict(self)
 
     def flops(self, phase: str) -> float:
-        """Of the model: two for each weight of a product and token, and attention's half of S²; a backward twice that.
+        """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward
+        twice that.
 
         What an implementation computes again is no work of the model.
         """

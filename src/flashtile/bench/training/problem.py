@@ -2,7 +2,7 @@
 
 The losses of every token, before the first step and after some steps on the same batch, must be those of the plain
 formula trained in float64, within the tolerance policy: before, they tell that the forward is right, after, that the
-gradients and the optimizer's use of them are. Of longer contexts the first tokens of each sequence are checked so,
+gradients and the optimizer's use of them are. Longer contexts are checked in the first tokens of each sequence,
 because that formula holds all scores in float64; what is timed are steps on whole sequences.
 """
 
@@ -22,7 +22,7 @@ from flashtile.bench.training.implementations import Implementation, Model, buil
 from flashtile.bench.verify import Verdict
 
 _CHECKED_STEPS = 2
-#: Of each sequence, as many tokens as these are checked.
+#: Tokens of each sequence that are checked.
 _CHECKED_TOKENS = 1024
 #: Sequences that the oracle takes at once; it has the S×S matrices of attention in float64.
 _ORACLE_BATCH = 2
@@ -177,7 +177,7 @@ def judge_losses(
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """Of bfloat16 products on a known GPU."""
+    """Peak rate of bfloat16 products on a known GPU; None on another device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

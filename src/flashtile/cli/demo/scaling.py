@@ -126,7 +126,7 @@ def _too_expensive(before: list[Point], length: int, seconds_left: float, device
 
 
 def _next_seconds(before: list[Point]) -> float:
-    """Of a measurement at the next length, judged by the lengths before it."""
+    """Seconds that a measurement at the next length will take, judged by the lengths before it."""
     costs = [max(point.ms, point.first_ms) for point in before]
     growth = max(_GROWTH, costs[-1] / costs[-2]) if len(costs) > 1 else _GROWTH
     return _CALLS * growth * costs[-1] / 1e3 + _START_SECONDS

@@ -87,7 +87,7 @@ def train(
 
 
 def learning_rate(plan: Plan, step: int) -> float:
-    """Of a step, counted from zero: it grows linearly, then stays."""
+    """The rate of a step, counted from zero: it grows linearly, then stays."""
     return plan.learning_rate * min(1.0, (step + 1) / plan.warm_up_steps)
 
 

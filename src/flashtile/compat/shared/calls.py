@@ -141,7 +141,7 @@ def probs_of(q: Tensor, k: Tensor, call: Call, seed: Tensor | None) -> Tensor:
 
 
 def packed_probs_of(q: Tensor, k: Tensor, layout: Packed, call: Call, seed: Tensor | None) -> Tensor:
-    """Those of a packed call, each sequence from its start, padded to the longest and so on."""
+    """The weights of a packed call, each sequence from its start, padded to the longest and so on."""
     return probs.packed_attention_probs(q, k, *layout[:4], _scores(call), seed, call.dropout_p, PROBS_MULTIPLE)
 
 

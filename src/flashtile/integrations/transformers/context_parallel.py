@@ -94,7 +94,7 @@ def context_parallel(
 
 
 def _rope_types(parameters: Any) -> list[str]:
-    """Of all layers, where layers differ."""
+    """The types of all layers, if layers differ."""
     if not isinstance(parameters, dict):
         return []
     kinds = [kind for entry in parameters.values() for kind in _rope_types(entry)]

@@ -67,7 +67,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of q and k, and of v."""
+        """The head_dim of q and k, and that of v."""
         return self.q_shape[-1], self.v_shape[-1]
 
 

@@ -30,7 +30,7 @@ _FEWEST_ROWS = 64
 
 
 class Tangents(NamedTuple):
-    """Of the inputs, in their shapes and dtypes; None = 0."""
+    """Tangents of the inputs, in their shapes and dtypes; None = 0."""
 
     q: Tensor | None
     k: Tensor | None

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.common.checks import check_float_dtype, check_tensors
 
-#: Of a factor, so that what is divided by it stays finite.
+#: The smallest factor, so that quotients by it stay finite.
 _SMALLEST = 2.0**-100
 
 

@@ -51,7 +51,7 @@ class BackwardOptions(PartOptions, total=False):
 
 
 class Options(BackwardOptions, total=False):
-    """Those of both `attention` and `attention_varlen`, but `return_lse`: with it a call returns a pair."""
+    """Arguments of both `attention` and `attention_varlen`, except `return_lse`, with which a call returns a pair."""
 
     block_mask: BlockMask | None
     descale_q: Tensor | None

@@ -306,7 +306,7 @@ def _shifted(spec: AttentionSpec, shift: int, rows: int, columns: int) -> Attent
         left = None
     if right is not None and right >= columns - 1:
         right = None
-    # Of a square both alignments are the same: one of them, so that they share what is compiled.
+    # Both alignments of a square are the same. One of them is taken, so that they share what is compiled.
     return spec._replace(window_left=left, window_right=right, top_left=rows != columns)
 
 

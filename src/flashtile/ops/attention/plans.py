@@ -122,7 +122,8 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
     if not spec.scale:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), spec._replace(scale=1.0), 0
     negative = (q.view(torch.uint8) ^ 0x80).view(FP8) if q.dtype is FP8 else -q
-    # That of an expanded q need not be: PyTorch may choose another order of dimensions, the last one not innermost.
+    # The negative of an expanded q need not be contiguous: PyTorch may choose an order whose last dimension is not
+    # innermost.
     return negative.contiguous(), spec._replace(scale=-spec.scale), -1
 
 

@@ -195,7 +195,7 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
 
 
 def _sequences(side: SideInputs) -> Iterator[tuple[int, slice, slice, SideInputs]]:
-    """Of each sequence of a packed call: its number, queries and keys, and the side inputs of a batch of it alone."""
+    """For each sequence of a packed call: its number, queries and keys, and the side inputs of a batch of it alone."""
     assert side.cu_seqlens_q is not None and side.cu_seqlens_k is not None
     bounds = zip(pairwise(side.cu_seqlens_q.tolist()), pairwise(side.cu_seqlens_k.tolist()))
     for sequence, (rows, columns) in enumerate(bounds):

@@ -131,7 +131,7 @@ class SideInputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of which side inputs the gradients are wanted. Those of q, k and v always are."""
+    """Which side inputs require gradients. Gradients of q, k and v are always computed."""
 
     bias: bool = False
     alibi_slopes: bool = False
@@ -168,5 +168,5 @@ def plain_side(side: SideInputs) -> bool:
 
 
 def out_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of the result of inputs of a dtype."""
+    """The dtype of the result of inputs of a dtype."""
     return torch.bfloat16 if dtype is FP8 else dtype

@@ -1,6 +1,6 @@
 """Lists of tiles: how a mask over pairs of query and key is cut into tiles, sorted into empty, full and partial ones.
 
-Of each tile it is told whether a pair in it *may* be visible and whether all *surely* are (`Bounds`). The elements of
+`Bounds` says of each tile whether a pair in it *may* be visible and whether all *surely* are. The elements of
 the tiles in doubt are made, some at a time, counted, and compared, so that memory grows with the result and not with
 the matrix.
 """
@@ -179,7 +179,7 @@ def _ranges(total: int, step: int) -> Iterator[range]:
 
 
 def _examined(grid: Grid, cells: Tensor, key: Tensor | None, elements: Elements) -> _Entries:
-    """The tiles in doubt that turn out not to be empty. Of tiles with the same key one is looked at."""
+    """The tiles in doubt that turn out not to be empty. One of the tiles with the same key is looked at."""
     looked_at, group = cells, None
     if key is not None:
         # Tiles that stick out have fewer pairs than others of their key.

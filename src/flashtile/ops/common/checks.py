@@ -77,7 +77,7 @@ def raise_not_bool(**flags: bool) -> None:
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    # Of other types some compare with each choice, as NumPy's arrays, and find no one answer.
+    # Values of other types, such as NumPy's arrays, may compare with each choice and find no one answer.
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
 

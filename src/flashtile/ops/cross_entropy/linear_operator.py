@@ -118,7 +118,7 @@ def _differentiable_backward(
     dloss: Tensor, operands: LinearOperands, spec: CrossEntropySpec, wanted: Wanted
 ) -> LinearGradients:
     """The gradients as functions of all that they depend on, through the reference, which holds all logits."""
-    # Of views: where one operand was made from another (x from a weight that is the embedding too), the gradient of the
+    # Operands are viewed: if one was made from another (x from a weight that is the embedding too), the gradient of the
     # latter would have that of the former in it, which autograd adds as well.
     x, weight, bias, labels = operands
     bias = None if bias is None else bias.view_as(bias)

@@ -10,7 +10,7 @@ from flashtile.ops.cross_entropy.spec import CrossEntropySpec, Results, Statisti
 
 
 def statistics(logits: Tensor, labels: Tensor, spec: CrossEntropySpec) -> Statistics:
-    """Of rows of logits `[rows, columns]`, in the dtype that computes; differentiable."""
+    """Statistics of rows of logits `[rows, columns]`, in the dtype that computes; differentiable."""
     scores = logits * spec.logit_scale
     largest = scores.detach().amax(dim=1)
     largest = largest.masked_fill(largest == float("-inf"), 0)

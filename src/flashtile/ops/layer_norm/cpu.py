@@ -98,7 +98,7 @@ def _output(
 def _parameters(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, spec: NormSpec
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias as PyTorch's kernels take them. Those of float32 make them keep float32 statistics."""
+    """Weight and bias as PyTorch's kernels take them. Parameters in float32 make those keep float32 statistics."""
     dtype = statistics_dtype(x.dtype)
     if weight is not None:
         weight = weight.to(dtype) + 1 if spec.zero_centered else weight.to(dtype)

@@ -437,7 +437,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
 
 
 def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
-    """Of the three kernels."""
+    """The parameters of the three kernels."""
     tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
     apart = Parameter("i64" if variant.wide_strides else "i32", 8)
     numbers = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "tiles", "query_tiles")

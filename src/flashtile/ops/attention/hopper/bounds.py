@@ -18,7 +18,7 @@ def by_whole_rows(tensor: Tensor) -> Tensor:
 
 
 def row_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
-    """Of k or v of a dense call: elements from one row to the next, and rows from one batch entry to the next."""
+    """For k or v of a dense call: elements from one row to the next, and rows from one batch entry to the next."""
     if shape[1] == 1:
         return strides[0], 1
     return strides[1], strides[0] // strides[1] if shape[0] > 1 and strides[1] else 0

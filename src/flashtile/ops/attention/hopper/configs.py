@@ -18,8 +18,8 @@ MAX_HEAD_DIM = 256
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
 
-#: Of the producer, a single warp, in either kernel. With those of the others they make up 504 or 512 on each of 128
-#: lanes.
+#: Registers of a thread of the producer, a single warp, in either kernel. All warps together have 504 or 512 on each
+#: of 128 lanes.
 PRODUCER_REGISTERS = 24
 
 #: Numbers of queries up to which a sequence is short, and below which it is with a band.
@@ -215,8 +215,8 @@ class Broadcast(Protocol):
 
 
 def table_bytes(*tables: Broadcast | None) -> int:
-    """Bytes that a thread holds of tables for each of its scores, about. Of one that broadcasts along a dimension it
-    holds few."""
+    """Bytes of tables that a thread holds for each of its scores, about. It holds few of a table that broadcasts along
+    a dimension."""
     return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
 
 
@@ -294,12 +294,12 @@ class BackwardConfig(NamedTuple):
 
     @property
     def max_registers(self) -> int:
-        """Of a thread at the start: four warpgroups, three without a producer, share 64 Ki."""
+        """Registers per thread at launch: 64 Ki over four warpgroups (three without a producer)."""
         return 128 if self.producer else 168
 
     @property
     def statistics_bytes(self) -> int:
-        """Of lse and delta of a query: two float32, or two rows of 16-bit operands."""
+        """Bytes of lse and delta of a query: two float32, or two rows of 16-bit operands."""
         return 4 * STATISTIC_COLUMNS if self.statistics_multiplied else 8
 
 

@@ -143,7 +143,7 @@ _NO_POINTERS = (pointer(None),) * 12
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
-    """That of rows which see nothing but their sink, where there is one; past the last sequence there is none."""
+    """The lse of rows that see no key: their sink if there is one, else -inf. Past the last sequence it is -inf."""
     if side.sinks is None:
         return lse.fill_(float("-inf"))
     lse.copy_(side.sinks[:, None].expand_as(lse))
@@ -156,7 +156,7 @@ def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
 def _counter(device: torch.device) -> Tensor:
     """Two int32 zeros, which the last program of a launch sets back to zero.
 
-    Launches that may run at the same time must not share them. Those of one stream run one after the other; but a
+    Launches that may run at the same time must not share them. Launches of one stream run one after the other; but a
     graph that is being captured may later run on any stream, beside eager calls on this one, so it gets its own.
     """
     if torch._C._cuda_getDevice() != device.index:

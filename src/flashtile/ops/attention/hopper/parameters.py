@@ -66,7 +66,7 @@ def block_constants(block_tile: tuple[int, int] | None) -> dict[str, int]:
 
 
 def whole_tiles(rows: int, tile: int | None) -> int:
-    """So many rows, up to the end of the last tile of the block mask; `tile` is None without one."""
+    """`rows` rounded up to the end of the last tile of the block mask; `tile` is None without one."""
     return rows if tile is None else -(-rows // tile) * tile
 
 
@@ -125,7 +125,7 @@ class ModifierVariant(NamedTuple):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Of the parameters that are the same for all launches."""
+        """Values of the parameters that are the same for all launches."""
         return {name: parameter.value for name, parameter in self.parameters if not name.endswith("_ptr")}
 
 
@@ -141,7 +141,7 @@ def modifier_variant(side: SideShape, spec: AttentionSpec, covered: bool) -> Mod
 
 
 def dropout_parameters(spec: AttentionSpec) -> dict[str, Parameter]:
-    """Of dropout (`dropout.Dropout`), and where in a larger call this one lies, as far as its features ask."""
+    """Parameters of dropout (`dropout.Dropout`), and of the place in a larger call, as far as the features need it."""
     drops = spec.dropout_p > 0
     origin = spec.origin or (None,) * len(Origin._fields)
     return {
@@ -152,5 +152,5 @@ def dropout_parameters(spec: AttentionSpec) -> dict[str, Parameter]:
     }
 
 
-#: Those of a call without any.
+#: The modifiers of a call that has none.
 PLAIN_MODIFIERS = modifier_variant(PLAIN_SIDE, AttentionSpec(1.0), covered=False)

@@ -224,7 +224,7 @@ def matrix_layout(WIDTH, BITS=16):
 
 @gluon.constexpr_function
 def product_layout(COLUMNS, BITS=16):
-    """Of the result of a product `[M, COLUMNS]` of operands with so many bits an element."""
+    """The layout of a product `[M, COLUMNS]` of operands with BITS bits an element."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
 
 

@@ -26,7 +26,7 @@ class Widening(NamedTuple):
 
 
 def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.device) -> Widening:
-    """That of values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
+    """The widening of values `[batch, rows_k, heads_kv, head_dim_v]`, or packed `[rows_k, heads_kv, head_dim_v]`."""
     *batch, rows_k, heads_kv, head_dim_v = shape
     sequences = batch[0] if batch else 1
     rows, columns = _tile(head_dim_v)

@@ -100,7 +100,7 @@ def sliding_window(
     limit = seq_q + seq_k if right is None else right
 
     def within(earliest: Tensor, latest: Tensor) -> Tensor:
-        """Of keys minus diagonal, between their least and greatest value."""
+        """Whether keys minus diagonal, between its least and greatest value, may lie in the band."""
         return (earliest <= limit) & (latest >= -left)
 
     def is_global(low_q: Tensor, high_q: Tensor, low_k: Tensor) -> Tensor:

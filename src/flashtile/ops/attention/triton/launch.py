@@ -169,7 +169,7 @@ def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:
 
 
 def _side_pointers(side: SideInputs) -> tuple:
-    """Of the tensors beside q, k and v, in the order of the kernels' parameters. Sinks come last."""
+    """Pointers of the other tensors than q, k and v, in the order of the kernels' parameters. Sinks come last."""
     if plain_side(side):
         return _NO_POINTERS
     tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed, side.bias)

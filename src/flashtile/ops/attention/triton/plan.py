@@ -190,7 +190,7 @@ def _plan(
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
     divides_q = rows_q % (block_tile[0] or tiles.block_m) == 0
     divides_k = rows_k % (block_tile[1] or tiles.block_n) == 0
-    # That of the tiles that move; in the gradient of the bias both do.
+    # Whether the tiles that move divide their sequence; in the gradient of the bias both tiles move.
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
@@ -214,7 +214,7 @@ def _plan(
 def _tensors(
     call: _Facts, misalignment: int, outputs: tuple[Layout, ...], sums_slopes: bool, hides_rows: bool
 ) -> dict[str, Parameter]:
-    """The pointers. Of lengths and dropout's seed constants say whether they are there."""
+    """The pointers. Constants say whether lengths and dropout's seed are there."""
     side, dtype = call.side, call.dtype
     index_q, index_k = side.index_dtypes or (torch.int32, torch.int32)
     pointers = power_of_two_factor(misalignment)

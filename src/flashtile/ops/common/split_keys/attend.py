@@ -166,7 +166,7 @@ def visit_tiles(
         start = tile * BLOCK_N
         key = start + tl.arange(0, BLOCK_N)
         valid = (key < total) & (key >= left)
-        # Those of the next tile are looked up while this one is computed: its loads need not wait for them.
+        # The pages of the next tile are looked up while this one is computed: its loads need not wait for them.
         page = pages
         pages = tile_pages(table, tile + 1, last_tile, total, PAGE_SIZE, BLOCK_N)
         k_rows = tile_pointers(k_base, page, start, stride_k_outer, STRIDE_K_ROW, PAGE_SIZE, BLOCK_N)  # [N, 1]

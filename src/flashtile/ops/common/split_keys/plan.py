@@ -223,7 +223,7 @@ def visible_rows(capacity: int, seq_q: int, window_left: int | None, window_righ
     """How many rows of a sequence its queries see at most."""
     if window_left is None:
         return capacity
-    # Of rows past the last there are none, so an unlimited right side shows fewer than the queries have.
+    # There are no rows past the last, so an unlimited right side shows at most as many keys as there are queries.
     right = seq_q if window_right is None else min(window_right, seq_q)
     return min(capacity, max(window_left + seq_q + right, 0))
 
