@@ -95,7 +95,7 @@ def parse(listing: str) -> Listing:
     called = {
         begin: following[begin][0]
         for begin, end in blocks.items()
-        if instructions[end - 1].name == "CALL" and following[begin][0] != end
+        if _calls(instructions[end - 1])
     }
     return Listing(instructions, blocks, following, called)
 
@@ -111,13 +111,18 @@ def _leaps(instruction: Instruction) -> bool:
     return instruction.name in ("BRA", "BRX", "EXIT", "RET", "CALL")
 
 
+def _calls(instruction: Instruction) -> bool:
+    """Whether it calls a function. What ptxas writes as a call of a label within a function is a jump."""
+    return instruction.name == "CALL" and "`($" in instruction.text
+
+
 def _following(last: Instruction, end: int, labels: dict[str, int], blocks: Collection[int]) -> list[int]:
     """The blocks that may come after one that ends with an instruction. A function returns to behind its call."""
     targets = []
     if last.name in ("BRA", "BRX", "CALL"):
         targets = [labels[name] for name in re.findall(r"[.$][\w$.]+", last.text) if name in labels]
     conditional = last.guard or (last.name == "BRA" and len(last.operands) > 1)
-    if end in blocks and (conditional or last.name == "CALL" or not _leaps(last)):
+    if end in blocks and (conditional or _calls(last) or not _leaps(last)):
         targets.append(end)
     return targets
 

@@ -79,6 +79,12 @@ def test_a_function_sets_registers_of_its_callers(set_there: bool, missing: list
     assert unset_registers(f"{caller}\n$divide:\n{function}") == missing
 
 
+def test_a_call_of_a_label_is_a_jump() -> None:
+    """As ptxas 12.8 writes jumps out of the end of a loop, for sm_80 to sm_89."""
+    jump = _LOOP.replace("@P2 BRA `(.L_x_1)", "@!P2 CALL.REL.NOINC `(.L_x_2) ;\n        /*0048*/ BRA `(.L_x_1)")
+    assert jump != _LOOP and unset_registers(jump) == unset_registers(_LOOP)
+
+
 @pytest.mark.parametrize("line", ["UNEW UR4, UR5", "UNEW.64 UP0, UR4", "NEWER UR4, R5"])
 def test_an_unknown_use_of_uniform_registers_is_an_error(line: str) -> None:
     with pytest.raises(UnknownInstructionError, match="not known here"):
