@@ -92,11 +92,7 @@ def parse(listing: str) -> Listing:
     begins = sorted({0, *labels.values(), *ends} - {len(instructions)})
     blocks = dict(zip(begins, [*begins[1:], len(instructions)], strict=True))
     following = {begin: _following(instructions[end - 1], end, labels, blocks) for begin, end in blocks.items()}
-    called = {
-        begin: following[begin][0]
-        for begin, end in blocks.items()
-        if _calls(instructions[end - 1])
-    }
+    called = {begin: following[begin][0] for begin, end in blocks.items() if _calls(instructions[end - 1])}
     return Listing(instructions, blocks, following, called)
 
 

@@ -11,7 +11,7 @@ import torch
 from distributed_processes import Parallel, start, together
 from flashtile.testing import AttentionCase, assert_close
 from flashtile.testing import run as run_alone
-from flashtile.testing.cases import _cancelled
+from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 
 _BASE = AttentionCase(seq_q=96, seq_k=96, batch=2, heads=4, heads_kv=2, head_dim=16, head_dim_v=24)
@@ -111,7 +111,7 @@ def expected():
             inputs = job.inputs
             oracle = run_alone(job.case, inputs, "reference", torch.float64)
             eager = run_alone(job.case, inputs, "reference")
-            found[key] = oracle, eager, _cancelled(job.case, inputs, oracle["out"])
+            found[key] = oracle, eager, cancelled_sizes(job.case, inputs, oracle["out"])
         return found[key]
 
     return of

@@ -18,7 +18,7 @@ from flashtile.distributed.layout import Layout
 from flashtile.distributed.merge import RunningMerge, Sum
 from flashtile.distributed.schedule import Problem, gathered_schedule, ring_schedule
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs, run
-from flashtile.testing.cases import _cancelled
+from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size, size
 
 
@@ -117,7 +117,7 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(strategy, dtype):
     )  # fmt: skip
     inputs = make_inputs(case)
     oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
-    cancelled = _cancelled(case, inputs, oracle["out"])
+    cancelled = cancelled_sizes(case, inputs, oracle["out"])
     errors = {}
     for ranks in (2, 8, 32):
         found = simulate(case, ranks, strategy)

@@ -11,7 +11,7 @@ from distributed_compilation import compile_ahead
 from distributed_processes import Parallel, start, together
 from flashtile.testing import AttentionCase, assert_close, make_inputs
 from flashtile.testing import run as run_alone
-from flashtile.testing.cases import _cancelled
+from flashtile.testing.cases import cancelled_sizes
 from flashtile.testing.tolerance import Size
 
 # With `pytest -n 8 --dist loadgroup` one worker runs them, beside other tests.
@@ -76,7 +76,7 @@ def expected():
         if str(job.case) not in found:
             inputs = make_inputs(job.case, "cuda")
             oracle = run_alone(job.case, inputs, "reference", torch.float64)
-            cancelled = _cancelled(job.case, inputs, oracle["out"])
+            cancelled = cancelled_sizes(job.case, inputs, oracle["out"])
             both = oracle, run_alone(job.case, inputs, "reference")
             found[str(job.case)] = (*({name: t.cpu() for name, t in results.items()} for results in both), cancelled)
         return found[str(job.case)]
