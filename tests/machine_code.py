@@ -102,6 +102,7 @@ class Call(NamedTuple):
     block_tile: tuple[int, int] | None = None
     patterns: bool = True
     origin: Origin | None = None
+    max_scores: bool = False
     descales: bool = False
 
 
@@ -176,6 +177,7 @@ def _spec(call: Call) -> AttentionSpec:
         softcap=call.softcap,
         block_shape=_block_shape(call),
         origin=call.origin,
+        returns_max_scores=call.max_scores,
     )
 
 

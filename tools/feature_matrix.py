@@ -119,6 +119,7 @@ FEATURES = (
         ),
     ),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
+    Feature("`return_max_scores=True`", (_arguments(return_max_scores=True),)),
     Feature("`deterministic=True`", (_arguments(deterministic=True),)),
 )
 

@@ -46,7 +46,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     side = SideInputs(*rest[: len(SideInputs._fields)])
     spec = AttentionSpec(*rest[len(SideInputs._fields) : -1])
     if spec.block_shape is not None:
@@ -58,7 +58,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Ten
             "export the model with a padded batch"
         )
     _refuse_dropout(side.dropout_seed)
-    return attention.forward(q, k, v, side, spec)
+    results = attention.forward(q, k, v, side, spec)
+    return results if spec.returns_max_scores else (*results, results[1].new_empty(0))
 
 
 def _layer_norm(*arguments: Any) -> list[Tensor]:

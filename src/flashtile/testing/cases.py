@@ -167,7 +167,8 @@ def _random_tiles(case: AttentionCase, tile: tuple[int, int], generator: torch.G
 
 
 def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Runs forward and backward of a case. Returns out, lse and gradients by name. `dtype` casts the inputs first."""
+    """Runs forward and backward of a case. Returns out, lse, max_scores if the case asks for them, and gradients by
+    name. `dtype` casts the inputs first."""
     dtype = dtype or case.dtype
     q, k, v = (t.to(dtype).detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
     tensors = dict(inputs.tensors)
@@ -176,12 +177,13 @@ def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | 
             given = tensors[name].to(dtype if dtype is torch.float64 else tensors[name].dtype)
             tensors[name] = given.detach().requires_grad_(name in case.learned)
     function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
-    out, lse = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
+    out, lse, *max_scores = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
     leaves = {"q": q, "k": k, "v": v, **{name: tensors[name] for name in case.learned}}
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
     upstream = (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype))
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
-    return {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
+    results = {"out": out.detach(), "lse": lse.detach(), **dict(zip(("max_scores",), max_scores))}
+    return {**results, **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
 
 
 def check(

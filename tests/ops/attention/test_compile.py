@@ -281,6 +281,7 @@ _FEATURES = {
     "packed_block_mask": _Feature(
         Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"TILE_Q": 128, "PACKED": True, "WHOLE": False}
     ),
+    "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
     "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"HAS_LEFT": True}),
     "part": _Feature(
         Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),

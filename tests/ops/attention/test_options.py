@@ -37,7 +37,8 @@ def test_a_signature_has_its_options(function: Callable[..., Any]) -> None:
         assert parameter.annotation == kind.__forward_arg__, name
     own = {name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY} - kinds.keys()
     expected = {
-        "attention": {"return_lse"}, "attention_varlen": {"return_lse"}, "explain": {"device", "part"},
+        "attention": {"return_lse", "return_max_scores"}, "attention_varlen": {"return_lse", "return_max_scores"},
+        "explain": {"device", "part"},
         "attention_probs": {"rows", "heads"}, "attention_column_sums": set(),
         "attention_part": {"cu_seqlens", "max_seqlen"},
         "attention_backward": {"dlse", "cu_seqlens", "max_seqlen", "cu_seqlens_k", "max_seqlen_k"},

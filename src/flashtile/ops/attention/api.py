@@ -28,14 +28,23 @@ if TYPE_CHECKING:
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[DenseOptions]
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **options: Unpack[DenseOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[DenseOptions]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: Literal[True], return_max_scores: Literal[False] = False, **options: Unpack[DenseOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *,
+    return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[DenseOptions],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention(
@@ -60,10 +69,11 @@ def attention(
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
     Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`; not with 8-bit inputs. With
@@ -106,6 +116,8 @@ def attention(
         descale_k: the same for k.
         descale_v: the same for v.
         return_lse: also return the log-sum-exp of each row's scores.
+        return_max_scores: also return the largest score of each row, as QK-clip needs it to keep scores small in
+            training; `max_scores.amax(dim=(0, 2))` is that of each head. "hopper" and "split" have none.
         deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
             `torch.use_deterministic_algorithms(True)` has the same effect.
         backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend
@@ -116,6 +128,8 @@ def attention(
         out `[batch, seq_q, heads_q, head_dim_v]` in q's dtype, or in bfloat16 for float8_e4m3fn inputs. With
         `return_lse`, also lse `[batch, heads_q, seq_q]` float32 (float64 for float64 inputs): the natural logarithm,
         over scores and sink. A row without a visible key has `out = 0`, `lse = -inf` (or the sink) and zero gradients.
+        With `return_max_scores`, last max_scores in the shape and dtype of lse: the largest visible score after scale,
+        soft cap, bias and ALiBi, without the sink; -inf in a row without a visible key. It has no gradient.
 
     Raises:
         TypeError: a dtype or an argument's type is wrong.
@@ -126,7 +140,7 @@ def attention(
         Dao et al., "FlashAttention" (2022), algorithms 1-4; Dao, "FlashAttention-2" (2023), section 3. ALiBi: Press et
         al., "Train Short, Test Long" (2021), section 3. Sinks: Xiao et al., "Efficient Streaming Language Models with
         Attention Sinks" (2023), section 3; softcap: Gemma Team, "Gemma 2" (2024), section 2. Split keys: Dao et al.,
-        "Flash-Decoding for long-context inference" (2023).
+        "Flash-Decoding for long-context inference" (2023). QK-clip: Kimi Team, "Kimi K2" (2025), section 2.1.
     """
     if other_names:
         refuse_other_names(attention, other_names)
@@ -144,34 +158,32 @@ def attention(
         side, spec = add_block_mask(side, spec, q, block_mask)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, q.shape[0], descale_q, descale_k, descale_v)
+    if return_max_scores:
+        results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
+        return results if return_lse else results[::2]
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
 
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    return_lse: Literal[False] = False,
-    **options: Unpack[VarlenOptions],
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **options: Unpack[VarlenOptions],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor | None = None,
-    *,
-    return_lse: Literal[True],
-    **options: Unpack[VarlenOptions],
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: Literal[True], return_max_scores: Literal[False] = False, **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None = None, *,
+    return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def attention_varlen(
@@ -200,10 +212,11 @@ def attention_varlen(
     descale_k: Tensor | None = None,
     descale_v: Tensor | None = None,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     deterministic: bool = False,
     backend: str = "auto",
     **other_names: NoReturn,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over sequences of different lengths, packed one after another without padding.
 
     Sequence `b` has the queries `q[cu_seqlens_q[b]:cu_seqlens_q[b + 1]]` and the keys
@@ -229,7 +242,8 @@ def attention_varlen(
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
 
     Returns:
-        out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32.
+        out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32, and with
+        `return_max_scores` last max_scores in the same shape.
 
     Raises:
         TypeError, ValueError: as `attention`. Values in `cu_seqlens` and `key_lengths` are always checked on a CPU.
@@ -267,6 +281,9 @@ def attention_varlen(
         side, spec = add_block_mask(side, spec, q, block_mask)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
+    if return_max_scores:
+        results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
+        return results if return_lse else results[::2]
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 

@@ -91,9 +91,9 @@ def explain(
             Default: q's device.
         part: as for `attention_part`, to ask about a call of that function; with `cu_seqlens_q` its packed sequences.
 
-    The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not change the choice. With
-    `deterministic`, the gradients come from kernels that sum in a fixed order. Under `torch.autocast` the answer is for
-    the autocast dtype, and q, k and v are cast to it.
+    The other arguments are those of `attention` and `attention_varlen`. `return_lse` does not change the choice, but
+    `return_max_scores` does. With `deterministic`, the gradients come from kernels that sum in a fixed order. Under
+    `torch.autocast` the answer is for the autocast dtype, and q, k and v are cast to it.
 
     Raises:
         TypeError, ValueError: as the call itself, and for an unknown device.
@@ -121,6 +121,7 @@ def explain(
         side = add_descales(side, q, k, v, batch, *descales)
     if part is not None:
         spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given.alibi_slopes is not None)
+    spec = spec._replace(returns_max_scores=given.return_max_scores)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
         given.backend,
@@ -154,7 +155,7 @@ def _kernels(call: AttentionCall, forward: str | None) -> tuple[KernelChoice, ..
     kernels = BACKENDS.by_name[forward].describe(call)
     if call.dtype is FP8:
         return kernels
-    call = call._replace(phase="backward")
+    call = call._replace(phase="backward", spec=call.spec._replace(returns_max_scores=False))
     backward = BACKENDS.choose(call).backend
     of_backward = () if backward is None else BACKENDS.by_name[backward].describe(call)
     return kernels if of_backward == kernels else (*kernels, *of_backward)

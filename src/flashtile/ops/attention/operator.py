@@ -24,13 +24,13 @@ SIDE_SCHEMA = (
 )
 SPEC_SCHEMA = (
     "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
-    "float softcap, int[]? block_shape, int[]? origin"
+    "float softcap, int[]? block_shape, int[]? origin, bool returns_max_scores"
 )
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
     f"attention_forward(Tensor q, Tensor k, Tensor v, {SIDE_SCHEMA}, {SPEC_SCHEMA}, str backend)"
-    " -> (Tensor out, Tensor lse)"
+    " -> (Tensor out, Tensor lse, Tensor max_scores)"
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -50,10 +50,11 @@ _NOTHING_WANTED = Wanted()
 
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
-) -> tuple[Tensor, Tensor]:
-    """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse)."""
+) -> tuple[Tensor, ...]:
+    """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse), or (out, lse, max_scores)
+    if the spec asks for it."""
     if dispatch.transformed():
-        return _TransformedAttention.apply(q, k, v, *side, *spec, backend)
+        return _asked_for(_TransformedAttention.apply(q, k, v, *side, *spec, backend), spec)
     if torch.is_grad_enabled():
         learned = any(_wanted(side))
         if learned or q.requires_grad or k.requires_grad or v.requires_grad:
@@ -75,20 +76,27 @@ def _wanted(side: SideInputs) -> tuple[bool, bool, bool]:
     )
 
 
+def _asked_for(results: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """The results of the operator, which always has three, without the third if it was not asked for."""
+    return results if spec.returns_max_scores else results[:2]
+
+
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     plain = plain_side(side)
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
         return _forward(q, k, v, side, spec, backend, plain)
-    return _forward_op(q, k, v, *side, *spec, backend)
+    return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
 
 
 def run_unrecorded(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it."""
-    return _forward(q, k, v, side, spec, backend, plain_side(side))
+    """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it. Returns (out,
+    lse)."""
+    out, lse = _forward(q, k, v, side, spec, backend, plain_side(side))
+    return out, lse
 
 
 def run_backward(
@@ -134,12 +142,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = unflatten(rest)
-        out, lse = _run_forward(q, k, v, side, spec, backend)
-        _save(ctx, q, k, v, out, lse, side, spec, backend, len(rest))
-        return out, lse
+        results = _run_forward(q, k, v, side, spec, backend)
+        _save(ctx, q, k, v, results, side, spec, backend, len(rest))
+        return results
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, *of_max_scores):
         q, k, v, out, lse, *rest = ctx.saved_tensors
         max_seqlens, spec, backend, other_arguments = ctx.scalars
         side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
@@ -185,7 +193,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, *rest = inputs
-        ctx.save_for_forward(*_save(ctx, q, k, v, *output, *unflatten(rest), len(rest)))
+        ctx.save_for_forward(*_save(ctx, q, k, v, output, *unflatten(rest), len(rest)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -196,7 +204,7 @@ class _TransformedAttention(_Attention):
         max_seqlens, spec, _, _ = ctx.scalars
         side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
         given = Tangents(*tangents[:3], *(tangents[3 + index] for index in _LEARNED))
-        return forward_derivative(q, k, v, side, spec, given)
+        return *forward_derivative(q, k, v, side, spec, given), None
 
 
 def _save(
@@ -204,14 +212,17 @@ def _save(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    results: tuple[Tensor, ...],
     side: SideInputs,
     spec: AttentionSpec,
     backend: str,
     other_arguments: int,
 ) -> tuple[Tensor | None, ...]:
     """Keeps what the backward needs, and returns the tensors of it."""
+    out, lse, *max_scores = results
+    if max_scores:
+        ctx.mark_non_differentiable(*max_scores)
+        spec = spec._replace(returns_max_scores=False)
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest = side
     saved = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest
     ctx.save_for_backward(*saved)
@@ -295,7 +306,7 @@ def _reference_backward(ctx) -> tuple[Callable, list[str], tuple[Tensor, ...]]:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, plain: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v."""
     if not plain:
         checks.check_values(side, q.shape[0], k.shape[0])
@@ -327,7 +338,8 @@ def _backward(
 def _forward_implementation(q, k, v, *rest):
     with torch.no_grad():
         side, spec, backend = unflatten(rest)
-        return _forward(q, k, v, side, spec, backend, plain_side(side))
+        results = _forward(q, k, v, side, spec, backend, plain_side(side))
+        return results if spec.returns_max_scores else (*results, q.new_empty(0, dtype=lse_dtype(q.dtype)))
 
 
 def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
@@ -340,7 +352,9 @@ def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
 
 def _forward_fake(q, k, v, *rest):
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype))
-    return out, q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
+    statistics = lse_shape(q), lse_dtype(q.dtype)
+    asked = unflatten(rest)[1].returns_max_scores
+    return out, *(q.new_empty(shape, dtype=statistics[1]) for shape in (statistics[0], statistics[0] if asked else 0))
 
 
 def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):

@@ -51,7 +51,7 @@ class BackwardOptions(PartOptions, total=False):
 
 
 class Options(BackwardOptions, total=False):
-    """Arguments of both `attention` and `attention_varlen`, except `return_lse`, with which a call returns a pair."""
+    """Arguments of both `attention` and `attention_varlen`, except for those that say what a call returns."""
 
     block_mask: BlockMask | None
     descale_q: Tensor | None
@@ -74,6 +74,7 @@ class ExplainOptions(DenseOptions, VarlenOptions, total=False):
     """Those of `explain`."""
 
     return_lse: bool
+    return_max_scores: bool
 
 
 class ProbsOptions(ScoreOptions, total=False):
@@ -118,6 +119,7 @@ class Taken(NamedTuple):
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
     return_lse: bool = False
+    return_max_scores: bool = False
 
 
 def take(function: Callable[..., Any], options: Mapping[str, Any], names: frozenset[str]) -> Taken:

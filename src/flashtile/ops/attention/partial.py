@@ -101,7 +101,8 @@ def attention_part(
     checks.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
     side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)
-    return run_attention(q, k, v, side, spec, given.backend)
+    out, lse = run_attention(q, k, v, side, spec, given.backend)
+    return out, lse
 
 
 @with_options(BackwardOptions)

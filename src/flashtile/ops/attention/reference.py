@@ -21,15 +21,15 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInpu
 from flashtile.ops.common.dispatch import autograd_in_operator
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Attention of a dense or packed call. Shapes as in `flashtile.attention` and `attention_varlen`.
 
     Returns:
-        (out, lse).
+        (out, lse), or (out, lse, max_scores).
     """
     if q.dtype is FP8:
-        out, lse = forward(*dequantized(q, k, v, side), spec)
-        return out.to(out_dtype(FP8)), lse
+        out, *statistics = forward(*dequantized(q, k, v, side), spec)
+        return out.to(out_dtype(FP8)), *statistics
     if side.packed:
         return _forward_packed(q, k, v, side, spec)
     return _forward_dense(q, k, v, side, spec, first_sequence=0)
@@ -86,7 +86,7 @@ def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.devi
 
 def _forward_dense(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, first_sequence: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     batch, seq_q, heads, _ = q.shape
     seq_k, group = k.shape[1], heads // k.shape[2]
     # [B, H, S, D]
@@ -104,6 +104,7 @@ def _forward_dense(
     visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
     scores = scores.masked_fill(~visible, float("-inf"))
+    largest = _largest(scores) if spec.returns_max_scores else None
     if side.sinks is not None:
         # One more key, which has no value.
         sink = side.sinks.view(-1, 1, 1).expand(batch, heads, seq_q, 1)
@@ -122,7 +123,14 @@ def _forward_dense(
         probs = probs * kept.view(probs.shape) / (1 - spec.dropout_p)
     # Masking out as well keeps whatever gradient comes from above out of those rows.
     out = (probs.to(q.dtype) @ v).masked_fill(blind, 0).transpose(1, 2).contiguous()
-    return out, lse.squeeze(-1)
+    return (out, lse.squeeze(-1)) if largest is None else (out, lse.squeeze(-1), largest)
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """The largest of each row, without a gradient; -inf where there is none."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], float("-inf"))
+    return scores.detach().amax(dim=-1)
 
 
 def _column_sums_dense(
@@ -179,19 +187,16 @@ def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequen
     return shown
 
 
-def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
     """Each sequence as a batch of one, its rows put back in place; this reads `cu_seqlens` on the host."""
-    outs, lses, end = [], [], 0
+    parts, end = [], 0
     for sequence, rows, columns, one in _sequences(side):
-        out, lse = _forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence)
-        outs.append(out[0])
-        lses.append(lse[0])
+        parts.append(_forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence))
         end = rows.stop
     # Rows past the last sequence are queries without keys.
-    out, lse = _forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), spec, 0)
-    outs.append(out[0])
-    lses.append(lse[0])
-    return torch.cat(outs, dim=0), torch.cat(lses, dim=1)
+    parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), spec, 0))
+    outs, *statistics = zip(*parts)
+    return torch.cat(outs, dim=1)[0], *(torch.cat(rows, dim=2)[0] for rows in statistics)
 
 
 def _sequences(side: SideInputs) -> Iterator[tuple[int, slice, slice, SideInputs]]:

@@ -62,6 +62,7 @@ class AttentionSpec(NamedTuple):
         softcap: bound of the scores before bias and ALiBi; 0 = none.
         block_shape: (batch or 1, heads or 1, tile_q, tile_k) of the block mask; None without one.
         origin: where the call lies in a larger one; None where that changes nothing.
+        returns_max_scores: the forward also returns the largest score of each row.
     """
 
     scale: float
@@ -73,6 +74,7 @@ class AttentionSpec(NamedTuple):
     softcap: float = 0.0
     block_shape: tuple[int, int, int, int] | None = None
     origin: Origin | None = None
+    returns_max_scores: bool = False
 
     @property
     def banded(self) -> bool:

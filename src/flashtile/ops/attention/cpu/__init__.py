@@ -13,11 +13,12 @@ from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInpu
 __all__ = ["backward", "column_sums", "forward"]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call on the CPU; shapes as in `flashtile.attention` and `attention_varlen`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """(out, lse), or (out, lse, max_scores), of a call on the CPU; shapes as in `flashtile.attention` and
+    `attention_varlen`."""
     if q.dtype is FP8:
-        out, lse = forward(*dequantized(q, k, v, side), spec)
-        return out.to(out_dtype(FP8)), lse
+        out, *statistics = forward(*dequantized(q, k, v, side), spec)
+        return out.to(out_dtype(FP8)), *statistics
     if served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
         found = torch_flash.forward(q, k, v, side, spec)
         if found is not None:

@@ -25,17 +25,20 @@ from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, Scratch
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call; shapes as in `flashtile.attention` and `attention_varlen`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """(out, lse), or (out, lse, max_scores), of a call; shapes as in `flashtile.attention` and `attention_varlen`."""
     if side.packed:
         q, k, v = q[None], k[None], v[None]
     # Rows that no segment owns, or whose segment has no key, keep these values.
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), float("-inf"), dtype=tiles.compute_dtype(q.dtype))
+    rows = q.shape[0], q.shape[2], q.shape[1]
+    statistics = [
+        q.new_full(rows, float("-inf"), dtype=tiles.compute_dtype(q.dtype)) for _ in range(1 + spec.returns_max_scores)
+    ]
     tile_mask = tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec):
-        _forward_block(block, q, k, v, out, lse, side, spec, tile_mask)
-    return (out[0], lse[0]) if side.packed else (out, lse)
+        _forward_block(block, q, k, v, out, statistics, side, spec, tile_mask)
+    return tuple(t[0] if side.packed else t for t in (out, *statistics))
 
 
 def backward(
@@ -67,21 +70,22 @@ def _forward_block(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    lse: Tensor,
+    statistics: list[Tensor],
     side: SideInputs,
     spec: AttentionSpec,
     tile_mask: TileMask | None,
 ) -> None:
+    """Writes a block's part of out and of `statistics`: lse, and the largest scores if they are asked for."""
     computed, multiplied = tiles.compute_dtype(q.dtype), tiles.product_dtype(q.dtype)
     k_matrices = tiles.load_keys(tiles.key_view(block, k), computed)
     v_matrices = tiles.load_keys(tiles.key_view(block, v), multiplied)
     q_view, out_view = tiles.row_view(block, q), tiles.row_view(block, out)
-    lse_view = tiles.statistics_view(block, lse)
+    views = [tiles.statistics_view(block, statistic) for statistic in statistics]
     scratch = tiles.scratch_of(block, q, v)
     modifiers, sinks = modifiers_of(block, side, spec, tile_mask), tiles.sinks_of(block, side)
     for rows in tiles.query_tiles(block):
         q_tile = tiles.load_rows(q_view, rows, computed).mul_(spec.scale * LOG2E)
-        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks)
+        softmax = _OnlineSoftmax(q_tile, v.shape[-1], sinks, spec.returns_max_scores)
         for keys in tiles.visible_key_tiles(rows, block.visible, block.tile_keys):
             if wholly_hidden(modifiers, rows, keys):
                 continue
@@ -91,21 +95,23 @@ def _forward_block(
             tiles.mask_band(scores, block, rows, keys)
             kept = tiles.keep_weights(block, rows, keys, side, spec, scratch)
             softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept, scratch)
-        out_tile, lse_tile = softmax.finish(spec.dropout_p)
+        out_tile, *statistics_tiles = softmax.finish(spec.dropout_p)
         tiles.store_rows(out_view, rows, out_tile)
-        tiles.store_rows(lse_view, rows, lse_tile)
+        for view, tile in zip(views, statistics_tiles):
+            tiles.store_rows(view, rows, tile)
 
 
 class _OnlineSoftmax:
     """`softmax(scores) v` of some rows, a tile of keys at a time, and its log-sum-exp.
 
     Attributes:
-        row_max: `[N, G·R, 1]`, largest score (times log₂e) so far.
+        row_max: `[N, G·R, 1]`, largest score (times log₂e) so far, or the sink.
+        score_max: the same without the sink, -inf at first; None if it is not asked for.
         row_sum: `[N, G·R, 1]`, sum of `exp2(score - row_max)`.
         weighted: `[N, G·R, Dv]`, the same sum with each term times its value.
     """
 
-    def __init__(self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None):
+    def __init__(self, q_tile: Tensor, head_dim_v: int, sinks: Tensor | None, keeps_score_max: bool):
         """`sinks`: log₂e times the logit of each stacked head, `[N, G, 1, 1]`, or None."""
         matrices, rows, _ = q_tile.shape
         # The least finite number rather than -inf: a row that has seen nothing yet must not compute -inf - -inf.
@@ -117,10 +123,14 @@ class _OnlineSoftmax:
             self.row_max = sinks.clamp(min=least).repeat(1, 1, rows // sinks.shape[1], 1).view(-1, rows, 1)
             self.row_sum = (self.row_max > least).to(q_tile.dtype)
         self.weighted = q_tile.new_zeros(matrices, rows, head_dim_v)
+        self.score_max = q_tile.new_full((matrices, rows, 1), float("-inf")) if keeps_score_max else None
 
     def add(self, scores: Tensor, v_tile: Tensor, kept: Tensor | None, scratch: Scratch) -> None:
         """Takes in a tile of scores `[N, G·R, C]`, which it overwrites, and its values `[N, C, Dv]`."""
-        row_max = torch.maximum(self.row_max, scores.amax(dim=-1, keepdim=True))
+        tile_max = scores.amax(dim=-1, keepdim=True)
+        row_max = torch.maximum(self.row_max, tile_max)
+        if self.score_max is not None:
+            self.score_max = torch.maximum(self.score_max, tile_max)
         decay = self.row_max.sub_(row_max).exp2_()
         weights = scores.sub_(row_max).exp2_()
         self.row_max = row_max
@@ -130,14 +140,15 @@ class _OnlineSoftmax:
         weights = tiles.converted(weights, scratch.converted)
         tiles.add_product(self.weighted.mul_(decay), weights, v_tile, scratch.products)
 
-    def finish(self, dropout_p: float) -> tuple[Tensor, Tensor]:
-        """(out `[N, G·R, Dv]`, lse `[N, G·R, 1]`); 0 and -inf where no key was visible."""
+    def finish(self, dropout_p: float) -> tuple[Tensor, ...]:
+        """out `[N, G·R, Dv]`, lse `[N, G·R, 1]`, and the largest scores likewise if asked for. Where no key was
+        visible, out is 0 and the others are -inf."""
         lse = self.row_sum.log2().add_(self.row_max).mul_(LN2)
         # As torch.logsumexp: a row with an infinite score has an infinite lse, though its weights are NaN.
         lse = torch.where(self.row_max == float("inf"), self.row_max, lse)
         blind = self.row_sum == 0
         out = self.weighted.div_(self.row_sum.mul_(1 - dropout_p)).masked_fill_(blind, 0)
-        return out, lse
+        return (out, lse) if self.score_max is None else (out, lse, self.score_max * LN2)
 
 
 class _BackwardRows(NamedTuple):

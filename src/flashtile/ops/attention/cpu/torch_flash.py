@@ -71,6 +71,8 @@ def _unsupported_reason(
         return "PyTorch's CPU flash attention takes no masks that tiles could skip"
     if spec.dropout_p:
         return "PyTorch's CPU flash attention has no dropout"
+    if spec.returns_max_scores:
+        return "PyTorch's CPU flash attention does not return the largest score of a row"
     one_row = not side.packed and q_shape[-3] == 1
     if spec.window_left is not None and not one_row:
         return "PyTorch's CPU flash attention has no windows; a single row sees a slice of the keys"

@@ -26,6 +26,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "it takes one length of queries for all sequences, and these are packed"
     if call.spec.dropout_p:
         return "it has no dropout"
+    if call.spec.returns_max_scores:
+        return "it does not keep the largest score of a row"
     if call.tables or call.spec.block_shape is not None:
         return "it has no bias, mask or block_mask"
     return no_gain(facts_of(call.q_shape, call.k_shape, call.spec), call.multiprocessors) if automatic else None

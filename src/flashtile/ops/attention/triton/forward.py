@@ -56,7 +56,7 @@ from flashtile.ops.common.triton.functions import swizzles_differ
 
 @triton.jit
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_scores_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
     bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
     descale_q_ptr, descale_k_ptr, descale_v_ptr,
@@ -86,7 +86,8 @@ def attention_forward_kernel(
     tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask. `MODIFIED`: something changes the
     scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, endless where it broadcasts. `TILE_Q`,
     `TILE_K`: tiles of the block mask, 0 without; `PATTERNS`: some are partly visible; `block_offsets`, `block_tiles`,
-    `block_kinds`: where in its lists those stand that this kernel reads."""
+    `block_kinds`: where in its lists those stand that this kernel reads. `max_scores_ptr`: the largest score of each
+    row, in the shape of lse, where it is asked for."""
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
         tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
@@ -133,13 +134,14 @@ def attention_forward_kernel(
     dropout = Dropout(
         dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold, keep_scale
     )
-    acc, row_max, row_sum = _visit_key_tiles(
+    acc, row_max, row_sum, score_max = _visit_key_tiles(
         q_base, k_base, v_base, begin, full_begin, full_end, end,
         first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr,
         sink, dropout,
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+        MAX_SCORES=max_scores_ptr is not None,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -150,8 +152,11 @@ def attention_forward_kernel(
         inverse *= load_descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     row = tl.arange(0, BLOCK_M)
-    lse_base = lse_ptr + row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first
+    statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
+    lse_base = lse_ptr + statistics + first
     tl.store(lse_base + row, lse, mask=first + row < seq_q)
+    if max_scores_ptr is not None:
+        tl.store(max_scores_ptr + statistics + first + row, score_max * LN_2, mask=first + row < seq_q)
     out_base = head_pointer(
         out_ptr, sequence, begin_q + first, head, stride_out_batch, STRIDE_OUT_ROW, stride_out_head, PACKED
     )
@@ -168,16 +173,19 @@ def _visit_key_tiles(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
+    MAX_SCORES: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
 
-    Returns acc, row_max (in units of log2), row_sum.
+    Returns acc, row_max (in units of log2), row_sum, and row_max again, with `MAX_SCORES` without the sink.
 
     One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
     the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
     """
     row_max, row_sum = start_softmax(sink, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    if MAX_SCORES:
+        score_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     # The scale is positive (launch sees to it), so it can wait until after the maximum, where nothing else comes first.
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
@@ -213,7 +221,10 @@ def _visit_key_tiles(
                 row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
             )
             scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * unit)
+        tile_max = tl.max(scores, 1) * unit
+        new_max = tl.maximum(row_max, tile_max)
+        if MAX_SCORES:
+            score_max = tl.maximum(score_max, tile_max)
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         probs = tl.exp2(scores * unit - finite_max[:, None])
@@ -226,4 +237,6 @@ def _visit_key_tiles(
         if not V_WITH_K:
             v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, row_max, row_sum
+    if not MAX_SCORES:
+        score_max = row_max
+    return acc, row_max, row_sum, score_max

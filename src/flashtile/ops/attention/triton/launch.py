@@ -17,18 +17,20 @@ _LOG2_E = math.log2(math.e)
 _NO_POINTERS = (pointer(None),) * 10
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse), or (out,
+    lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("forward", q, k, v, None, side, spec)
-    out, lse = _outputs(plan, q.device)
+    results = tuple(_outputs(plan, q.device))
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
-        tensors = map(pointer, (q, k, v, out, lse))
+        max_scores = results[2] if spec.returns_max_scores else None
+        tensors = map(pointer, (q, k, v, *results[:2], max_scores))
         plan.kernel.launch(*tensors, *_side_pointers(side), *map(pointer, side.descales))
-    return out, lse
+    return results
 
 
 def backward(

@@ -194,7 +194,9 @@ def _plan(
     divides = divides_q and divides_k if kernel == "dbias" else divides_q if kernel in OWN_KEYS else divides_k
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
-    outputs = _output_layouts(kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows)
+    outputs = _output_layouts(
+        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, spec.returns_max_scores
+    )
     call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, covered, whole)
     parameters = {
         **_tensors(call, misalignment, outputs, sums_slopes, hides_rows),
@@ -225,6 +227,7 @@ def _tensors(
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": pointer_to(_stored(out_dtype(dtype)), pointers),
         "lse_ptr": statistics,
+        "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),
         "dlse_ptr": statistics,
         "statistics_ptr": pointer_to(torch.float32, 16),
         "sums_ptr": pointer_to(outputs[0].dtype if call.kernel == "dbias" else torch.float32, 16),
@@ -355,15 +358,15 @@ def _table(name: str, table: Table | None, covered: bool) -> dict[str, Parameter
 
 def _output_layouts(
     kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int,
-    hides_rows: bool,
+    hides_rows: bool, max_scores: bool,
 ) -> tuple[Layout, ...]:  # fmt: skip
-    """What the kernel writes: (out, lse), (dq, statistics), with `hides_rows` (dq, statistics, dout for the others),
-    (dk, dv), in the shapes of k and v that are given, or the parts of the bias's gradient."""
+    """What the kernel writes: (out, lse), with `max_scores` also those; (dq, statistics), with `hides_rows` also dout
+    for the others; (dk, dv), in the shapes of k and v that are given; or the parts of the bias's gradient."""
     q_shape, k_shape, v_shape = shapes
     *sequences, rows, heads, _ = q_shape
     out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
     outputs = {
-        "forward": ((out_shape, out_dtype(dtype)), (lse_shape, torch.float32)),
+        "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * (2 if max_scores else 1)),
         "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32), *(((out_shape, dtype),) if hides_rows else ())),
         "dkdv": ((k_shape, dtype), (v_shape, dtype)),
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),

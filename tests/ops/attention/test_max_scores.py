@@ -1,0 +1,112 @@
+"""`return_max_scores`: the largest score of each row, on every backend, with every other argument, and without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from attention_cases import BASE, EDGES, PAIRS, parameters
+from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
+from flashtile.testing.cases import Inputs
+
+CASES = PAIRS | {name: case for name, case in EDGES.items() if "300" not in name}
+
+
+def call(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype, **returned: bool):
+    tensors = {
+        name: tensor.to(dtype) if dtype is torch.float64 and name in ("bias", "alibi_slopes", "sinks") else tensor
+        for name, tensor in inputs.tensors.items()
+    }
+    q, k, v = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v))
+    function = flashtile.attention_varlen if case.packed else flashtile.attention
+    return function(q, k, v, **tensors, **case.keywords(), backend=backend, **returned)
+
+
+def check(case: AttentionCase, backend: str, device: str = "cpu") -> None:
+    inputs = make_inputs(case, device)
+    both = {"return_lse": True, "return_max_scores": True}
+    out, lse, found = call(case, inputs, backend, case.dtype, **both)
+    oracle, eager = (call(case, inputs, "reference", dtype, **both)[2] for dtype in (torch.float64, case.dtype))
+    assert found.shape == lse.shape and found.dtype is lse.dtype and not found.requires_grad
+    assert_close("max_scores", found, oracle, eager)
+    # The other results are those of a call that does not ask.
+    assert_close("out", out, *(call(case, inputs, "reference", dtype) for dtype in (torch.float64, case.dtype)))
+    assert bool((lse >= found - 1e-5).all())
+
+
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_on_the_cpu(case: AttentionCase) -> None:
+    check(case, "cpu")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters({name: case for name, case in CASES.items() if "+" not in name}))
+def test_interpreted(case: AttentionCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_on_a_gpu(case: AttentionCase) -> None:
+    check(replace(case, head_dim=64, head_dim_v=64), "triton", "cuda")
+
+
+def test_the_reference_is_what_the_docstring_says() -> None:
+    q, k, v = (torch.randn(2, size, 2, 16, dtype=torch.float64) for size in (5, 7, 7))
+    bias, sinks = torch.randn(2, 1, 5, 7, dtype=torch.float64), torch.full((2,), 100.0, dtype=torch.float64)
+    out, found = flashtile.attention(
+        q, k, v, causal=True, softcap=2.0, bias=bias, sinks=sinks, key_lengths=torch.tensor([7, 0]),
+        return_max_scores=True, backend="reference",
+    )  # fmt: skip
+    scores = 2.0 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) / 4 / 2.0) + bias
+    scores = scores.masked_fill(torch.ones(5, 7).triu(3).bool(), float("-inf"))
+    expected = scores.amax(-1)
+    expected[1] = float("-inf")
+    assert out.shape == q.shape and torch.equal(found[1], expected[1])
+    assert_same(found[0], expected[0])
+
+
+def test_gradients_of_the_others_stay_and_it_has_none() -> None:
+    def gradients(**returned: bool) -> tuple[Tensor, ...]:
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        results = flashtile.attention(*leaves, causal=True, return_lse=True, **returned)
+        assert all(not more.requires_grad for more in results[2:])
+        return torch.autograd.grad(results[0].sum() + results[1].sum(), leaves, create_graph=True)
+
+    q, k, v = (torch.randn(1, 40, 2, 16) for _ in range(3))
+    assert_same(gradients(return_max_scores=True), gradients())
+    _, found = flashtile.attention(q.requires_grad_(), k, v, return_max_scores=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        found.sum().backward()
+
+
+def test_with_the_rest_of_pytorch() -> None:
+    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
+
+    def largest(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return flashtile.attention(q, k, v, causal=True, return_max_scores=True)
+
+    out, found = largest(q, k, v)
+    compiled = torch.compile(largest, fullgraph=True, backend="aot_eager")(q, k, v)
+    assert_same(compiled, (out, found))
+    assert_same(torch.autograd.grad(compiled[0].sum(), q), torch.autograd.grad(out.sum(), q))
+    _, tangent, auxiliary = torch.func.jvp(lambda q: largest(q, k, v), (q,), (q,), has_aux=True)
+    assert tangent.isfinite().all()
+    assert_same(auxiliary, found)
+    assert_same(torch.func.vmap(largest)(q[None], k[None], v[None])[1][0], found)
+
+
+def test_backends_without_it_say_so_and_leave_the_backward_alone() -> None:
+    q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    asked = flashtile.explain(q, q, q, device="sm_90", return_max_scores=True)
+    assert asked.backend == "triton" and "max_scores" in asked.rejected["hopper"]
+    assert asked.kernels[-1].backend == "hopper"
+    assert flashtile.explain(q, q, q, device="sm_90").backend == "hopper"
+    assert flashtile.explain(BASE_Q, BASE_Q, BASE_Q, return_max_scores=True).backend in ("cpu", "triton")
+
+
+BASE_Q = torch.randn(1, BASE.seq_q, 2, 16)
