@@ -256,9 +256,9 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], message: str)
 
 def test_errors_of_packed_calls() -> None:
     packed = {"q": _Q[0], "k": _K[0], "lse": _LSE[0], "cu_seqlens_q": _CU}
-    with pytest.raises(ValueError, match="max_seqlen_q, max_seqlen_k: expected both beside bias or mask"):
+    with pytest.raises(ValueError, match="max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask"):
         flashtile.attention_column_sums(**packed, mask=torch.ones(9, 11) > 0)
-    with pytest.raises(ValueError, match="block_mask: expected None beside cu_seqlens_q"):
+    with pytest.raises(ValueError, match="max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask"):
         flashtile.attention_column_sums(**packed, block_mask=BlockMask.from_dense(torch.ones(9, 11) > 0))
     with pytest.raises(ValueError, match="expected its last value to be at most the packed total, 9, got 12"):
         flashtile.attention_column_sums(**{**packed, "cu_seqlens_q": torch.tensor([0, 12])})

@@ -257,7 +257,7 @@ SCORES = [
         "bias-packed",
         ValueError,
         {"bias": zeros(3, 3)},
-        ("max_seqlen_q, max_seqlen_k: expected both beside bias or mask", "longest"),
+        ("max_seqlen_q, max_seqlen_k: expected both beside bias, mask or block_mask", "longest"),
         packed,
     ),
     Bad(

@@ -132,7 +132,7 @@ _CU_SEQLENS = torch.tensor([0, 4, 10])
         (_CU_SEQLENS, {"max_seqlen_q": 5.5}, TypeError, "max_seqlen_q: expected an int, got 5.5"),
         (_CU_SEQLENS, {"key_lengths": torch.tensor([1, 2, 3])}, ValueError, r"key_lengths: expected shape \(2,\)"),
         (_CU_SEQLENS, {"mask": torch.ones(1, 1, dtype=torch.bool)}, ValueError, "max_seqlen_q, max_seqlen_k: expected"),
-        (_CU_SEQLENS, {"block_mask": patterns.causal(10)}, ValueError, "block_mask: expected None beside cu_seqlens_q"),
+        (_CU_SEQLENS, {"block_mask": patterns.causal(10)}, ValueError, "max_seqlen_q, max_seqlen_k: expected"),
         (None, {"cu_seqlens_k": _CU_SEQLENS}, ValueError, "cu_seqlens_k: expected it beside cu_seqlens_q only"),
         (None, {"max_seqlen_k": 10}, ValueError, "max_seqlen_k: expected it beside cu_seqlens_q only, got 10"),
         (None, {"key_lengths": [10]}, TypeError, "key_lengths: expected an int32 or int64 tensor, got list"),

@@ -77,6 +77,7 @@ OP_CASES = (
     OpCase("mask", side={"mask": torch.rand(2, 1, 9, 9) < 0.7}, spec={"softcap": 3.0}),
     OpCase("alibi", side={"alibi_slopes": torch.rand(2, 4)}),
     OpCase("sinks", side={"sinks": torch.randn(4)}, spec={"window_right": 0}),
+    OpCase("max_scores", spec={"returns_max_scores": True}),
     OpCase("packed", packed=True, spec={"window_left": 2, "top_left": True}),
 )
 
@@ -103,7 +104,7 @@ def test_opcheck_forward(case: OpCase, backend: str) -> None:
 @pytest.mark.parametrize("case", OP_CASES, ids=lambda case: case.name)
 def test_opcheck_backward(case: OpCase, with_dlse: bool, backend: str) -> None:
     inputs, rest = op_arguments(case)
-    out, lse = torch.ops.flashtile.attention_forward(*inputs, *rest, backend)
+    out, lse, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, backend)
     dlse = torch.randn_like(lse) if with_dlse else None
     saved = [t.detach() for t in (*inputs, out, lse)]
     upstream = torch.randn_like(out).requires_grad_()
@@ -760,7 +761,7 @@ def test_vmap_with_dropout_is_refused(randomness: str) -> None:
 def test_operator_is_not_differentiable_by_itself() -> None:
     # Autograd is recorded by run_attention; a fallback at the operator would record it a second time, wrongly.
     inputs, rest = op_arguments(OP_CASES[0])
-    out, _ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
+    out, *_ = torch.ops.flashtile.attention_forward(*inputs, *rest, "cpu")
     assert not out.requires_grad
     sides = len(SideInputs._fields)
     recorded, _ = run_attention(*inputs, SideInputs(*rest[:sides]), AttentionSpec(*rest[sides:]), "cpu")

@@ -236,7 +236,7 @@ def test_opcheck_of_a_narrow_bias(backend: str) -> None:
     # The operator itself returns it in its dtype, as its fake says; autograd would cast it in silence.
     q, k, v, bias = (call_inputs()[name].detach().bfloat16() for name in ("q", "k", "v", "bias"))
     arguments = (*SideInputs(None, None, 6, 6, bias=bias[None]), *AttentionSpec(0.3), backend)
-    out, lse = torch.ops.flashtile.attention_forward(q, k, v, *arguments)
+    out, lse, _ = torch.ops.flashtile.attention_forward(q, k, v, *arguments)
     backward = (torch.randn_like(out), None, q, k, v, out, lse, *arguments[:-1], *Wanted(bias=True), backend)
     assert torch.ops.flashtile.attention_backward(*backward)[3].dtype is torch.bfloat16
     torch.library.opcheck(torch.ops.flashtile.attention_backward.default, backward)

@@ -52,7 +52,7 @@ def backward(
     inputs = {"q": q, "k": k, "v": v, **learned}
     with autograd_in_operator():
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-        outputs = forward(leaves["q"], leaves["k"], leaves["v"], with_learned(side, leaves), spec)
+        outputs = forward(leaves["q"], leaves["k"], leaves["v"], with_learned(side, leaves), spec)[:2]
         upstream = (dout, torch.zeros_like(lse) if dlse is None else dlse)
         grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
     return Gradients(**{name: grad.contiguous() for name, grad in zip(leaves, grads)})
