@@ -7,8 +7,10 @@ import re
 import pytest
 import torch
 
+import flashtile
 from flashtile import BlockMask
 from flashtile.ops.attention import tile_lists
+from flashtile.testing import assert_same
 from mask_checks import check_mask
 
 BATCH, HEADS, SEQ_Q, SEQ_K = 2, 3, 333, 290
@@ -121,3 +123,84 @@ def test_long_masks_look_at_few_tiles(function, examined, monkeypatch):
 def test_errors(function, error, message):
     with pytest.raises(error, match=re.escape(message)):
         BlockMask.from_predicate(function, 1, 1, SEQ_Q, SEQ_K)
+
+
+@pytest.mark.parametrize("name", ["causal", "documents_of_batch", "reach_of_head", "any_pair", "constant"])
+def test_with_room_it_is_the_same_mask(name):
+    sizes = BATCH, HEADS, SEQ_Q, SEQ_K
+    mask = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64))
+    with_room = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64), max_partial_tiles=2 * 3 * 6 * 5)
+    assert with_room == mask and with_room.density() == mask.density()
+    check_mask(with_room.compact(), mask.to_dense())
+    assert with_room.to_dense().equal(mask.to_dense())
+    assert (~with_room & with_room).to_dense().sum() == 0 and BlockMask.from_flex(with_room.to_flex()) == mask
+
+
+IDS_WITHOUT_VALUES = IDS_OF_BATCH.to("meta")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        FUNCTIONS["dilated"],
+        FUNCTIONS["where_numbers"],
+        FUNCTIONS["unknown_operation"],
+        lambda b, h, q, k: (IDS_WITHOUT_VALUES[b, q] == IDS_WITHOUT_VALUES[1, k]) & (q >= k),
+    ],
+)
+def test_with_room_nothing_is_read_on_the_host(function):
+    """Tensors without values show it: reading one raises, and so does a result whose shape depends on values."""
+    sizes = {"batch": BATCH, "heads": HEADS, "seq_q": SEQ_Q, "seq_k": SEQ_K, "tile": (64, 64), "device": "meta"}
+    mask = BlockMask.from_predicate(function, **sizes, max_partial_tiles=100)
+    assert mask.device.type == "meta" and mask.tile_masks.shape == (100, 64, 64)
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+        BlockMask.from_predicate(function, **sizes)
+
+
+@pytest.mark.parametrize("room", [0, 6, 40])
+def test_room_that_is_left(room):
+    """Also none at all, for a mask whose tiles are all empty or full."""
+    function = FUNCTIONS["causal"] if room else lambda b, h, q, k: q // 64 >= k // 64
+    mask = BlockMask.from_predicate(function, None, None, SEQ_Q, SEQ_Q, (64, 64), max_partial_tiles=room)
+    assert mask == BlockMask.from_predicate(function, None, None, SEQ_Q, SEQ_Q, (64, 64))
+    nothing = BlockMask.from_predicate(function, 0, 2, 5, 5, (64, 64), max_partial_tiles=room)
+    assert nothing.entries == 0
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_calls_with_room_give_the_same(backend):
+    check_calls_with_room(backend)
+
+
+@pytest.mark.interpreter
+def test_interpreted_calls_with_room_give_the_same():
+    check_calls_with_room("triton")
+
+
+def check_calls_with_room(backend):
+    function = FUNCTIONS["documents_of_batch"]
+    q, k = (torch.randn(2, 150, 2, 16, requires_grad=True) for _ in range(2))
+    bias = torch.randn(1, 1, 150, 1, requires_grad=True)
+    results = []
+    for room in (None, 20):
+        mask = BlockMask.from_predicate(function, 2, 1, 150, 150, (64, 64), max_partial_tiles=room)
+        out = flashtile.attention(q, k, k, block_mask=mask, bias=bias, backend=backend)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, bias))))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    "room, error, message",
+    [
+        (
+            5,
+            ValueError,
+            "max_partial_tiles: expected room for all tiles that are not known to be empty or full, 6, got 5",
+        ),
+        (-1, ValueError, "max_partial_tiles: expected at least 0, got -1"),
+        (2.0, TypeError, "max_partial_tiles: expected an int or None, got 2.0"),
+    ],
+)
+def test_errors_of_room(room, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        BlockMask.from_predicate(FUNCTIONS["causal"], 1, 1, SEQ_Q, SEQ_Q, (64, 64), max_partial_tiles=room)

@@ -21,6 +21,7 @@ from flashtile.ops.attention.block_mask_arguments import (
     as_four,
     checked_elements,
     checked_layout,
+    checked_room,
     checked_shape,
     checked_tiles,
     resolved_device,
@@ -36,6 +37,7 @@ from flashtile.ops.attention.tile_lists import (
     Shape,
     Tiles,
     build,
+    build_with_room,
 )
 from flashtile.ops.attention.tile_sources import (
     Source,
@@ -62,7 +64,8 @@ class BlockMask:
     """Block-sparse visibility: which pairs of query and key attention may use, stored by tiles.
 
     Create one with `from_dense`, `from_layout`, `from_predicate`, `from_flex`, or a function of `flashtile.patterns`. A
-    mask is immutable. Building it reads values on the host; using it does not.
+    mask is immutable. Using it reads nothing on the host. Building it does, except by `from_predicate` with
+    `max_partial_tiles`.
 
     Attributes:
         shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 fits any number.
@@ -71,7 +74,7 @@ class BlockMask:
             row_bits and column_bits one after another, so that a call passes a single tensor. The attributes of these
             names are views of it.
         tile_masks: `[patterns, tile_q, tile_k]` uint8, 1 = visible, 0 past the ends of the sequences; all are
-            different.
+            different, unless the mask was built with `max_partial_tiles`.
 
     Masks combine with `&`, `|` and `~`. Two masks are equal if their shape, tile and visible pairs are equal. Comparing
     them synchronises.
@@ -156,6 +159,7 @@ class BlockMask:
         seq_k: int,
         tile: tuple[int, int] = (128, 128),
         device: torch.device | str | None = None,
+        max_partial_tiles: int | None = None,
     ) -> BlockMask:
         """A block mask from a function of the indices, as FlexAttention's `mask_mod`.
 
@@ -174,10 +178,16 @@ class BlockMask:
             seq_k: number of keys.
             tile: `(tile_q, tile_k)`, multiples of 16.
             device: where the function is evaluated; also the device of the mask.
+            max_partial_tiles: room for so many tiles that are not known to be empty or full, of all batch entries and
+                heads. With it nothing is read on the host: the mask is built without waiting for the GPU, also while a
+                CUDA graph is captured. It has a pattern for each of these tiles, and lists with room for all tiles.
+                Too little room raises on a CPU; on a GPU it is an assertion of the device, as an index out of range
+                is. Without it, the tiles are counted on the host.
 
         Raises:
             TypeError: an argument has the wrong type, or predicate returns something else than a bool tensor.
-            ValueError: a size is negative, tile is not a multiple of 16, or the result has dimensions.
+            ValueError: a size is negative, tile is not a multiple of 16, the result has dimensions, or
+                max_partial_tiles is too small.
             RuntimeError: predicate branches on an index.
 
         Reference:
@@ -195,7 +205,10 @@ class BlockMask:
         if math.prod(shape):
             first = torch.zeros(1, dtype=torch.int64, device=device)
             mapped(predicate, grid._replace(tile=(1, 1)))(Tiles(*[first] * 8))  # raises what the function does wrong
-        return from_bounds(grid, device, bounds_of(predicate), elements)
+        if max_partial_tiles is None:
+            return from_bounds(grid, device, bounds_of(predicate), elements)
+        room = checked_room(max_partial_tiles)
+        return cls(shape, grid.tile, *build_with_room(grid, device, bounds_of(predicate), elements, room))
 
     @classmethod
     def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:
@@ -259,7 +272,8 @@ class BlockMask:
 
     @property
     def entries(self) -> int:
-        """How many tiles are stored."""
+        """Room for how many tiles the lists have: as many as are stored, unless the mask was built with
+        `max_partial_tiles`."""
         places = self._places
         return places.kinds - places.columns
 
@@ -336,6 +350,11 @@ class BlockMask:
     def cpu(self) -> BlockMask:
         return self.to("cpu")
 
+    def compact(self) -> BlockMask:
+        """The same mask with lists that have no room left, and each pattern once, for one that was built with
+        `max_partial_tiles`. Synchronises."""
+        return from_bounds(self.grid, self.device, *self._source(self.tile))
+
     def density(self) -> float:
         """Share of all pairs that lies in the stored tiles: the work relative to dense attention.
 
@@ -343,7 +362,9 @@ class BlockMask:
         """
         batch, heads, seq_q, seq_k = self.shape
         pairs = batch * heads * seq_q * seq_k
-        return int(self.grid.pairs(self._cells()).sum()) / pairs if pairs else 0.0
+        cells = self._cells()
+        stored = torch.where(cells < self._tiles, self.grid.pairs(cells), 0)
+        return int(stored.sum()) / pairs if pairs else 0.0
 
     def sparsity(self) -> float:
         """`1 - density()`."""
@@ -412,8 +433,11 @@ class BlockMask:
             return NotImplemented
         if self.shape != other.shape or self.tile != other.tile:
             return False
-        pairs = (self.lists, other.lists), (self.tile_masks, other.tile_masks)
-        return all(torch.equal(own, its.to(self.device)) for own, its in pairs)
+        its = other.to(self.device)
+        if torch.equal(self.lists, its.lists) and torch.equal(self.tile_masks, its.tile_masks):
+            return True
+        own, its = self.compact(), its.compact()
+        return torch.equal(own.lists, its.lists) and torch.equal(own.tile_masks, its.tile_masks)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -424,11 +448,14 @@ class BlockMask:
         )
 
     def _cells(self) -> Tensor:
-        """The number of each entry's tile, `[entries]` int64."""
-        row = torch.arange(self.grid.rows, device=self.device)
-        lengths = self.row_offsets.diff()
-        row = torch.repeat_interleave(row, lengths, output_size=self.entries)
-        return row * self.grid.tiles_k + self.columns
+        """The number of each entry's tile, `[entries]` int64; the number of all tiles where there is room left."""
+        entry = torch.arange(self.entries, device=self.device)
+        row = torch.searchsorted(self.row_offsets, entry, right=True) - 1
+        return torch.where(row < self.grid.rows, row * self.grid.tiles_k + self.columns, self._tiles)
+
+    @property
+    def _tiles(self) -> int:
+        return self.grid.rows * self.grid.tiles_k
 
     def masks_with_ends(self) -> Tensor:
         """`tile_masks`, and after them an empty and a full one."""
@@ -438,9 +465,9 @@ class BlockMask:
     def kind_table(self) -> Tensor:
         """Which of `masks_with_ends` each tile has, `[rows · tiles_k]` int64."""
         patterns = self.tile_masks.shape[0]
-        table = torch.full((self.grid.rows * self.grid.tiles_k,), patterns, device=self.device)
+        table = torch.full((self._tiles + 1,), patterns, device=self.device)
         kinds = torch.where(self.kinds == FULL, patterns + 1, self.kinds).long()
-        return table.index_put((self._cells(),), kinds)
+        return table.index_put((self._cells(),), kinds)[:-1]
 
 
 # torch.compile and torch.func see the tensors of a mask, and its sizes as constants.

@@ -23,6 +23,14 @@ def checked_shape(batch: int, heads: int, seq_q: int, seq_k: int) -> Shape:
     return batch, heads, seq_q, seq_k
 
 
+def checked_room(tiles: int) -> int:
+    if isinstance(tiles, bool) or not isinstance(tiles, int):
+        raise TypeError(f"max_partial_tiles: expected an int or None, got {tiles!r}; it is a number of tiles")
+    if tiles < 0:
+        raise ValueError(f"max_partial_tiles: expected at least 0, got {tiles}; it is a number of tiles")
+    return tiles
+
+
 def resolved_device(device: torch.device | str | None) -> torch.device:
     return torch.get_default_device() if device is None else torch.device(device)
 

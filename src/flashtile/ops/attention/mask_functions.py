@@ -68,9 +68,13 @@ class _LookUpByScalars(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             scalars = any(isinstance(entry, Tensor) for entry in index)
             if scalars and all(_is_index(entry) for entry in index):
-                device = args[0].device
-                return torch.ops.aten.index(args[0], [torch.as_tensor(entry, device=device) for entry in index])
+                return torch.ops.aten.index(args[0], [_on_device(entry, args[0].device) for entry in index])
         return func(*args, **(kwargs or {}))
+
+
+def _on_device(number: Any, device: torch.device) -> Tensor:
+    """A number as a tensor, without a copy from the host; a tensor as it is."""
+    return number if isinstance(number, Tensor) else torch.full((), number, device=device)
 
 
 def _is_index(entry: object) -> bool:
@@ -96,8 +100,7 @@ def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
         except _NotBoundedError:
             visible = Interval.of(None)
         known = _truth(_range_of(visible))
-        ends = (torch.as_tensor(end, device=tiles.batch.device) for end in (known.most, known.least))
-        return Bounds(*ends)
+        return Bounds(*(_on_device(end, tiles.batch.device) for end in (known.most, known.least)))
 
     return bounds
 
@@ -251,9 +254,8 @@ def _larger(first: Any, second: Any) -> Any:
 
 
 def _as_tensors(first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(first, Tensor):
-        first = torch.as_tensor(first, device=second.device if isinstance(second, Tensor) else None)
-    return first, torch.as_tensor(second, device=first.device)
+    device = next(end.device for end in (first, second) if isinstance(end, Tensor))
+    return _on_device(first, device), _on_device(second, device)
 
 
 def _without_nan(known: _Range | None) -> _Range | None:
@@ -392,6 +394,7 @@ def _is_truth(a: _Range | None) -> bool:
 def _where(condition: _Range | None, a: _Range | None, b: _Range | None) -> _Range | None:
     if a is None or b is None or condition is None:
         return None
+    a, b = (_Range(*(_on_device(end, condition.least.device) for end in known)) for known in (a, b))
     least = torch.where(condition.least, a.least, torch.where(condition.most, _smaller(a.least, b.least), b.least))
     most = torch.where(condition.least, a.most, torch.where(condition.most, _larger(a.most, b.most), b.most))
     return _Range(least, most)

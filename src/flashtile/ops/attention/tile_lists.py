@@ -8,7 +8,7 @@ the matrix.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -196,6 +196,15 @@ def _examined(grid: Grid, cells: Tensor, key: Tensor | None, elements: Elements)
 
 def _classified(grid: Grid, cells: Tensor, elements: Elements) -> _Entries:
     """Makes the elements of some tiles, and tells which are empty, which full, and what the others look like."""
+    masks, kinds = _examine(grid, cells, elements)
+    partial = (kinds >= 0).nonzero()[:, 0]
+    patterns, which = _distinct(masks[partial])
+    kinds[partial] = which
+    return _Entries(cells, kinds, patterns)
+
+
+def _examine(grid: Grid, cells: Tensor, elements: Elements) -> tuple[Tensor, Tensor]:
+    """The elements of some tiles `[tiles, tile_q, tile_k]` bool, and whether they are EMPTY, FULL or partial (0)."""
     tiles = Tiles.of(grid, cells // grid.tiles_k, cells % grid.tiles_k)
     masks = elements(tiles).expand(cells.shape[0], *grid.tile)
     if grid.sticks_out:
@@ -205,12 +214,8 @@ def _classified(grid: Grid, cells: Tensor, elements: Elements) -> _Entries:
     # In memory of their own: eight are read as one word below, which a slice may not be aligned for.
     masks = masks.clone(memory_format=torch.contiguous_format)
     visible = _counted(masks)
-    full = visible == grid.pairs(cells)
-    kinds = torch.where(full, FULL, EMPTY)
-    partial = ((visible > 0) & ~full).nonzero()[:, 0]
-    patterns, which = _distinct(masks[partial])
-    kinds[partial] = which
-    return _Entries(cells, kinds, patterns)
+    kinds = torch.where(visible == grid.pairs(cells), FULL, torch.where(visible > 0, 0, EMPTY))
+    return masks, kinds
 
 
 def _counted(masks: Tensor) -> Tensor:
@@ -253,12 +258,7 @@ def _joined(parts: list[_Entries]) -> _Entries:
 def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
     """Both lists of the tiles that are not empty, and the distinct patterns."""
     patterns, which = _distinct(entries.patterns)
-    total = 5 * entries.cells.shape[0] + 2 * (grid.rows + 1) + grid.columns + patterns.numel() // 16
-    if total >= 2**31:
-        raise ValueError(
-            f"tile: expected a mask of fewer than 2**31 numbers, got {total} for {entries.cells.shape[0]} tiles that "
-            f"are not empty and {patterns.shape[0]} patterns; use larger tiles"
-        )
+    _check_size(grid, entries.cells.shape[0], patterns)
     kinds = entries.kinds
     if patterns.shape[0]:
         kinds = torch.where(kinds < 0, kinds, which[kinds.clamp(min=0)])
@@ -270,10 +270,88 @@ def _assembled(grid: Grid, entries: _Entries) -> tuple[Tensor, Tensor]:
     ranks = torch.arange(row.shape[0], device=row.device) - offsets[0][row]
     by_column = (part[transposed] for part in (row % grid.tiles_q, kinds, ranks))
     lists = *offsets, column, kinds, *by_column, _shortest_first(offsets[0], grid.tiles_q)
+    return _with_bits(lists, patterns), patterns.to(torch.uint8)
+
+
+def _check_size(grid: Grid, entries: int, patterns: Tensor) -> None:
+    total = 5 * entries + 2 * (grid.rows + 1) + grid.columns + patterns.numel() // 16
+    if total >= 2**31:
+        raise ValueError(
+            f"tile: expected a mask of fewer than 2**31 numbers, got {total} for {entries} tiles that "
+            f"are not empty and {patterns.shape[0]} patterns; use larger tiles"
+        )
+
+
+def _with_bits(lists: Sequence[Tensor], patterns: Tensor) -> Tensor:
+    """`BlockMask.lists` from its parts up to the row order, and the patterns."""
     numbers = [part.int() for part in lists]
     padding = numbers[0].new_zeros(-sum(part.shape[0] for part in numbers) % 4)
-    bits = _bits(patterns), _bits(patterns.transpose(1, 2))
-    return torch.cat([*numbers, padding, *bits]), patterns.to(torch.uint8)
+    return torch.cat([*numbers, padding, _bits(patterns), _bits(patterns.transpose(1, 2))])
+
+
+def build_with_room(
+    grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements, room: int
+) -> tuple[Tensor, Tensor]:
+    """As `build`, but no shape depends on what is visible, so nothing is read on the host.
+
+    The lists have room for all tiles of the grid, and `tile_masks` for `room` tiles, each with a pattern of its own.
+    More tiles in doubt than that are an error, on a GPU a failed assertion of the device.
+    """
+    if not grid.rows or not grid.tiles_k:
+        return build(grid, device, bounds, elements)
+    row, column = torch.arange(grid.rows, device=device)[:, None], torch.arange(grid.tiles_k, device=device)
+    known = bounds(Tiles.of(grid, row, column))
+    full = torch.zeros_like(known.possible) if known.certain is None else known.certain
+    doubtful = (known.possible & ~full).expand(grid.rows, grid.tiles_k).flatten()
+    number = doubtful.cumsum(0) - 1
+    _check_room(number[-1] + 1, room)
+    total = doubtful.shape[0]
+    cells = torch.zeros(room + 1, dtype=torch.int64, device=device)
+    place = torch.where(doubtful, number, room).clamp(max=room)  # the last one is cut off
+    cells = cells.scatter_(0, place, torch.arange(total, device=device))[:room]
+    some = cells.split(max(PAIRS_AT_ONCE // math.prod(grid.tile), 1)) if room else ()
+    examined = [_examine(grid, part, elements) for part in some]
+    none = torch.zeros((0, *grid.tile), dtype=torch.bool, device=device)
+    masks = torch.cat([none, *(masks for masks, _ in examined)])
+    kinds = torch.cat([cells[:0], *(kinds for _, kinds in examined)])
+    kinds = torch.where(kinds == 0, torch.arange(room, device=device), kinds)
+    table = torch.where(full, FULL, EMPTY).expand(grid.rows, grid.tiles_k).flatten()
+    used = torch.arange(room, device=device) <= number[-1]
+    table = torch.cat((table, table[:1])).scatter_(0, torch.where(used, cells, total), kinds)[:total]
+    patterns = masks & (used & (kinds >= 0))[:, None, None]
+    _check_size(grid, total, patterns)
+    return _with_bits(_listed(grid, table.view(grid.rows, grid.tiles_k)), patterns), patterns.to(torch.uint8)
+
+
+def _check_room(doubtful: Tensor, room: int) -> None:
+    message = "max_partial_tiles: expected room for all tiles that are not known to be empty or full"
+    if doubtful.device.type == "cpu" and int(doubtful) > room:
+        raise ValueError(f"{message}, {int(doubtful)}, got {room}; pass more, or None to count them on the host")
+    torch._assert_async(doubtful <= room, f"{message}, got {room}; pass more, or None to count them on the host")
+
+
+def _listed(grid: Grid, table: Tensor) -> tuple[Tensor, ...]:
+    """The parts of `BlockMask.lists` up to the row order, from the kind of each tile `[rows, tiles_k]`, with room for
+    all tiles."""
+    by_column = table.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)  # [columns, tiles_q]
+    rank = (table != EMPTY).cumsum(1) - 1
+    ranks = rank.unflatten(0, (-1, grid.tiles_q)).transpose(1, 2).flatten(0, 1)
+    row_offsets, columns, kinds = _lines(table)
+    column_offsets, rows, row_kinds, row_ranks = _lines(by_column, ranks)
+    order = _shortest_first(row_offsets, grid.tiles_q)
+    return row_offsets, column_offsets, columns, kinds, rows, row_kinds, row_ranks, order
+
+
+def _lines(table: Tensor, *others: Tensor) -> list[Tensor]:
+    """Where the entries of each line of a table of kinds `[lines, tiles]` begin; then of the entries, one line behind
+    the other: tile, kind, and what `others` have there. All have room for the whole table."""
+    listed = (table != EMPTY).flatten()
+    counts = listed.view(table.shape).sum(1)
+    place = torch.where(listed, listed.cumsum(0) - 1, table.numel())  # the last one is cut off
+    tile = torch.arange(table.shape[1], device=table.device).expand(table.shape)
+    room = table.new_zeros(table.numel() + 1)
+    parts = (room.scatter(0, place, values.flatten())[:-1] for values in (tile, table, *others))
+    return [torch.cat((counts.new_zeros(1), counts.cumsum(0))), *parts]
 
 
 def _offsets(owners: Tensor, total: int) -> Tensor:
@@ -290,5 +368,5 @@ def _shortest_first(offsets: Tensor, lines: int) -> Tensor:
 def _bits(masks: Tensor) -> Tensor:
     """bool `[patterns, rows, columns]` as int32, 32 columns in each, one behind the other."""
     eights = masks.reshape(-1, 8).to(torch.uint8)
-    place = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=masks.device)
+    place = 2 ** torch.arange(8, dtype=torch.uint8, device=masks.device)
     return (eights * place).sum(dim=1, dtype=torch.uint8).view(torch.int32)
