@@ -94,6 +94,17 @@ def _pairs() -> dict[str, AttentionCase]:
 
 PAIRS = _pairs()
 
+
+def _score_mod_pairs() -> dict[str, AttentionCase]:
+    """A score function alone, and with every other feature."""
+    changes = {name: change for name, change in _FEATURES.items() if name not in _UNPAIRED}
+    pairs = {f"score_mod+{name}": replace(change(BASE), score_mod=True) for name, change in changes.items()}
+    everything = replace(PAIRS["everything"], score_mod=True)
+    return {"score_mod": replace(BASE, score_mod=True), **pairs, "score_mod+everything": everything}
+
+
+SCORE_MOD_PAIRS = _score_mod_pairs()
+
 #: Shapes at the edges of what tiles hold.
 EDGES = {
     "one_query": replace(BASE, seq_q=1, seq_k=40),

@@ -23,6 +23,7 @@ from flashtile.ops.attention.backend import AttentionCall
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.testing import AttentionCase, make_inputs, with_arguments
+from flashtile.testing.cases import learned_tensor
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "attention.md"
@@ -118,6 +119,7 @@ FEATURES = (
             ),
         ),
     ),
+    Feature("`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True),)),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
     Feature("`return_max_scores=True`", (_arguments(return_max_scores=True),)),
     Feature("`deterministic=True`", (_arguments(deterministic=True),)),
@@ -134,7 +136,7 @@ def served(case: AttentionCase, backend: str) -> str:
     """What a backend does of a call, asked for by name."""
     inputs = make_inputs(case)
     for name in case.learned:
-        inputs.tensors[name].requires_grad_()
+        learned_tensor(inputs.tensors[name]).requires_grad_()
     given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": device_of(backend)}
     answer = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
     if answer.backend != backend:

@@ -8,6 +8,8 @@ from flashtile.ops.attention.fp8 import quantize_fp8
 from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
 from flashtile.ops.attention.philox import draw_dropout_seed, dropout_mask
+from flashtile.ops.attention.score_program import ScoreFunction
+from flashtile.ops.attention.score_tracing import trace_score_mod
 from flashtile.ops.attention.sdpa import scaled_dot_product_attention
 from flashtile.ops.cross_entropy.api import cross_entropy, linear_cross_entropy
 from flashtile.ops.decompositions import decompositions
@@ -31,6 +33,7 @@ __all__ = [
     "Explanation",
     "OnlineSoftmax",
     "RotaryScaling",
+    "ScoreFunction",
     "apply_rotary",
     "apply_rotary_kv",
     "apply_rotary_qkv",
@@ -65,5 +68,6 @@ __all__ = [
     "scaled_causal_softmax",
     "scaled_dot_product_attention",
     "scaled_masked_softmax",
+    "trace_score_mod",
     "xpos_scale",
 ]

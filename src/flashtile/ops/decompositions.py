@@ -48,6 +48,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     side = SideInputs(*rest[: len(SideInputs._fields)])
+    side = side._replace(captured=tuple(side.captured))  # the dispatcher passes a list
     spec = AttentionSpec(*rest[len(SideInputs._fields) : -1])
     if spec.block_shape is not None:
         batch, heads, tile_q, tile_k = spec.block_shape

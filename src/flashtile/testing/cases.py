@@ -22,7 +22,7 @@ class AttentionCase:
     number above that of the keys stands for all keys. `bias`, `mask` and `alibi_slopes` are shapes, in which a letter
     stands for a size: "b" batch, "h" heads, "q", "k". The gradients of bias, slopes and sinks are compared too, except
     for the names in `constant`. `block_mask` is the tile of a block mask with empty, full and partial tiles, different
-    for each head, and in packed calls for each sequence.
+    for each head, and in packed calls for each sequence. `score_mod`: the call has a score function, `RelativeScore`.
     """
 
     seq_q: int = 64
@@ -42,6 +42,7 @@ class AttentionCase:
     alibi_slopes: str | None = None
     sinks: bool = False
     block_mask: tuple[int, int] | None = None
+    score_mod: bool = False
     constant: tuple[str, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ class AttentionCase:
         lengths += "".join(f"-{name}[{shape}]" for name in _SHAPED if (shape := getattr(self, name)))
         lengths += "-sinks" if self.sinks else ""
         lengths += f"-blocks{list(self.block_mask)}" if self.block_mask else ""
+        lengths += "-score_mod" if self.score_mod else ""
         heads = f"h{self.heads}:{self.heads_kv}-d{self.head_dim}:{self.head_dim_v}"
         return f"{sizes}-{heads}-{str(self.dtype)[6:]}{flags}{lengths}"
 
@@ -85,8 +87,29 @@ class AttentionCase:
 
 
 _SHAPED = ("bias", "mask", "alibi_slopes")
-#: Tensors beside q, k and v that have a gradient.
-LEARNED = ("bias", "alibi_slopes", "sinks")
+#: What else than q, k and v has a gradient: tensors, and the score function, whose table has it.
+LEARNED = ("bias", "alibi_slopes", "sinks", "score_mod")
+
+
+@dataclass(frozen=True)
+class RelativeScore:
+    """A score function with a derivative in the score and in a captured table, which hides some keys.
+
+    Attributes:
+        table: `[heads, 33]`, by the distance of query and key.
+    """
+
+    table: Tensor
+
+    def __call__(self, score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        distance = torch.clamp(q_index - k_index, -16, 16) + 16
+        changed = score + self.table[head, distance] * torch.sin(0.5 * score)
+        return torch.where((7 * q_index + 3 * k_index + batch) % 11 == 0, -float("inf"), changed)
+
+
+def learned_tensor(given: Any) -> Tensor:
+    """The tensor that has the gradient of an entry of `Inputs.tensors`."""
+    return given.table if isinstance(given, RelativeScore) else given
 
 
 @dataclass
@@ -140,9 +163,9 @@ def make_inputs(case: AttentionCase, device: torch.device | str = "cpu", seed: i
     )
 
 
-def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Bias, mask, slopes and sinks. A bias hides some keys, and so does a mask."""
-    tensors: dict[str, Tensor] = {}
+def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[str, Any]:
+    """Bias, mask, slopes, sinks and score function. A bias hides some keys, and so does a mask."""
+    tensors: dict[str, Any] = {}
     wide = torch.float64 if case.dtype is torch.float64 else torch.float32
     if case.bias:
         bias = normal(*case.shape_of(case.bias), dtype=case.bias_dtype or case.dtype)
@@ -153,6 +176,8 @@ def _score_tensors(case: AttentionCase, normal: Callable[..., Tensor]) -> dict[s
         tensors["alibi_slopes"] = normal(*case.shape_of(case.alibi_slopes), dtype=wide).abs() / 8
     if case.sinks:
         tensors["sinks"] = normal(case.heads, dtype=wide)
+    if case.score_mod:
+        tensors["score_mod"] = RelativeScore(normal(case.heads, 33, dtype=wide))
     return tensors
 
 
@@ -174,11 +199,13 @@ def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | 
     tensors = dict(inputs.tensors)
     for name in LEARNED:
         if name in tensors:
-            given = tensors[name].to(dtype if dtype is torch.float64 else tensors[name].dtype)
-            tensors[name] = given.detach().requires_grad_(name in case.learned)
+            given = learned_tensor(tensors[name])
+            given = given.to(dtype if dtype is torch.float64 else given.dtype)
+            given = given.detach().requires_grad_(name in case.learned)
+            tensors[name] = RelativeScore(given) if name == "score_mod" else given
     function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
     out, lse, *max_scores = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
-    leaves = {"q": q, "k": k, "v": v, **{name: tensors[name] for name in case.learned}}
+    leaves = {"q": q, "k": k, "v": v, **{name: learned_tensor(tensors[name]) for name in case.learned}}
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
     upstream = (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype))
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
@@ -232,7 +259,7 @@ def cancelled_sizes(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[st
 
 def _rounded_as(case: AttentionCase, inputs: Inputs, name: str, by_scores: dict[str, Tensor]) -> Size:
     """Size of a gradient in its own units of the last place, where its error comes from an out of another dtype."""
-    ratio = torch.finfo(case.dtype).eps / torch.finfo(inputs.tensors[name].dtype).eps
+    ratio = torch.finfo(case.dtype).eps / torch.finfo(learned_tensor(inputs.tensors[name]).dtype).eps
     return Size(*(ratio * part for part in size(by_scores[f"d{name}"])))
 
 

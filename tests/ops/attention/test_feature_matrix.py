@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from attention_cases import PAIRS, parameters
+from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 from flashtile._backends import devices
 from flashtile.ops.attention import cpu
 from flashtile.ops.attention.cpu import tiles
@@ -68,6 +68,7 @@ def _blocks_packed(case: AttentionCase) -> bool:
 #: Pairs with something that changes scores; those of the others are in `test_cpu`, with more sizes.
 _CHANGES = ("softcap", "bias", "mask", "alibi", "sinks", "block_mask")
 ON_CPU = {name: case for name, case in PAIRS.items() if any(change in name for change in (*_CHANGES, "everything"))}
+ON_CPU |= SCORE_MOD_PAIRS
 
 
 @pytest.mark.parametrize("case", parameters(ON_CPU))

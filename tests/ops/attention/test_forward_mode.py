@@ -18,7 +18,7 @@ import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention import forward_mode, reference
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs
 
 LEARNED = ("bias", "alibi_slopes", "sinks")
@@ -66,7 +66,8 @@ def tangents(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dty
         moved = {**directions, **{name: directions[name].view(t.shape) for name, t in shaped.items()}}
 
         def eager(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-            learned = reference.with_learned(side, given)
+            wanted = Wanted(*(name in shaped for name in LEARNED))
+            learned = reference.with_learned(side, wanted, [given[name] for name in LEARNED if name in shaped])
             return reference.forward(given["q"], given["k"], given["v"], learned, spec)
 
         _, (dout, dlse) = torch.func.jvp(eager, ({**leaves, **shaped},), (moved,))

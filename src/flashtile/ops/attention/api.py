@@ -10,8 +10,9 @@ from torch import Tensor
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_unrecorded
-from flashtile.ops.attention.options import Align, DenseOptions, VarlenOptions, Window
+from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, VarlenOptions, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
+from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
 
@@ -64,6 +65,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
+    score_mod: ScoreMod | None = None,
     sinks: Tensor | None = None,
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
@@ -76,8 +78,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention, `softmax(scale · q kᵀ) v`, in memory linear in the sequence length.
 
-    Differentiable in q, k, v, bias, alibi_slopes and sinks, also through `lse`; not with 8-bit inputs. With
-    `causal=True` two queries see these of four keys (`x` = visible)::
+    Differentiable in q, k, v, bias, alibi_slopes, sinks and the tensors that score_mod reads, also through `lse`; not
+    with 8-bit inputs. With `causal=True` two queries see these of four keys (`x` = visible)::
 
         bottom_right   x x x .        top_left   x . . .
                        x x x x                   x x . .
@@ -108,6 +110,10 @@ def attention(
         mask: bool, True = visible; broadcasts as bias does.
         block_mask: a `BlockMask` built for these sizes, on q's device; its empty tiles are not computed. A key is
             visible if block_mask, mask, window, key_lengths and causal all show it.
+        score_mod: a function `(score, batch, head, q_index, k_index) -> score` in plain Python, which changes each
+            score after the scale and the soft cap and before bias and ALiBi. It computes with PyTorch's elementwise
+            operations on scalars, and reads tensors around it by index, as in `table[head, q_index - k_index]`; these
+            get gradients. -inf hides a key. See the guide, docs/score_functions.md.
         sinks: `[heads_q]`, dtypes as for the slopes: an extra logit in each row's softmax, without a value; -inf has no
             effect.
         descale_q: for float8_e4m3fn inputs only: positive float32 factors that broadcast to `[batch, heads_kv]`; the
@@ -156,6 +162,8 @@ def attention(
         side = add_score_inputs(side, q, sizes, bias, mask, alibi_slopes, sinks)
     if block_mask is not None:
         side, spec = add_block_mask(side, spec, q, block_mask)
+    if score_mod is not None:
+        side, spec = add_score_mod(side, spec, q, score_mod)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, q.shape[0], descale_q, descale_k, descale_v)
     if return_max_scores:
@@ -207,6 +215,7 @@ def attention_varlen(
     alibi_slopes: Tensor | None = None,
     mask: Tensor | None = None,
     block_mask: BlockMask | None = None,
+    score_mod: ScoreMod | None = None,
     sinks: Tensor | None = None,
     descale_q: Tensor | None = None,
     descale_k: Tensor | None = None,
@@ -240,6 +249,7 @@ def attention_varlen(
             many as there are sequences. Its rows and columns count from each sequence's start. "hopper" has none in
             packed calls; "auto" takes "triton".
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`; distances count from each sequence's end.
+        score_mod: `batch` is the number of the sequence; both indices count from its start.
 
     Returns:
         out `[total_q, heads_q, head_dim_v]`; with `return_lse`, also lse `[heads_q, total_q]` float32, and with
@@ -279,6 +289,8 @@ def attention_varlen(
     if block_mask is not None:
         checks.check_longest(max_seqlen_q, max_seqlen_k)
         side, spec = add_block_mask(side, spec, q, block_mask)
+    if score_mod is not None:
+        side, spec = add_score_mod(side, spec, q, score_mod)
     if q.dtype is FP8 or not (descale_q is descale_k is descale_v is None):
         side = add_descales(side, q, k, v, batch, descale_q, descale_k, descale_v)
     if return_max_scores:
@@ -437,6 +449,14 @@ def add_block_mask(
     batch, heads = block_mask.shape[:2]
     side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
     return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))
+
+
+def add_score_mod(
+    side: SideInputs, spec: AttentionSpec, q: Tensor, score_mod: ScoreMod
+) -> tuple[SideInputs, AttentionSpec]:
+    """Side inputs and spec of a call with a score function."""
+    function = resolve_score_mod(score_mod, q)
+    return side._replace(captured=function.captured), spec._replace(score_program=function.program)
 
 
 def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:

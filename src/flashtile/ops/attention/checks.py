@@ -120,12 +120,12 @@ def check_forward_only(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> Non
             "flashtile.attention of float8_e4m3fn inputs under torch.func or in forward mode: expected none, it has no "
             "derivative and no batching rule; pass 16-bit q, k and v"
         )
-    tensors = (q, k, v, side.bias, side.alibi_slopes, side.sinks, *side.descales)
+    tensors = (q, k, v, side.bias, side.alibi_slopes, side.sinks, *side.descales, *side.captured)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise ValueError(
             "q, k, v: expected tensors that want no gradient, as attention of float8_e4m3fn inputs has no backward, "
-            "got some that do (or bias, alibi_slopes, sinks or a descale factor); call it under torch.no_grad(), or "
-            "pass 16-bit q, k and v"
+            "got some that do (or bias, alibi_slopes, sinks, a captured tensor or a descale factor); call it under "
+            "torch.no_grad(), or pass 16-bit q, k and v"
         )
 
 

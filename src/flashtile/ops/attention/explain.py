@@ -17,6 +17,7 @@ from flashtile.ops.attention.api import (
     add_block_mask,
     add_descales,
     add_score_inputs,
+    add_score_mod,
     build_spec,
     checked_qkv,
     lengths_of,
@@ -116,6 +117,8 @@ def explain(
         side = add_score_inputs(side, q, sizes, *score_inputs, batch)
     if given.block_mask is not None:
         side, spec = add_block_mask(side, spec, q, given.block_mask)
+    if given.score_mod is not None:
+        side, spec = add_score_mod(side, spec, q, given.score_mod)
     descales = given.descale_q, given.descale_k, given.descale_v
     if q.dtype is FP8 or any(tensor is not None for tensor in descales):
         side = add_descales(side, q, k, v, batch, *descales)

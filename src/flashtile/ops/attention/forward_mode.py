@@ -2,7 +2,7 @@
 
 With the tangents of all inputs, weights `p` of a row and of its sink, and dropout `z = kept / (1 - dropout_p)`::
 
-    ds   = d(scale · q kᵀ) · (1 - tanh²) + dbias - distance · dslope        1 - tanh²: of the soft cap
+    ds   = f'(d(scale · q kᵀ) · (1 - tanh²)) + dbias - distance · dslope    1 - tanh²: of the soft cap, f' of score_mod
     dlse = rowsum(p · ds) + p_sink · dsink
     dout = (z · p · (ds - dlse)) v + (z · p) dv
 
@@ -15,13 +15,16 @@ in Dao et al., "FlashAttention" (2022), appendix B.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention import row_weights
 from flashtile.ops.attention.row_weights import Part
+from flashtile.ops.attention.score_program import UPSTREAM, read, run
+from flashtile.ops.attention.score_tracing import derivative
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Scores that are made at a time, but for at least as many rows as `_FEWEST_ROWS` of all heads.
@@ -38,6 +41,7 @@ class Tangents(NamedTuple):
     bias: Tensor | None
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    captured: tuple[Tensor | None, ...] = ()
 
 
 def forward_derivative(
@@ -84,8 +88,8 @@ def _rows(
     batch, _, heads, _ = q.shape
     q_rows, keys = row_weights.load_rows(q, part), row_weights.load_keys(k, part, heads, side)
     product = row_weights.products(q_rows, keys, part)
-    scores, slope = row_weights.scores(product, part, side, spec)
-    shown = row_weights.visible(part, side, spec)
+    scores, changes = row_weights.scores(product, part, side, spec)
+    shown = row_weights.visible(part, side, spec, scores)
     weights = row_weights.softmax(scores, shown, part, side)
 
     dscores = torch.zeros_like(scores)
@@ -95,8 +99,10 @@ def _rows(
         dkeys = row_weights.load_keys(tangents.k, part, heads, side)
         dscores = dscores + row_weights.products(q_rows, dkeys, part)
     dscores = dscores * spec.scale
-    if slope is not None:
-        dscores = dscores * slope
+    if changes.cap is not None:
+        dscores = dscores * changes.cap
+    if changes.inputs is not None:
+        dscores = _through_function(dscores, changes.inputs, side, spec, tangents.captured)
     if tangents.bias is not None:
         dscores = dscores + row_weights.part_of(tangents.bias, part).to(scores.dtype)
     if tangents.alibi_slopes is not None:
@@ -120,6 +126,26 @@ def _rows(
     return dout, dlse.squeeze(-1)
 
 
+def _through_function(
+    dscores: Tensor,
+    inputs: dict[str, Tensor],
+    side: SideInputs,
+    spec: AttentionSpec,
+    dcaptured: Sequence[Tensor | None],
+) -> Tensor:
+    """The tangents behind the score function, from those in front of it."""
+    assert spec.score_program is not None
+    gradient = derivative(spec.score_program, dscores.dtype)
+    inputs = {**inputs, UPSTREAM: torch.ones_like(dscores)}
+    values = run(gradient.program, inputs, lambda _, step, at: read(side.captured[step.arguments[0]], at, 4)[0])
+    total = torch.zeros_like(dscores) if gradient.score is None else dscores * values[gradient.score]
+    for captured, indices, name in gradient.loads:
+        tangent = dcaptured[captured] if dcaptured else None
+        if tangent is not None:
+            total = total + values[name] * read(tangent, [values[index] for index in indices], 4)[0]
+    return total
+
+
 def _packed(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, tangents: Tangents
 ) -> tuple[Tensor, Tensor]:
@@ -136,7 +162,7 @@ def _packed(
             key_lengths=None if side.key_lengths is None else side.key_lengths[sequence : sequence + 1],
             alibi_slopes=_of_sequence(side.alibi_slopes, sequence),
         )
-        moved = {
+        moved: dict[str, Any] = {
             name: None if tangent is None else tangent[None, where]
             for name, tangent, where in (("q", tangents.q, rows), ("k", tangents.k, keys), ("v", tangents.v, keys))
         }

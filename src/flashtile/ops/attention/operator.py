@@ -14,18 +14,20 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted, out_dtype, plain_side
+from flashtile.ops.attention.arguments import (
+    LEARNED,
+    SIDE,
+    SIDE_SCHEMA,
+    SPEC,
+    SPEC_SCHEMA,
+    flat,
+    saved_side,
+    side_tensors,
+    unflatten,
+    unflatten_backward,
+)
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, out_dtype, plain_side
 from flashtile.ops.common import dispatch
-
-SIDE_SCHEMA = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-    "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? block_lists, Tensor? block_patterns, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v"
-)
-SPEC_SCHEMA = (
-    "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
-    "float softcap, int[]? block_shape, int[]? origin, bool returns_max_scores"
-)
 
 _library = torch.library.Library("flashtile", "DEF")
 _library.define(
@@ -34,18 +36,16 @@ _library.define(
 )
 _library.define(
     "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
-    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
+    f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, "
+    "bool[] wants_captured, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor[] dcaptured)"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
 
-# Where the side inputs end and the spec ends in the flat argument lists of the schemas.
-_SIDE = len(SideInputs._fields)
-_SPEC = _SIDE + len(AttentionSpec._fields)
-# Where those side inputs stand that may want a gradient.
-_LEARNED = tuple(SideInputs._fields.index(name) for name in Wanted._fields)
 _NOTHING_WANTED = Wanted()
+# Gradients that a backward has of single tensors.
+_SINGLE_GRADIENTS = len(Gradients._fields) - 1
 
 
 def run_attention(
@@ -54,25 +54,26 @@ def run_attention(
     """Runs the operator, recorded by autograd where a gradient is wanted. Returns (out, lse), or (out, lse, max_scores)
     if the spec asks for it."""
     if dispatch.transformed():
-        return _asked_for(_TransformedAttention.apply(q, k, v, *side, *spec, backend), spec)
+        return _asked_for(_TransformedAttention.apply(q, k, v, *flat(side, spec, backend)), spec)
     if torch.is_grad_enabled():
         learned = any(_wanted(side))
         if learned or q.requires_grad or k.requires_grad or v.requires_grad:
             if torch.compiler.is_compiling():
                 q, k, v, side = _distinct(q, k, v, side)
-                return _Attention.apply(q, k, v, *side, *spec, backend)
+                return _Attention.apply(q, k, v, *flat(side, spec, backend))
             # Autograd sees only tensors that are arguments themselves.
-            return _apply(q, k, v, *side, *spec, backend) if learned else _apply(q, k, v, side, spec, backend)
+            return _apply(q, k, v, *flat(side, spec, backend)) if learned else _apply(q, k, v, side, spec, backend)
     return _run_forward(q, k, v, side, spec, backend)
 
 
-def _wanted(side: SideInputs) -> tuple[bool, bool, bool]:
+def _wanted(side: SideInputs) -> tuple[bool, ...]:
     """Which of the side inputs want a gradient."""
     bias, _, alibi_slopes, sinks = side[6:10]
     return (
         bias is not None and bias.requires_grad,
         alibi_slopes is not None and alibi_slopes.requires_grad,
         sinks is not None and sinks.requires_grad,
+        *(tensor.requires_grad for tensor in side.captured),
     )
 
 
@@ -116,20 +117,22 @@ def run_backward(
     if dispatch.unobserved(q, k, v, dout, dlse, out, lse, *side_tensors(side)):
         return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
-    return Gradients(*grads[:3], *(grad if wants else None for grad, wants in zip(grads[3:], wanted)))
+    return _gradients(grads[:-1], grads[-1], wanted)
 
 
-def side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
-    """The side inputs without the two lengths among them."""
-    return side[:2] + side[4:]
+def _gradients(grads: Sequence[Tensor], of_captured: Sequence[Tensor], wanted: Wanted) -> Gradients:
+    """What an operator returned, without what was not wanted."""
+    single: list[Any] = [grad if wants else None for grad, wants in zip(grads[3:], wanted[:-1])]
+    single.append(tuple(grad if wants else None for grad, wants in zip(of_captured, wanted.captured)))
+    return Gradients(grads[0], grads[1], grads[2], *single)
 
 
 def _distinct(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> tuple[Tensor, Tensor, Tensor, SideInputs]:
     """The same arguments, no tensor twice."""
     names = [name for name, entry in zip(SideInputs._fields, side) if isinstance(entry, Tensor)]
-    tensors = q, k, v, *(getattr(side, name) for name in names)
+    tensors = q, k, v, *(getattr(side, name) for name in names), *side.captured
     q, k, v, *entries = dispatch.distinct(tensors)  # type: ignore[assignment]
-    replaced: dict[str, Any] = dict(zip(names, entries))
+    replaced: dict[str, Any] = {**dict(zip(names, entries)), "captured": tuple(entries[len(names) :])}
     return q, k, v, side._replace(**replaced)
 
 
@@ -150,15 +153,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse, *of_max_scores):
         q, k, v, out, lse, *rest = ctx.saved_tensors
         max_seqlens, spec, backend, other_arguments = ctx.scalars
-        side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
-        wanted = _NOTHING_WANTED
+        side = saved_side(rest, max_seqlens)
+        wanted = Wanted(captured=(False,) * len(side.captured)) if side.captured else _NOTHING_WANTED
         if other_arguments > 3:
-            wanted = Wanted(*(ctx.needs_input_grad[3 + index] for index in _LEARNED))
+            needs = ctx.needs_input_grad[3:]
+            wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = (dout, dlse, q, k, v, out, lse)
         if (torch.is_grad_enabled() or dispatch.transformed()) and not torch.compiler.is_compiling():
-            grads = _DifferentiableBackward.apply(*tensors, *side, *spec, *wanted, backend)
+            # A number, because functorch would take several booleans for several operands.
+            bits = sum(wants << place for place, wants in enumerate(wanted.captured))
+            grads = _DifferentiableBackward.apply(*tensors, *flat(side, (*spec, *wanted[:-1], bits), backend))
+            grads = _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
         elif not dispatch.batched(dout, dlse) and dispatch.unobserved(
             q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))
         ):
@@ -166,11 +173,12 @@ class _Attention(torch.autograd.Function):
         else:
             # For several gradients in one, PyTorch calls the operator with one after another.
             grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
+            grads = _gradients(grads[:-1], grads[-1], wanted)
         if other_arguments == 3:
-            return grads[0], grads[1], grads[2], None, None, None
-        dbias, dalibi_slopes, dsinks = (grad if wants else None for grad, wants in zip(grads[3:], wanted))
-        before, between = (None,) * _LEARNED[0], (None,) * (_SPEC + 1 - _LEARNED[2] - 1)
-        return grads[0], grads[1], grads[2], *before, dbias, None, dalibi_slopes, dsinks, *between
+            return grads.q, grads.k, grads.v, None, None, None
+        before, between = (None,) * LEARNED[0], (None,) * (SPEC + 1 - LEARNED[2] - 1)
+        of_side = (*before, grads.bias, None, grads.alibi_slopes, grads.sinks, *between)
+        return grads.q, grads.k, grads.v, *of_side, *grads.captured
 
 
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
@@ -188,7 +196,8 @@ class _TransformedAttention(_Attention):
 
     @staticmethod
     def forward(q, k, v, *rest):
-        return _forward_op(q, k, v, *rest)
+        side, spec, backend = unflatten(rest)
+        return _forward_op(q, k, v, *side, *spec, backend)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -202,8 +211,8 @@ class _TransformedAttention(_Attention):
         dispatch.refuse_nested_forward_mode("flashtile.attention")
         q, k, v, _, _, *rest = ctx.saved_tensors
         max_seqlens, spec, _, _ = ctx.scalars
-        side = SideInputs(rest[0], rest[1], *max_seqlens, *rest[2:])
-        given = Tangents(*tangents[:3], *(tangents[3 + index] for index in _LEARNED))
+        side = saved_side(rest, max_seqlens)
+        given = Tangents(*tangents[:3], *(tangents[3 + index] for index in LEARNED), tuple(tangents[3 + SPEC + 1 :]))
         return *forward_derivative(q, k, v, side, spec, given), None
 
 
@@ -223,10 +232,9 @@ def _save(
     if max_scores:
         ctx.mark_non_differentiable(*max_scores)
         spec = spec._replace(returns_max_scores=False)
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest = side
-    saved = q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, *rest
+    saved = q, k, v, out, lse, *side_tensors(side)
     ctx.save_for_backward(*saved)
-    ctx.scalars = (max_seqlen_q, max_seqlen_k), spec, backend, other_arguments
+    ctx.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend, other_arguments
     ctx.set_materialize_grads(False)
     return saved
 
@@ -239,61 +247,66 @@ class _DifferentiableBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments):
-        return _backward_op(*arguments)
+        tensors, side, spec, wanted, backend = unflatten_backward(arguments)
+        *grads, of_captured = _backward_op(*tensors, *side, *spec, *wanted, backend)
+        return *grads, *of_captured
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        dout, dlse, q, k, v, _, _, *rest = inputs
-        side, ctx.spec, _ = unflatten((*rest[:_SPEC], rest[-1]))
+        (dout, dlse, q, k, v, _, _), side, ctx.spec, ctx.wanted, _ = unflatten_backward(inputs)
         ctx.max_seqlens = side.max_seqlen_q, side.max_seqlen_k
-        ctx.wanted = Wanted(*rest[_SPEC:-1])
-        saved = dout, dlse, q, k, v, side.cu_seqlens_q, side.cu_seqlens_k, *side[4:]
+        saved = dout, dlse, q, k, v, *side_tensors(side)
         ctx.save_for_backward(*saved)
         ctx.save_for_forward(*saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *grads):
-        first_order, names, primals = _reference_backward(ctx)
+        first_order, primals = _reference_backward(ctx)
         first, pullback = torch.func.vjp(first_order, *primals)
-        of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted) if wants]
+        of_learned = [grad for grad, wants in zip(grads[3:], ctx.wanted.flags) if wants]
         given = zip((*grads[:3], *of_learned), first)
         upstream = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in given)
         ddout, ddlse, dq, dk, dv, *dlearned = pullback(upstream)
-        of_side = dict(zip(names, dlearned))
+        learned = iter(dlearned)
+        of_flags = [next(learned) if wants else None for wants in ctx.wanted.flags]
+        of_side = dict(zip(Wanted._fields[:-1], of_flags))
         return (
             *(ddout, ddlse if ctx.needs_input_grad[1] else None, dq, dk, dv, None, None),
             *(of_side.get(name) for name in SideInputs._fields),
             *(None,) * (len(AttentionSpec._fields) + len(Wanted._fields) + 1),
+            *of_flags[len(of_side) :],
         )
 
     @staticmethod
     def jvp(ctx, *tangents):
         dispatch.refuse_nested_forward_mode("flashtile.attention")
-        first_order, names, primals = _reference_backward(ctx)
+        first_order, primals = _reference_backward(ctx)
         of_side = dict(zip(SideInputs._fields, tangents[7:]))
-        given = zip((*tangents[:5], *(of_side[name] for name in names)), primals)
+        of_captured = tangents[len(tangents) - len(ctx.wanted.captured) :]
+        of_flags = (*(of_side[name] for name in Wanted._fields[:-1]), *of_captured)
+        of_learned = (tangent for tangent, wants in zip(of_flags, ctx.wanted.flags) if wants)
+        given = zip((*tangents[:5], *of_learned), primals)
         directions = tuple(torch.zeros_like(of) if tangent is None else tangent for tangent, of in given)
         # Twice in reverse: PyTorch does not nest its own forward mode in one that is under way.
         first, pullback = torch.func.vjp(first_order, *primals)
         _, push_forward = torch.func.vjp(pullback, tuple(map(torch.zeros_like, first)))
         ((dq, dk, dv, *dlearned),) = push_forward(directions)
         learned = iter(dlearned)
-        return dq, dk, dv, *(next(learned) if wants else dq.new_zeros(0) for wants in ctx.wanted)
+        return dq, dk, dv, *(next(learned) if wants else dq.new_zeros(0) for wants in ctx.wanted.flags)
 
 
-def _reference_backward(ctx) -> tuple[Callable, list[str], tuple[Tensor, ...]]:
+def _reference_backward(ctx) -> tuple[Callable, tuple[Tensor, ...]]:
     """The backward that a `_DifferentiableBackward` has recorded as a function of (dout, dlse, q, k, v, what learns),
-    by the eager reference; the names of what learns; and the arguments. out and lse are functions of the inputs here,
-    so the whole derivative goes to those."""
+    by the eager reference; and the arguments. out and lse are functions of the inputs here, so the whole derivative
+    goes to those."""
     from flashtile.ops.attention import reference
 
-    dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest = ctx.saved_tensors
-    side = SideInputs(cu_seqlens_q, cu_seqlens_k, *ctx.max_seqlens, *rest)
-    names = [name for name, wants in zip(Wanted._fields, ctx.wanted) if wants]
+    dout, dlse, q, k, v, *rest = ctx.saved_tensors
+    side = saved_side(rest, ctx.max_seqlens)
 
     def forward(q, k, v, *learned):
-        return reference.forward(q, k, v, reference.with_learned(side, dict(zip(names, learned))), ctx.spec)
+        return reference.forward(q, k, v, reference.with_learned(side, ctx.wanted, learned), ctx.spec)
 
     def first_order(dout, dlse, *inputs):
         _, pullback = torch.func.vjp(forward, *inputs)
@@ -301,7 +314,7 @@ def _reference_backward(ctx) -> tuple[Callable, list[str], tuple[Tensor, ...]]:
 
     if dlse is None:
         dlse = q.new_zeros(lse_shape(q), dtype=lse_dtype(q.dtype))
-    return first_order, names, (dout, dlse, q, k, v, *(getattr(side, name) for name in names))
+    return first_order, (dout, dlse, q, k, v, *reference.learned_inputs(side, ctx.wanted))
 
 
 def _forward(
@@ -342,12 +355,16 @@ def _forward_implementation(q, k, v, *rest):
         return results if spec.returns_max_scores else (*results, q.new_empty(0, dtype=lse_dtype(q.dtype)))
 
 
-def _backward_implementation(dout, dlse, q, k, v, out, lse, *rest):
-    side, spec, backend = unflatten((*rest[:_SPEC], rest[-1]))
+def _backward_implementation(*arguments):
+    tensors, side, spec, wanted, backend = unflatten_backward(arguments)
     with torch.no_grad():
-        grads = _backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted(*rest[_SPEC:-1]), backend)
+        grads = _backward(*tensors, side, spec, wanted, backend)
+
     # Contiguous, as the fake says: rows of a gradient may be padded.
-    return tuple(q.new_empty(0) if grad is None else grad.contiguous() for grad in grads)
+    def returned(grad: Tensor | None) -> Tensor:
+        return tensors[2].new_empty(0) if grad is None else grad.contiguous()
+
+    return *map(returned, grads[:-1]), list(map(returned, grads.captured))
 
 
 def _forward_fake(q, k, v, *rest):
@@ -357,11 +374,15 @@ def _forward_fake(q, k, v, *rest):
     return out, *(q.new_empty(shape, dtype=statistics[1]) for shape in (statistics[0], statistics[0] if asked else 0))
 
 
-def _backward_fake(dout, dlse, q, k, v, out, lse, *rest):
-    side, wanted = SideInputs(*rest[:_SIDE]), rest[_SPEC:-1]
+def _backward_fake(*arguments):
+    (_, _, q, k, v, *_), side, _, wanted, _ = unflatten_backward(arguments)
+
+    def returned(tensor: Tensor | None, wants: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape) if wants and tensor is not None else q.new_empty(0)
+
     learned = (side.bias, side.alibi_slopes, side.sinks)
-    of_side = (t.new_empty(t.shape) if wants else q.new_empty(0) for t, wants in zip(learned, wanted))
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *of_side
+    of_captured = list(map(returned, side.captured, wanted.captured))
+    return *(t.new_empty(t.shape) for t in (q, k, v)), *map(returned, learned, wanted[:-1]), of_captured
 
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
@@ -371,18 +392,6 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def unflatten(rest: Sequence) -> tuple[SideInputs, AttentionSpec, str]:
-    if len(rest) == 3:
-        return tuple(rest)
-    spec = AttentionSpec(*rest[_SIDE:_SPEC])
-    if spec.block_shape is not None:
-        batch, heads, tile_q, tile_k = spec.block_shape
-        spec = spec._replace(block_shape=(batch, heads, tile_q, tile_k))  # the dispatcher passes a list
-    if spec.origin is not None:
-        spec = spec._replace(origin=Origin(*spec.origin))
-    return SideInputs(*rest[:_SIDE]), spec, rest[_SPEC]
 
 
 def rows_contiguous(tensor: Tensor) -> Tensor:
@@ -408,13 +417,15 @@ def _vmap_rule(op: Callable, first_side: int) -> Callable:
     """
 
     def rule(info, in_dims, *arguments):
-        side = SideInputs(*arguments[first_side : first_side + _SIDE])
+        side = SideInputs(*arguments[first_side : first_side + SIDE])
+        spec = AttentionSpec(*arguments[first_side + SIDE : first_side + SPEC])
         others = side.bias, side.mask, side.alibi_slopes, side.sinks, side.block_lists, *side.descales
-        if side.packed or side.dropout_seed is not None or any(tensor is not None for tensor in others):
+        others = *others, side.dropout_seed, spec.score_program
+        if side.packed or any(other is not None for other in others):
             raise NotImplementedError(
                 "flashtile.attention under torch.func.vmap: expected a dense call without dropout, bias, mask, ALiBi, "
-                "sinks and block mask; for others put the mapped dimension into the batch, or append the sequences to "
-                "cu_seqlens"
+                "sinks, block mask and score_mod; for others put the mapped dimension into the batch, or append the "
+                "sequences to cu_seqlens"
             )
         folded = [
             _fold(argument, dim, info.batch_size) if isinstance(argument, Tensor) else argument
@@ -422,8 +433,10 @@ def _vmap_rule(op: Callable, first_side: int) -> Callable:
         ]
         outputs = op(*folded)
         sizes = info.batch_size, arguments[0].shape[1 if in_dims[0] == 0 else 0]  # either may be 0
-        mapped = tuple(t.unflatten(0, sizes) if t.dim() > 1 else t for t in outputs)
-        return mapped, tuple(0 if t.dim() > 1 else None for t in outputs)
+        single = [t for t in outputs if isinstance(t, Tensor)]
+        mapped = (t.unflatten(0, sizes) if t.dim() > 1 else t for t in single)
+        nothing = outputs[len(single) :]  # the gradients of captured tensors, which there are none of
+        return (*mapped, *nothing), (*(0 if t.dim() > 1 else None for t in single), *nothing)
 
     return rule
 

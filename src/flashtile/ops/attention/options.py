@@ -14,10 +14,13 @@ from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.score_program import ScoreFunction
 from flashtile.ops.common.other_names import refuse_other_names
 
 Align = Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
+#: `(score, batch, head, q_index, k_index) -> score`, scalars each.
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | ScoreFunction
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -57,6 +60,7 @@ class Options(BackwardOptions, total=False):
     descale_q: Tensor | None
     descale_k: Tensor | None
     descale_v: Tensor | None
+    score_mod: ScoreMod | None
 
 
 class DenseOptions(Options, total=False):
@@ -120,6 +124,7 @@ class Taken(NamedTuple):
     max_seqlen_k: int | None = None
     return_lse: bool = False
     return_max_scores: bool = False
+    score_mod: ScoreMod | None = None
 
 
 def take(function: Callable[..., Any], options: Mapping[str, Any], names: frozenset[str]) -> Taken:

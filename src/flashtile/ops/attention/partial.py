@@ -151,7 +151,7 @@ def attention_backward(
 
     Returns:
         A tuple with the fields q, k, v, bias, alibi_slopes and sinks, each in its input's shape and dtype. The last
-        three are None if not requested.
+        three are None if not requested. A further field, captured, is empty here.
 
     Raises:
         TypeError, ValueError: as `attention_part`; dout, out, lse or dlse do not fit; or the backend is "reference",
@@ -170,7 +170,8 @@ def attention_backward(
             "own forward; take 'auto' or 'cpu'"
         )
     learned = given.bias, given.alibi_slopes, given.sinks
-    wanted = Wanted(*(tensor is not None and tensor.requires_grad for tensor in learned))
+    bias, alibi_slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in learned)
+    wanted = Wanted(bias, alibi_slopes, sinks)
     with torch.no_grad():
         return run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
 

@@ -7,7 +7,7 @@ except that the softmax runs in float32; 8-bit inputs become what they stand for
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
+from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 from flashtile.ops.common.dispatch import autograd_in_operator
 
@@ -48,14 +49,16 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Gradients by PyTorch's autograd through `forward`; `out` and `lse` are not used."""
-    learned = {name: getattr(side, name) for name, wants in wanted._asdict().items() if wants}
-    inputs = {"q": q, "k": k, "v": v, **learned}
     with autograd_in_operator():
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-        outputs = forward(leaves["q"], leaves["k"], leaves["v"], with_learned(side, leaves), spec)[:2]
+        leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v, *learned_inputs(side, wanted))]
+        outputs = forward(leaves[0], leaves[1], leaves[2], with_learned(side, wanted, leaves[3:]), spec)[:2]
         upstream = (dout, torch.zeros_like(lse) if dlse is None else dlse)
-        grads = torch.autograd.grad(outputs, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True)
-    return Gradients(**{name: grad.contiguous() for name, grad in zip(leaves, grads)})
+        grads = torch.autograd.grad(outputs, leaves, upstream, allow_unused=True, materialize_grads=True)
+    of_learned = iter([grad.contiguous() for grad in grads])
+    found: list[Any] = [next(of_learned) for _ in range(3)]
+    found += [next(of_learned) if wants else None for wants in wanted[:-1]]
+    found.append(tuple(next(of_learned) if wants else None for wants in wanted.captured))
+    return Gradients(*found)
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
@@ -66,10 +69,19 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     return _column_sums_dense(q, k, lse, side, spec, 0)
 
 
-def with_learned(side: SideInputs, leaves: dict[str, Tensor]) -> SideInputs:
-    """The side inputs with some of those exchanged that have a gradient."""
-    learned: dict[str, Any] = {name: leaves[name] for name in Wanted._fields if name in leaves}
-    return side._replace(**learned)
+def learned_inputs(side: SideInputs, wanted: Wanted) -> list[Tensor]:
+    """The side inputs whose gradient is wanted."""
+    tensors = (*(getattr(side, name) for name in Wanted._fields[:-1]), *side.captured)
+    return [tensor for tensor, wants in zip(tensors, wanted.flags) if wants]
+
+
+def with_learned(side: SideInputs, wanted: Wanted, learned: Sequence[Tensor]) -> SideInputs:
+    """The side inputs with the `learned_inputs` exchanged."""
+    given = iter(learned)
+    single: dict[str, Any] = {name: next(given) for name, wants in zip(Wanted._fields[:-1], wanted) if wants}
+    flags = wanted.captured or (False,) * len(side.captured)
+    captured = tuple(next(given) if wants else tensor for tensor, wants in zip(side.captured, flags))
+    return side._replace(**single, captured=captured)
 
 
 def visible_keys(seq_q: int, seq_k: int, spec: AttentionSpec, device: torch.device) -> Tensor:
@@ -100,8 +112,12 @@ def _forward_dense(
         padding = ~valid[:, None, :, None]
         k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
 
-    scores = _scores(q, k, side, spec)
     visible = visible & _shown(side, spec, seq_q, seq_k, slice(first_sequence, first_sequence + batch))
+    if spec.score_program is not None:
+        # A score of -inf hides a pair. Hidden ones have no gradient, whatever the function's derivative is there.
+        with torch.no_grad():
+            visible = visible & ~_scores(q, k, side, spec, visible, first_sequence).isneginf()
+    scores = _scores(q, k, side, spec, visible, first_sequence)
     blind = ~visible.any(dim=-1, keepdim=True)  # rows with no visible key
     scores = scores.masked_fill(~visible, float("-inf"))
     largest = _largest(scores) if spec.returns_max_scores else None
@@ -154,12 +170,17 @@ def _column_sums_packed(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spe
     return sums
 
 
-def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, with bias and ALiBi; nothing masked yet."""
+def _scores(
+    q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, visible: Tensor | None = None, first_sequence: int = 0
+) -> Tensor:
+    """`[B, H, Sq, Sk]` in the dtype of lse: scaled, capped, changed by the score function, with bias and ALiBi; nothing
+    masked yet. `visible`: which of them count, for the score function."""
     seq_q, seq_k = q.shape[-2], k.shape[-2]
     scores = (q @ k.transpose(-1, -2) * spec.scale).to(_statistics_dtype(q.dtype))
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.score_program is not None:
+        scores = _changed(scores, side, spec.score_program, visible, first_sequence)
     if side.bias is not None:
         scores = scores + side.bias[..., :seq_q, :seq_k]
     if side.alibi_slopes is not None:
@@ -168,6 +189,16 @@ def _scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tens
         distance = (diagonal - torch.arange(seq_k, device=q.device)).abs()
         scores = scores - side.alibi_slopes.unsqueeze(-1).unsqueeze(-1) * distance
     return scores
+
+
+def _changed(scores: Tensor, side: SideInputs, program: str, visible: Tensor | None, first_sequence: int) -> Tensor:
+    """What the score function makes of `[B, H, Sq, Sk]`."""
+    inputs = {INPUTS[0]: scores}
+    for dim, (name, size) in enumerate(zip(INPUTS[1:], scores.shape)):
+        first = first_sequence if dim == 0 else 0
+        numbers = torch.arange(first, first + size, dtype=torch.int32, device=scores.device)
+        inputs[name] = numbers.view([-1 if at == dim else 1 for at in range(4)])
+    return apply(parse(program), inputs, side.captured, visible)
 
 
 def _shown(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int, sequences: slice) -> Tensor | bool:
@@ -194,7 +225,8 @@ def _forward_packed(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Att
         parts.append(_forward_dense(q[None, rows], k[None, columns], v[None, columns], one, spec, sequence))
         end = rows.stop
     # Rows past the last sequence are queries without keys.
-    parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), spec, 0))
+    nothing = spec._replace(score_program=None)
+    parts.append(_forward_dense(q[None, end:], k[None, :0], v[None, :0], SideInputs(), nothing, 0))
     outs, *statistics = zip(*parts)
     return torch.cat(outs, dim=1)[0], *(torch.cat(rows, dim=2)[0] for rows in statistics)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.philox import keep_rows
+from flashtile.ops.attention.score_program import INPUTS, apply, parse
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 
@@ -141,22 +142,48 @@ def distance(part: Part, spec: AttentionSpec, dtype: torch.dtype) -> Tensor:
     return (part.rows[:, None] + diagonal - _key_numbers(part)).abs().to(dtype)
 
 
-def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
-    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet, and the derivative of the soft cap, None
-    without one."""
-    scores, slope = product * spec.scale, None
+class Changes(NamedTuple):
+    """What the tangents of scores need of how they came about; None for what the call does not have.
+
+    Attributes:
+        cap: derivative of the soft cap, `[B, H, R, C]`.
+        inputs: arguments of the score function, by their names in a program.
+    """
+
+    cap: Tensor | None
+    inputs: dict[str, Tensor] | None
+
+
+def scores(product: Tensor, part: Part, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Changes]:
+    """What becomes of products `[B, H, R, C]`: scores, nothing hidden yet but by the score function."""
+    scores, cap, inputs = product * spec.scale, None, None
     if spec.softcap:
         tanh = torch.tanh(scores / spec.softcap)
-        scores, slope = spec.softcap * tanh, 1 - tanh * tanh
+        scores, cap = spec.softcap * tanh, 1 - tanh * tanh
+    if spec.score_program is not None:
+        inputs = _function_inputs(scores, part)
+        scores = apply(parse(spec.score_program), inputs, side.captured)
     if side.bias is not None:
         scores = scores + part_of(side.bias, part).to(scores.dtype)
     if side.alibi_slopes is not None:
         scores = scores - by_head(side.alibi_slopes, part) * distance(part, spec, scores.dtype)
-    return scores, slope
+    return scores, Changes(cap, inputs)
 
 
-def visible(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
-    """Which pairs are visible: bool, broadcasts to `[B, H, R, C]`."""
+def _function_inputs(scores: Tensor, part: Part) -> dict[str, Tensor]:
+    """The arguments of a score function, int32 beside the scores."""
+    batch, heads, _, _ = scores.shape
+    device = scores.device
+    sequence = (part.sequence or 0) + torch.arange(batch, device=device)
+    head = torch.arange(heads, device=device) if part.heads is None else part.heads
+    numbers = sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), part.rows.view(-1, 1), _key_numbers(part)[None]
+    return dict(
+        zip(INPUTS, (scores, *(number.int().reshape((1,) * (4 - number.dim()) + number.shape) for number in numbers)))
+    )
+
+
+def visible(part: Part, side: SideInputs, spec: AttentionSpec, scores: Tensor) -> Tensor:
+    """Which pairs are visible: bool, broadcasts to `[B, H, R, C]`. A score function hides some by a score of -inf."""
     key = _key_numbers(part)
     diagonal = part.rows[:, None] + (0 if spec.top_left else part.seq_k - part.seq_q)
     shown = torch.ones_like(diagonal == key)[None, None]
@@ -172,6 +199,8 @@ def visible(part: Part, side: SideInputs, spec: AttentionSpec) -> Tensor:
         shown = shown & ~part_of(side.bias, part).isneginf()
     if side.block_lists is not None:
         shown = shown & _shown_by_tiles(part, side, spec)
+    if spec.score_program is not None:
+        shown = shown & ~scores.isneginf()
     return shown
 
 
@@ -198,7 +227,8 @@ def weights(q: Tensor, k: Tensor, part: Part, side: SideInputs, spec: AttentionS
     """The weights of a part before dropout. q `[B, S, H, D]` and k `[B, S, Hkv, D]` are those of the call."""
     keys = load_keys(k, part, q.shape[2], side)
     product = products(load_rows(q, part), keys, part)
-    return softmax(scores(product, part, side, spec)[0], visible(part, side, spec), part, side)
+    changed, _ = scores(product, part, side, spec)
+    return softmax(changed, visible(part, side, spec, changed), part, side)
 
 
 def kept(part: Part, batch: int, heads: int, side: SideInputs, spec: AttentionSpec) -> Tensor | None:

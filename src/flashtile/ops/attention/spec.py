@@ -13,6 +13,7 @@ Scores, of which the softmax is taken over what is visible (and over the sink, w
 
     s = scale · q kᵀ
     s = softcap · tanh(s / softcap)
+    s = score_mod(s, sequence, head, i, j)
     s = s + bias[i, j] - alibi_slope · |i + seq_k - seq_q - j|
 """
 
@@ -63,6 +64,7 @@ class AttentionSpec(NamedTuple):
         block_shape: (batch or 1, heads or 1, tile_q, tile_k) of the block mask; None without one.
         origin: where the call lies in a larger one; None where that changes nothing.
         returns_max_scores: the forward also returns the largest score of each row.
+        score_program: the score function as text (see `score_program`); None without one.
     """
 
     scale: float
@@ -75,6 +77,7 @@ class AttentionSpec(NamedTuple):
     block_shape: tuple[int, int, int, int] | None = None
     origin: Origin | None = None
     returns_max_scores: bool = False
+    score_program: str | None = None
 
     @property
     def banded(self) -> bool:
@@ -105,6 +108,7 @@ class SideInputs(NamedTuple):
         block_patterns: uint8 `[patterns, tile_q, tile_k]`, what is visible in those that are partly so.
         descale_q, descale_k, descale_v: `[batch, heads_kv]` float32, any strides, only of 8-bit q, k and v: what their
             numbers are multiplied by.
+        captured: the tensors that the score function reads, any shapes and strides.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -122,6 +126,7 @@ class SideInputs(NamedTuple):
     descale_q: Tensor | None = None
     descale_k: Tensor | None = None
     descale_v: Tensor | None = None
+    captured: tuple[Tensor, ...] = ()
 
     @property
     def packed(self) -> bool:
@@ -129,7 +134,7 @@ class SideInputs(NamedTuple):
 
     @property
     def descales(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self[-3:]
+        return self.descale_q, self.descale_k, self.descale_v
 
 
 class Wanted(NamedTuple):
@@ -138,6 +143,12 @@ class Wanted(NamedTuple):
     bias: bool = False
     alibi_slopes: bool = False
     sinks: bool = False
+    captured: tuple[bool, ...] = ()
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """One for each tensor."""
+        return (self.bias, self.alibi_slopes, self.sinks, *self.captured)
 
 
 class Gradients(NamedTuple):
@@ -149,11 +160,29 @@ class Gradients(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    captured: tuple[Tensor | None, ...] = ()
 
 
 def plain_side(side: SideInputs) -> bool:
     """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
-    cu_seqlens, _, _, _, key_lengths, seed, bias, mask, slopes, sinks, lists, _, descale_q, descale_k, descale_v = side
+    (
+        cu_seqlens,
+        _,
+        _,
+        _,
+        key_lengths,
+        seed,
+        bias,
+        mask,
+        slopes,
+        sinks,
+        lists,
+        _,
+        descale_q,
+        descale_k,
+        descale_v,
+        captured,
+    ) = side
     return (
         cu_seqlens is None
         and key_lengths is None
@@ -166,6 +195,7 @@ def plain_side(side: SideInputs) -> bool:
         and descale_q is None
         and descale_k is None
         and descale_v is None
+        and len(captured) == 0
     )
 
 

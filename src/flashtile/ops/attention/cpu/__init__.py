@@ -42,5 +42,6 @@ def backward(
     if dlse is not None and not dlse.any():
         dlse = None  # torch.compile passes zeros where nothing comes through lse
     if dlse is None and served_by_torch(spec, side, q.shape, k.shape, v.shape, q.dtype)[0]:
-        return Gradients(*torch_flash.backward(dout, q, k, v, out, lse, side, spec))
+        dq, dk, dv = torch_flash.backward(dout, q, k, v, out, lse, side, spec)
+        return Gradients(dq, dk, dv)
     return tiled.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)

@@ -6,13 +6,15 @@ scores carry a factor log₂e.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.cpu.tiles import LOG2E, Block, KeyTile
+from flashtile.ops.attention.cpu.tiles import LN2, LOG2E, Block, KeyTile
+from flashtile.ops.attention.score_program import INPUTS, UPSTREAM, ScoreProgram, add_at, apply, parse, read, run
+from flashtile.ops.attention.score_tracing import ScoreGradient, derivative
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 
 
@@ -21,6 +23,7 @@ class Modifiers(NamedTuple):
 
     Attributes:
         softcap: bound of the scores, times log₂e; 0 = none.
+        function: the score function.
         bias: view of the bias.
         slopes: of ALiBi, `[b | 1, h, G, 1, 1]`.
         mask: view of the mask.
@@ -28,10 +31,49 @@ class Modifiers(NamedTuple):
     """
 
     softcap: float
+    function: FunctionOfBlock | None
     bias: Tensor | None
     slopes: Tensor | None
     mask: Tensor | None
     tiles: TileMask | None
+
+
+class FunctionOfBlock(NamedTuple):
+    """A score function, what it captures, and its indices in a block.
+
+    Attributes:
+        text: of its program.
+        captured: the tensors that it reads.
+        batch: int32 `[b, 1, 1, 1, 1]`.
+        head: int32 `[1, h, G, 1, 1]`.
+    """
+
+    text: str
+    captured: tuple[Tensor, ...]
+    batch: Tensor
+    head: Tensor
+
+    @property
+    def program(self) -> ScoreProgram:
+        return parse(self.text)
+
+    def inputs(self, scores: Tensor, rows: range, keys: range | KeyTile) -> dict[str, Tensor]:
+        """The arguments for a tile, `scores` `[b, h, G, R, C]` without the factor."""
+        row = torch.arange(rows.start, rows.stop, dtype=torch.int32).view(1, 1, 1, -1, 1)
+        column = torch.arange(keys.start, keys.stop, dtype=torch.int32).view(1, 1, 1, 1, -1)
+        return dict(zip(INPUTS, (scores, self.batch, self.head, row, column)))
+
+
+class Derivatives(NamedTuple):
+    """What leads back through the changes of a tile of scores; None for what the call does not have.
+
+    Attributes:
+        cap: derivative of the soft cap, `[N, G·R, C]`.
+        inputs: arguments of the score function, see `FunctionOfBlock.inputs`.
+    """
+
+    cap: Tensor | None
+    inputs: dict[str, Tensor] | None
 
 
 class TileMask(NamedTuple):
@@ -43,7 +85,7 @@ class TileMask(NamedTuple):
 
 def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask: TileMask | None) -> Modifiers | None:
     """What changes the scores of a block, or None where nothing does. `tile_mask`: that of the call."""
-    changes = side.bias, side.alibi_slopes, side.mask, side.block_lists
+    changes = side.bias, side.alibi_slopes, side.mask, side.block_lists, spec.score_program
     if not spec.softcap and all(change is None for change in changes):
         return None
     slopes = side.alibi_slopes
@@ -51,11 +93,19 @@ def modifiers_of(block: Block, side: SideInputs, spec: AttentionSpec, tile_mask:
         slopes = _slopes_view(block, slopes)
     return Modifiers(
         spec.softcap * LOG2E,
+        None if spec.score_program is None else _function_of(block, side, spec.score_program),
         None if side.bias is None else scores_view(block, side.bias),
         slopes,
         None if side.mask is None else scores_view(block, side.mask),
         None if tile_mask is None else tile_mask._replace(kinds=_kinds_view(block, tile_mask.kinds)),
     )
+
+
+def _function_of(block: Block, side: SideInputs, text: str) -> FunctionOfBlock:
+    batches = block.batches.stop - block.batches.start
+    batch = torch.arange(block.sequence, block.sequence + batches, dtype=torch.int32)
+    head = torch.arange(block.heads.start, block.heads.stop, dtype=torch.int32)
+    return FunctionOfBlock(text, side.captured, batch.view(-1, 1, 1, 1, 1), head.view(1, -1, block.group, 1, 1))
 
 
 def scores_view(block: Block, tensor: Tensor) -> Tensor:
@@ -97,14 +147,17 @@ def part(view: Tensor, rows: range, keys: range | KeyTile) -> Tensor:
     return view
 
 
-def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: Modifiers) -> Tensor | None:
-    """Changes a tile of scores `[N, G·R, C]` in place. Returns the derivative of the soft cap there, None without."""
-    slope = None
+def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: Modifiers) -> Derivatives:
+    """Changes a tile of scores `[N, G·R, C]` in place."""
+    cap, inputs = None, None
     if modifiers.softcap:
         tanh = scores.div_(modifiers.softcap).tanh_()
-        slope = 1 - tanh * tanh
+        cap = 1 - tanh * tanh
         scores.mul_(modifiers.softcap)
     by_head = split_heads(scores, block, rows)
+    if modifiers.function is not None:
+        inputs = modifiers.function.inputs(by_head * LN2, rows, keys)
+        by_head.copy_(apply(modifiers.function.program, inputs, modifiers.function.captured)).mul_(LOG2E)
     if modifiers.bias is not None:
         by_head.add_(part(modifiers.bias, rows, keys).to(scores.dtype), alpha=LOG2E)
     if modifiers.slopes is not None:
@@ -113,7 +166,7 @@ def modify(scores: Tensor, block: Block, rows: range, keys: KeyTile, modifiers: 
         by_head.masked_fill_(~part(modifiers.mask, rows, keys), float("-inf"))
     if modifiers.tiles is not None:
         by_head.masked_fill_(~_visible(modifiers.tiles, rows, keys), float("-inf"))
-    return slope
+    return Derivatives(cap, inputs)
 
 
 def split_heads(tile: Tensor, block: Block, rows: range) -> Tensor:
@@ -171,6 +224,7 @@ class SideGradients:
 
     Attributes:
         bias, alibi_slopes, sinks: in the compute dtype and the shape of the input; None for what is not wanted.
+        captured: the same of each tensor that the score function reads.
     """
 
     def __init__(self, side: SideInputs, wanted: Wanted, dtype: torch.dtype) -> None:
@@ -178,9 +232,13 @@ class SideGradients:
             torch.zeros(tensor.shape, dtype=dtype) if wants and tensor is not None else None
             for wants, tensor in zip(wanted, (side.bias, side.alibi_slopes, side.sinks))
         )
+        self.captured = [
+            torch.zeros(tensor.shape, dtype=dtype) if wants else None
+            for wants, tensor in zip(wanted.captured, side.captured)
+        ]
 
     def add_scores(self, dscores: Tensor, block: Block, rows: range, keys: range, factor: float) -> None:
-        """Takes in the gradient of a tile of scores (in front of the soft cap's), `factor` times `[N, G·R, C]`."""
+        """Takes in the gradient of a tile of scores as the softmax has them, `factor` times `[N, G·R, C]`."""
         if self.bias is None and self.alibi_slopes is None:
             return
         by_head = split_heads(dscores, block, rows)
@@ -192,13 +250,51 @@ class SideGradients:
             along = (by_head * distance(block, rows, keys, dscores.dtype)).sum_to_size(target.shape)
             target.sub_(along, alpha=factor)
 
+    def change_back(
+        self, dscores: Tensor, weights: Tensor, block: Block, rows: range, modifiers: Modifiers, to: Derivatives,
+        factor: float,
+    ) -> None:  # fmt: skip
+        """Makes the gradient of the scores as `modify` gave them that of the ones it got, in place, and takes in that
+        of the captured tensors. `weights`: of the tile."""
+        if modifiers.function is not None and to.inputs is not None:
+            by_head = split_heads(dscores, block, rows)
+            gradient = derivative(modifiers.function.text, dscores.dtype)
+            values = self._derivatives(gradient, modifiers.function, {**to.inputs, UPSTREAM: by_head})
+            # The derivative at a hidden pair may be anything.
+            hidden = split_heads(weights, block, rows) == 0
+            for captured, indices, name in gradient.loads:
+                if captured < len(self.captured) and (total := self.captured[captured]) is not None:
+                    value = values[name].broadcast_to(by_head.shape).to(total.dtype)
+                    add_at(total, [values[index] for index in indices], value.masked_fill(hidden, 0), factor)
+            if gradient.score is None:
+                by_head.zero_()
+            else:
+                by_head.copy_(values[gradient.score]).masked_fill_(hidden, 0)
+        if to.cap is not None:
+            dscores.mul_(to.cap)
+
+    @staticmethod
+    def _derivatives(
+        gradient: ScoreGradient, function: FunctionOfBlock, inputs: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """All values of the derivative on a tile."""
+        return run(
+            gradient.program,
+            inputs,
+            lambda _, step, indices: read(function.captured[step.arguments[0]], indices, inputs[UPSTREAM].dim())[0],
+        )
+
     def add_rows(self, sink_weights: Tensor, delta: Tensor, block: Block, rows: range, factor: float) -> None:
         """Takes in some rows: what their sinks weigh, and `factor` times delta, `[N, G·R, 1]` each."""
         if self.sinks is not None:
             target = self.sinks[block.heads].view(1, -1, block.group, 1, 1)
             target.sub_(split_heads(sink_weights * delta, block, rows).sum_to_size(target.shape), alpha=factor)
 
-    def finish(self, side: SideInputs) -> tuple[Tensor | None, ...]:
+    def finish(self, side: SideInputs) -> tuple[Any, ...]:
         """In the dtype of the inputs, in the order of `Wanted`."""
-        totals = (self.bias, side.bias), (self.alibi_slopes, side.alibi_slopes), (self.sinks, side.sinks)
-        return tuple(None if total is None or of is None else total.to(of.dtype) for total, of in totals)
+
+        def finished(total: Tensor | None, of: Tensor | None) -> Tensor | None:
+            return None if total is None or of is None else total.to(of.dtype)
+
+        single = (self.bias, side.bias), (self.alibi_slopes, side.alibi_slopes), (self.sinks, side.sinks)
+        return *(finished(*pair) for pair in single), tuple(map(finished, self.captured, side.captured))

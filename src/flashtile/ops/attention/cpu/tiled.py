@@ -61,7 +61,8 @@ def backward(
     of_side, tile_mask = SideGradients(side, wanted, tiles.compute_dtype(q.dtype)), tile_mask_of(side, spec)
     for block in tiles.blocks(q, k, side, spec):
         _backward_block(block, dout, dlse, q, k, v, out, lse, grads, of_side, side, spec, tile_mask)
-    return Gradients(*(grad[0] if side.packed else grad for grad in grads), *of_side.finish(side))
+    dq, dk, dv = (grad[0] if side.packed else grad for grad in grads)
+    return Gradients(dq, dk, dv, *of_side.finish(side))
 
 
 def _forward_block(
@@ -263,13 +264,13 @@ def _backward_block(
             if wholly_hidden(modifiers, rows, keys):
                 continue
             scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
-            slope = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
+            changes = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
             tiles.mask_band(scores, block, rows, keys)
             kept = tiles.keep_weights(block, rows, keys, side, spec, scratch)
             weights, dscores = _score_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, scratch)
             of_side.add_scores(dscores, block, rows, range(keys.start, keys.stop), 1 / keep_probability)
-            if slope is not None:
-                dscores.mul_(slope)
+            if modifiers is not None and changes is not None:
+                of_side.change_back(dscores, weights, block, rows, modifiers, changes, 1 / keep_probability)
             _add_products(row, slice(keys.start, keys.stop), weights, dscores, kept, matrices, dq_tile, scratch)
         tiles.store_rows(dq_view, rows, dq_tile.mul_(spec.scale / keep_probability))
     matrices.dk.mul_(spec.scale / keep_probability)

@@ -67,6 +67,8 @@ def _unsupported_reason(
     """Why PyTorch's flash attention does not serve a call; None where it does."""
     if spec.softcap or side.bias is not None or side.alibi_slopes is not None or side.sinks is not None:
         return "PyTorch's CPU flash attention has no soft cap, ALiBi or sinks, and no bias with a gradient"
+    if spec.score_program is not None:
+        return "PyTorch's CPU flash attention takes no score function"
     if side.mask is not None or side.block_lists is not None:
         return "PyTorch's CPU flash attention takes no masks that tiles could skip"
     if spec.dropout_p:

@@ -34,6 +34,8 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
     if call.spec.returns_max_scores:
         return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
+    if call.spec.score_program is not None:
+        return "it has no score functions"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
     origin = call.spec.origin

@@ -28,6 +28,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "it has no dropout"
     if call.spec.returns_max_scores:
         return "it does not keep the largest score of a row"
+    if call.spec.score_program is not None:
+        return "it has no score functions"
     if call.tables or call.spec.block_shape is not None:
         return "it has no bias, mask or block_mask"
     return no_gain(facts_of(call.q_shape, call.k_shape, call.spec), call.multiprocessors) if automatic else None

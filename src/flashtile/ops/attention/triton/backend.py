@@ -14,6 +14,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     """Why the portable kernels do not serve a call; None where they do."""
     if call.interpreting and call.dtype is torch.bfloat16 and not call.triton_missing:
         return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
+    if call.spec.score_program is not None:
+        return "its kernels have no score functions yet"
     return triton_unsupported_reason(call)
 
 

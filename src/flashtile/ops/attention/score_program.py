@@ -1,0 +1,207 @@
+"""A score function as a list of steps: what `score_mod` becomes before a backend sees it.
+
+A step is an elementwise operation of PyTorch on scalars, a constant, a cast, or a read of a captured tensor by
+indices. The list is canonical text as well (`ScoreProgram.text`), which is how it passes through operators, and the key
+under which kernels are found again. `score_tracing` makes programs from Python functions, and from programs their
+derivatives.
+
+A step names its arguments: `%score`, `%batch`, `%head`, `%q_index`, `%k_index`, in a derivative also `%upstream`, and
+`%0`, `%1`, ... for the results of earlier steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+#: The arguments of a score function, and what they are called in a program.
+INPUTS = ("%score", "%batch", "%head", "%q_index", "%k_index")
+UPSTREAM = "%upstream"
+
+#: Steps that are no operation of PyTorch: `load` (number of the captured tensor, indices), `constant` (value),
+#: `cast` (value).
+LOAD, CONSTANT, CAST = "load", "constant", "cast"
+
+
+class Step(NamedTuple):
+    """One result of a program.
+
+    Attributes:
+        operation: LOAD, CONSTANT, CAST, or the full name of an overload, such as "aten.mul.Tensor".
+        arguments: names of values, and numbers, booleans, None or options in words.
+        keywords: pairs of a name and an argument.
+        dtype: of the result, such as "float32".
+    """
+
+    operation: str
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    dtype: str
+
+
+class ScoreProgram(NamedTuple):
+    """A function of (score, batch, head, q_index, k_index) and of captured tensors.
+
+    Attributes:
+        captured: dtype and number of dimensions of each captured tensor.
+        steps: in the order of computation; each one contributes to a result.
+        results: names of values. A score function has one, in the dtype of the score.
+    """
+
+    captured: tuple[tuple[str, int], ...]
+    steps: tuple[Step, ...]
+    results: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self, separators=(",", ":"))
+
+    @property
+    def loads(self) -> tuple[tuple[str, Step], ...]:
+        """The names and steps of all reads of captured tensors."""
+        return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
+
+
+class ScoreFunction(NamedTuple):
+    """A score function that has been traced, and may be passed as `score_mod`; `flashtile.trace_score_mod` makes one.
+
+    Attributes:
+        program: what it computes, as text.
+        captured: the tensors that it reads.
+        dtype: of the scores: float32, for float64 inputs float64.
+    """
+
+    program: str
+    captured: tuple[Tensor, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=1024)
+def parse(text: str) -> ScoreProgram:
+    """The program of a text."""
+    captured, steps, results = json.loads(text)
+    return ScoreProgram(
+        tuple((dtype, dims) for dtype, dims in captured),
+        tuple(
+            Step(operation, tuple(arguments), tuple((name, value) for name, value in keywords), dtype)
+            for operation, arguments, keywords, dtype in steps
+        ),
+        tuple(results),
+    )
+
+
+def is_value(argument: Any) -> bool:
+    """Whether an argument of a step names a value."""
+    return isinstance(argument, str) and argument.startswith("%")
+
+
+@functools.lru_cache(maxsize=1024)
+def operator(name: str) -> Callable[..., Any]:
+    """The overload that a step names."""
+    found = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[return-value]
+
+
+def run(
+    program: ScoreProgram, inputs: Mapping[str, Tensor], load: Callable[[str, Step, Sequence[Tensor]], Tensor]
+) -> dict[str, Tensor]:
+    """All values of a program by name.
+
+    Args:
+        inputs: tensors that broadcast to one another, all with the same number of dimensions, so that PyTorch promotes
+            their dtypes as it does those of scalars.
+        load: gives the value of a read from its name, its step and its indices.
+    """
+    values = dict(inputs)
+    ones = (1,) * inputs[INPUTS[0]].dim()
+
+    def resolved(argument: Any) -> Any:
+        return values[argument] if is_value(argument) else argument
+
+    for number, step in enumerate(program.steps):
+        name, dtype = f"%{number}", getattr(torch, step.dtype)
+        if step.operation == LOAD:
+            values[name] = load(name, step, [values[index] for index in step.arguments[1:]])
+        elif step.operation == CONSTANT:
+            values[name] = torch.full(ones, step.arguments[0], dtype=dtype, device=inputs[INPUTS[0]].device)
+        elif step.operation == CAST:
+            values[name] = values[step.arguments[0]].to(dtype)
+        else:
+            arguments = map(resolved, step.arguments)
+            values[name] = operator(step.operation)(*arguments, **{key: resolved(of) for key, of in step.keywords})
+    return values
+
+
+def apply(
+    program: ScoreProgram, inputs: Mapping[str, Tensor], captured: Sequence[Tensor], visible: Tensor | None = None
+) -> Tensor:
+    """The scores that a score function makes of a tile; NaN where it reads outside of a captured tensor.
+
+    Differentiable in the score and the captured tensors. Elements that are not `visible` (None = all are) have no
+    gradient, and any value.
+    """
+    outside: list[Tensor] = []
+
+    def shown(value: Tensor) -> Tensor:
+        return value if visible is None or not value.is_floating_point() else torch.where(visible, value, 0)
+
+    def load(name: str, step: Step, indices: Sequence[Tensor]) -> Tensor:
+        value, misses = read(captured[step.arguments[0]], indices, inputs[INPUTS[0]].dim())
+        if misses is not None:
+            outside.append(misses)
+        return shown(value)
+
+    inputs = {**inputs, INPUTS[0]: shown(inputs[INPUTS[0]])}
+    result = run(program, inputs, load)[program.results[0]]
+    for misses in outside:
+        result = result.masked_fill(misses, float("nan"))
+    return result.broadcast_to(torch.broadcast_shapes(result.shape, inputs[INPUTS[0]].shape))
+
+
+def read(tensor: Tensor, indices: Sequence[Tensor], dims: int) -> tuple[Tensor, Tensor | None]:
+    """Entries of a tensor, and where the indices lie outside of it (None where that cannot be). Negative indices count
+    from the end. `dims`: of the tile."""
+    if not indices:
+        return tensor.reshape((1,) * dims), None
+    places, misses = _places(tensor, indices)
+    if tensor.numel() == 0:
+        return tensor.new_zeros(misses.shape), misses
+    return tensor[places], misses
+
+
+def add_at(total: Tensor, indices: Sequence[Tensor], values: Tensor, factor: float) -> None:
+    """Adds `factor` times values to the entries that `read` reads for these indices, in a fixed order, in place."""
+    if not indices:
+        total.add_(values.sum(), alpha=factor)
+        return
+    if total.numel() == 0:
+        return
+    places, misses = _places(total, indices)
+    # Where an index is the same for many elements of the tile, these are summed first.
+    values = values.masked_fill(misses, 0)
+    shape = torch.broadcast_shapes(*(place.shape for place in places))
+    values = values.broadcast_to(torch.broadcast_shapes(values.shape, shape)).sum_to_size(shape)
+    flat = sum(place * stride for place, stride in zip(places, total.stride()))
+    assert isinstance(flat, Tensor)
+    # In one dimension PyTorch's CPU adds one element after another.
+    total.view(-1).index_add_(0, flat.broadcast_to(shape).reshape(-1), values.reshape(-1), alpha=factor)
+
+
+def _places(tensor: Tensor, indices: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Indices between 0 and the last one of each dimension, and which of the given ones were not."""
+    places, misses = [], None
+    for index, size in zip(indices, tensor.shape):
+        index = index.long()
+        index = torch.where(index < 0, index + size, index)
+        misses_here = (index < 0) | (index >= size)
+        misses = misses_here if misses is None else misses | misses_here
+        places.append(index.clamp(0, max(0, size - 1)))
+    assert misses is not None
+    return tuple(places), misses

@@ -1,0 +1,331 @@
+"""Tensors without numbers, which write down what a score function does with them.
+
+What it does with other tensors alone (`torch.log(table)`) is done there and then, and its result captured.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from flashtile.ops.attention.score_program import CAST, CONSTANT, LOAD, ScoreProgram, Step, is_value
+
+aten = torch.ops.aten
+
+#: What reads a number out of a tensor: none of a symbol has one.
+_READS_NUMBERS = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default, aten.equal.default}
+#: What leaves a scalar as it is.
+_KEEPS = {
+    aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.expand.default,
+    aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.positive.default, aten.reshape.default,
+    aten.squeeze.default, aten._unsafe_view.default, aten.view.default,
+}  # fmt: skip
+#: Constants of a symbol's dtype, and where their value stands among the arguments.
+_FILLS: dict[Any, float | None] = {
+    aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
+    aten.new_zeros.default: 0, aten.new_ones.default: 1, aten.new_full.default: None,
+}  # fmt: skip
+#: Reads of what a tensor is like, not of its numbers.
+_DESCRIBES = {"dim", "size", "numel", "__len__", "is_floating_point", "__get__", "stride", "nelement"}
+
+_CAPTURED_DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+_INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["flashtile"]) if module.__file__)
+
+
+class Symbol(Tensor):
+    """A scalar without a number, or what is left of a captured tensor after the first indices.
+
+    Attributes:
+        recorder: of its program.
+        value: its name there; None for the rest of a captured tensor.
+        rest: number of the captured tensor, and the names of the first indices.
+    """
+
+    recorder: Recorder
+    value: str | None
+    rest: tuple[Any, ...]
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls: type[Symbol],
+        recorder: Recorder,
+        value: str | None,
+        dtype: torch.dtype,
+        shape: Sequence[int] = (),
+        rest: tuple[Any, ...] = (),
+        requires_grad: bool = False,
+    ) -> Symbol:
+        # On the CPU, so that scalars which PyTorch makes of numbers can be read.
+        symbol = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, requires_grad=requires_grad)
+        symbol.recorder, symbol.value, symbol.rest = recorder, value, rest
+        return symbol
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first = next(symbols_in((args, kwargs)))
+        return first.recorder.record(func, args, kwargs or {})
+
+
+def symbols_in(found: Any) -> Iterator[Symbol]:
+    """The symbols in nested arguments."""
+    if isinstance(found, Symbol):
+        yield found
+    elif isinstance(found, (tuple, list)):
+        for entry in found:
+            yield from symbols_in(entry)
+    elif isinstance(found, dict):
+        yield from symbols_in(tuple(found.values()))
+
+
+class Recorder:
+    """Writes down the steps of a program, each one once.
+
+    Attributes:
+        captured: the tensors that were read.
+        repeatable: another call of the function with tensors like these makes the same program.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self.captured: list[Tensor] = []
+        self.steps: list[Step] = []
+        self.repeatable = True
+        self._numbers: dict[Any, int] = {}
+
+    def input(self, name: str, dtype: torch.dtype, requires_grad: bool = False) -> Symbol:
+        return Symbol(self, name, dtype, requires_grad=requires_grad)
+
+    def step(
+        self, operation: str, arguments: Sequence[Any], dtype: torch.dtype, keywords: dict[str, Any] | None = None
+    ) -> Symbol:
+        step = Step(operation, tuple(arguments), tuple(sorted((keywords or {}).items())), name_of(dtype))
+        # By the text too, because 1, 1.0 and True are equal.
+        number = self._numbers.setdefault((step, repr(step)), len(self.steps))
+        if number == len(self.steps):
+            self.steps.append(step)
+        return Symbol(self, f"%{number}", dtype)
+
+    def constant(self, value: float, dtype: torch.dtype) -> Symbol:
+        value = value if isinstance(value, (bool, int, float)) else float("nan")
+        return self.step(CONSTANT, (value,), dtype)
+
+    def read(self, tensor: Tensor, indices: Any) -> Symbol:
+        """`tensor[indices]`."""
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if isinstance(tensor, Symbol):
+            if tensor.value is not None:
+                _refuse("it indexes a scalar", "a score and the index arguments have no dimensions")
+            number, *first = tensor.rest
+        else:
+            number, first = self._captured_number(tensor), []
+        if len(indices) > tensor.dim():
+            raise IndexError(f"score_mod: expected at most {tensor.dim()} indices, got {len(indices)} {_place()}")
+        found = [self._index(index) for index in indices]
+        rest = (number, *first, *found)
+        if len(found) == tensor.dim():
+            return self.step(LOAD, rest, tensor.dtype)
+        return Symbol(self, None, tensor.dtype, tensor.shape[len(found) :], rest)
+
+    def _index(self, index: Any) -> str:
+        if isinstance(index, bool) or not isinstance(index, (int, Tensor)):
+            _refuse(
+                f"it indexes a captured tensor by {index!r}",
+                "index by integers and integer scalars; slice, transpose or unsqueeze the tensor before the call",
+            )
+        symbol = self.constant(index, torch.int32) if isinstance(index, int) else self.scalar(index)
+        if symbol.dtype not in _INDEX_DTYPES or symbol.value is None:
+            _refuse(f"it indexes by {name_of(symbol.dtype)} of shape {list(symbol.shape)}", "index by integer scalars")
+        return symbol.value
+
+    def scalar(self, tensor: Tensor) -> Symbol:
+        """A symbol for a tensor that an operation takes beside others."""
+        if isinstance(tensor, Symbol):
+            return tensor
+        if tensor.dim():
+            number = self._captured_number(tensor)
+            return Symbol(self, None, tensor.dtype, tensor.shape, (number,))
+        if tensor.device.type == "cpu" and self.device != tensor.device and not tensor.requires_grad:
+            # PyTorch lets such a scalar join tensors on any device.
+            self.repeatable = False
+            return self.constant(tensor.item(), tensor.dtype)
+        return self.step(LOAD, (self._captured_number(tensor),), tensor.dtype)
+
+    def _captured_number(self, tensor: Tensor) -> int:
+        for number, found in enumerate(self.captured):
+            if found is tensor:
+                return number
+        if tensor.dtype not in _CAPTURED_DTYPES:
+            raise TypeError(
+                f"score_mod: expected captured tensors of floating point, integers or bool, got {tensor.dtype} "
+                f"{_place()}; cast it before the call"
+            )
+        if tensor.device != self.device:
+            raise ValueError(
+                f"score_mod: expected captured tensors on the device of q, {self.device}, got one of shape "
+                f"{list(tensor.shape)} on {tensor.device} {_place()}; make it before the call, on that device"
+            )
+        self.captured.append(tensor)
+        return len(self.captured) - 1
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of an operation on symbols."""
+        for symbol in symbols_in((args, kwargs)):
+            if symbol.value is None:
+                _refuse(
+                    f"{func} takes a captured tensor of shape {list(symbol.shape)}",
+                    "read it by an index in each dimension, table[head, q_index - k_index]",
+                )
+        if func in _READS_NUMBERS:
+            _refuse(
+                f"{func} asks for the number in a score or an index: data-dependent control flow",
+                "write `torch.where(condition, a, b)` instead of if, and `&`, `|`, `~` instead of and, or, not",
+            )
+        if func._schema.is_mutable:
+            _refuse(f"{func} changes a tensor in place", "write the operation that returns a new tensor")
+        first = args[0]
+        if func in _KEEPS:
+            if any(size != 1 for size in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())):
+                _refuse(f"{func} makes more than a scalar", "compute with scalars; PyTorch broadcasts over the tile")
+            return Symbol(self, first.value, first.dtype)
+        if func in _FILLS:
+            return self._filled(func, args, kwargs)
+        if func is aten._to_copy.default:
+            dtype = kwargs.get("dtype") or first.dtype
+            return first if dtype is first.dtype else self.step(CAST, (first.value,), dtype)
+        if torch.Tag.pointwise not in func.tags:
+            _refuse(
+                f"{func} is not elementwise",
+                "compute with scalars and reads of captured tensors; do the rest before the call",
+            )
+        if kwargs.get("dtype") is not None:
+            _refuse(f"{func} has a dtype", "cast its result: x.to(dtype)")
+        arguments = [self._argument(argument) for argument in args]
+        keywords = {name: self._argument(argument) for name, argument in kwargs.items() if argument is not None}
+        return self.step(str(func), arguments, _dtype_of_result(func, args, kwargs), keywords)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            if not isinstance(argument, Symbol):
+                argument = self.constant(argument.item(), argument.dtype)  # made of a number by PyTorch itself
+            return argument.value
+        if argument is None or isinstance(argument, (bool, int, float, str)):
+            return argument
+        return _refuse(f"it computes with {argument!r}", "pass numbers and tensors")
+
+    def _filled(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
+        shape = args[1] if "new" in str(func) else ()
+        if tuple(shape):
+            _refuse(f"{func} makes a tensor of shape {list(shape)}", "make it before the call")
+        value = _FILLS[func]
+        return self.constant(args[-1] if value is None else value, kwargs.get("dtype") or args[0].dtype)
+
+    def program(self, results: Sequence[str]) -> tuple[ScoreProgram, dict[str, str]]:
+        """The steps that results need, numbered anew; and the new name of each old one."""
+        needed: set[int] = set()
+        open_values = [name for name in results if name[1:].isdigit()]
+        while open_values:
+            number = int(open_values.pop()[1:])
+            if number not in needed:
+                needed.add(number)
+                step = self.steps[number]
+                arguments = (*step.arguments, *(value for _, value in step.keywords))
+                open_values += [name for name in arguments if is_value(name) and name[1:].isdigit()]
+        renamed = {f"%{old}": f"%{new}" for new, old in enumerate(sorted(needed))}
+
+        def name(argument: Any) -> Any:
+            return renamed.get(argument, argument) if is_value(argument) else argument
+
+        steps = tuple(
+            step._replace(
+                arguments=tuple(map(name, step.arguments)),
+                keywords=tuple((key, name(value)) for key, value in step.keywords),
+            )
+            for step in (self.steps[old] for old in sorted(needed))
+        )
+        captured = tuple((name_of(tensor.dtype), tensor.dim()) for tensor in self.captured)
+        return ScoreProgram(captured, steps, tuple(map(name, results))), renamed
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """By PyTorch's own rules for scalars."""
+
+    def without_numbers(argument: Any) -> Any:
+        return torch.empty((), dtype=argument.dtype, device="meta") if isinstance(argument, Tensor) else argument
+
+    result = func(*map(without_numbers, args), **{name: without_numbers(of) for name, of in kwargs.items()})
+    if not isinstance(result, Tensor):
+        _refuse(f"{func} has several results", "write it as operations with one result each")
+    return result.dtype
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise ValueError(
+        f"score_mod: expected elementwise operations on scalars and reads of captured tensors, got a function where "
+        f"{what} {_place()}; {remedy}"
+    )
+
+
+def _place() -> str:
+    """The line of the user's function that is being traced, for messages."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_LIBRARIES) and not path.startswith("<frozen"):
+            return f"in {frame.f_code.co_name} ({path}:{frame.f_lineno})"
+        frame = frame.f_back
+    return "in its body"
+
+
+class Capturing(TorchFunctionMode):
+    """Sees every call of PyTorch in a score function, before autograd and `torch.func` do, and so the tensors that the
+    caller holds."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if next(symbols_in((args, kwargs)), None) is None:
+            if name not in _DESCRIBES:
+                self.recorder.repeatable = False
+            return func(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            return self.recorder.read(*args)
+        if name == "__setitem__":
+            _refuse("it writes to a tensor", "build the tensor before the call")
+        if name in _DESCRIBES:
+            return func(*args, **kwargs)
+        return func(*_with_scalars(args, self.recorder), **_with_scalars(kwargs, self.recorder))
+
+
+def _with_scalars(found: Any, recorder: Recorder) -> Any:
+    """Nested arguments with a symbol for each tensor."""
+    if isinstance(found, Tensor):
+        return recorder.scalar(found)
+    if isinstance(found, (tuple, list)):
+        return type(found)(_with_scalars(entry, recorder) for entry in found)
+    if isinstance(found, dict):
+        return {name: _with_scalars(entry, recorder) for name, entry in found.items()}
+    return found

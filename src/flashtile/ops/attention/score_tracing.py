@@ -1,0 +1,242 @@
+"""Score functions in plain Python: traced into programs, and programs into their derivatives."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.ops.attention.score_program import (
+    CAST,
+    INPUTS,
+    LOAD,
+    UPSTREAM,
+    ScoreFunction,
+    ScoreProgram,
+    Step,
+    parse,
+    run,
+)
+from flashtile.ops.attention.score_symbols import Capturing, Recorder, Symbol
+from flashtile.ops.common.dispatch import autograd_in_operator
+
+
+def resolve_score_mod(score_mod: Callable[..., Any] | ScoreFunction, q: Tensor) -> ScoreFunction:
+    """The argument `score_mod` of a call, traced."""
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    if isinstance(score_mod, ScoreFunction):
+        _check_traced(score_mod, dtype, q.device)
+        return score_mod
+    if torch.compiler.is_compiling():
+        # A function that torch.compile has inlined is not there to be called.
+        torch._dynamo.graph_break(
+            msg="score_mod: expected a flashtile.ScoreFunction in one graph, got a Python function, which is traced on "
+            "its own; make it before with flashtile.trace_score_mod, or compile without fullgraph=True"
+        )
+        return torch.compiler.disable(trace_score_mod)(score_mod, device=q.device, dtype=dtype)
+    return trace_score_mod(score_mod, device=q.device, dtype=dtype)
+
+
+def _check_traced(function: ScoreFunction, dtype: torch.dtype, device: torch.device) -> None:
+    """A function that was traced before is for one dtype of scores and one device."""
+    if function.dtype is not dtype:
+        raise TypeError(
+            f"score_mod: expected a ScoreFunction of scores in {dtype}, got one for {function.dtype}; make it with "
+            f"flashtile.trace_score_mod(..., dtype={dtype})"
+        )
+    for tensor in function.captured:
+        if tensor.device != device:
+            raise ValueError(
+                f"score_mod: expected captured tensors on the device of q, {device}, got one on {tensor.device}; make "
+                "the ScoreFunction of tensors there"
+            )
+
+
+#: Programs by what their functions look like; the oldest go first.
+_known: OrderedDict[Any, tuple[str, tuple[int, ...]]] = OrderedDict()
+_MOST_KNOWN = 1024
+
+
+def trace_score_mod(
+    score_mod: Callable[..., Any], *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> ScoreFunction:
+    """Traces a score function once, which `score_mod=` of `flashtile.attention` does otherwise on each call.
+
+    Only for models in one graph of `torch.compile` (`fullgraph=True`) or `torch.export`, which cannot trace a function
+    on its own. A function whose code and captured values look as they did in an earlier call is not called again.
+
+    Args:
+        score_mod: as for `flashtile.attention`.
+        device: of q.
+        dtype: of the scores: float32, or float64 if q is float64.
+
+    Returns:
+        A `ScoreFunction`, which can be passed as `score_mod`. It holds the tensors that the function read.
+
+    Raises:
+        TypeError, ValueError: it is no such function. The message names the operation, its line and the remedy.
+    """
+    device = torch.empty(0, device=device).device  # with the number of the GPU
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"dtype: expected float32, or float64 for q in float64, got {dtype}; scores have no other")
+    if not callable(score_mod):
+        raise TypeError(
+            "score_mod: expected a function (score, batch, head, q_index, k_index) -> score, got "
+            f"{type(score_mod).__name__}; write one"
+        )
+    seen = _Surroundings.of(score_mod)
+    key = None if seen is None else (seen.key, dtype, device.type, torch.get_default_dtype())
+    if seen is not None and key in _known:
+        text, places = _known[key]
+        tensors = tuple(seen.tensors[place] for place in places)
+        if all(tensor.device == device for tensor in tensors):
+            return ScoreFunction(text, tensors, dtype)
+    recorder = Recorder(device)
+    program = _trace(score_mod, dtype, recorder)
+    text = program.text
+    if seen is not None and recorder.repeatable:
+        numbers = {id(tensor): place for place, tensor in enumerate(seen.tensors)}
+        places = tuple(numbers.get(id(tensor), -1) for tensor in recorder.captured)
+        if -1 not in places:
+            _known[key] = text, places
+            if len(_known) > _MOST_KNOWN:
+                _known.popitem(last=False)
+    return ScoreFunction(text, tuple(recorder.captured), dtype)
+
+
+def _trace(score_mod: Callable[..., Any], dtype: torch.dtype, recorder: Recorder) -> ScoreProgram:
+    score = recorder.input(INPUTS[0], dtype)
+    indices = [recorder.input(name, torch.int32) for name in INPUTS[1:]]
+    with torch._C._DisableAutocast(), Capturing(recorder):
+        result = score_mod(score, *indices)
+        if isinstance(result, (int, float)) and not isinstance(result, bool):
+            result = recorder.constant(result, dtype)
+        if isinstance(result, Tensor):
+            result = recorder.scalar(result)
+    if not isinstance(result, Symbol):
+        raise TypeError(f"score_mod: expected it to return the new score, got {type(result).__name__}; return a scalar")
+    if result.value is None:
+        raise ValueError(
+            f"score_mod: expected it to return a scalar, got shape {list(result.shape)}; index the captured tensor in "
+            "each dimension"
+        )
+    if result.dtype is torch.bool or result.dtype.is_complex:
+        raise TypeError(
+            f"score_mod: expected it to return a number, got {result.dtype}; to hide pairs, return "
+            "torch.where(condition, score, -float('inf')) or pass mask= or block_mask="
+        )
+    if result.dtype is not dtype:
+        result = recorder.step(CAST, (result.value,), dtype)
+    assert result.value is not None
+    program, _ = recorder.program([result.value])
+    return program
+
+
+class _Surroundings(NamedTuple):
+    """What a function's results can depend on beside its arguments.
+
+    Attributes:
+        key: equal where two functions make the same program.
+        tensors: those within reach, in a fixed order.
+    """
+
+    key: tuple[Any, ...]
+    tensors: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> _Surroundings | None:
+        """None where that cannot be told: then the function is called anew each time."""
+        key: list[Any] = []
+        tensors: list[Tensor] = []
+        if not _describe(function, key, tensors, ()):
+            return None
+        return _Surroundings(tuple(key), tuple(tensors))
+
+
+def _describe(found: Any, key: list[Any], tensors: list[Tensor], within: tuple[Any, ...]) -> bool:
+    """Adds a value that a function can see to the key and the tensors; False where what it does may change unseen."""
+    if isinstance(found, Tensor):
+        key.append((found.dtype, tuple(found.shape), found.requires_grad))
+        tensors.append(found)
+        return True
+    if found is None or isinstance(found, (bool, int, float, str, torch.dtype, torch.device)):
+        key.append((type(found), repr(found)))
+        return True
+    if isinstance(found, types.FunctionType) and not _of_library(found.__module__):
+        if found in within:
+            return True
+        key.append(found.__code__)
+        cells = [cell.cell_contents for cell in found.__closure__ or ()]
+        defaults = [*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+        names = [name for name in _names(found.__code__) if name in found.__globals__]
+        reachable = [*cells, *defaults, *(found.__globals__[name] for name in names)]
+        return all(_describe(value, key, tensors, (*within, found)) for value in reachable)
+    module = isinstance(found, types.ModuleType)
+    key.append(id(found))
+    return (module or callable(found)) and _of_library(found.__name__ if module else found.__module__)
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The global names that a function may read, those of functions inside it too."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return [*code.co_names, *(name for of in inner for name in _names(of))]
+
+
+def _of_library(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in ("torch", "math", "builtins", "operator")
+
+
+class ScoreGradient(NamedTuple):
+    """The derivative of a score function times an upstream gradient.
+
+    Attributes:
+        program: its inputs are those of the function and the upstream gradient.
+        score: the value that is the gradient of the score; None = 0.
+        loads: for each read of a captured tensor of floating point that has an influence: the number of the tensor,
+            the names of the indices, and the value that is its gradient.
+    """
+
+    program: ScoreProgram
+    score: str | None
+    loads: tuple[tuple[int, tuple[str, ...], str], ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def derivative(text: str, dtype: torch.dtype) -> ScoreGradient:
+    """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores."""
+    program = parse(text)
+    recorder = Recorder()
+    recorder.captured = [torch.empty((1,) * dims, dtype=getattr(torch, of)) for of, dims in program.captured]
+    with torch.inference_mode(False), autograd_in_operator():
+        score = recorder.input(INPUTS[0], dtype, requires_grad=True)
+        inputs = {INPUTS[0]: score, **{name: recorder.input(name, torch.int32) for name in INPUTS[1:]}}
+        leaves: list[tuple[Symbol, Step, tuple[str, ...]]] = []
+
+        def load(name: str, step: Step, indices: Sequence[Tensor]) -> Tensor:
+            names = tuple(symbol.value or "" for symbol in indices if isinstance(symbol, Symbol))
+            value = recorder.step(LOAD, (step.arguments[0], *names), getattr(torch, step.dtype))
+            if value.dtype.is_floating_point:
+                value.requires_grad_()
+                leaves.append((value, step, names))
+            return value
+
+        result = run(program, inputs, load)[program.results[0]]
+        upstream = recorder.input(UPSTREAM, dtype)
+        wanted = [score, *(leaf for leaf, _, _ in leaves)]
+        found: Sequence[Any] = [None] * len(wanted)
+        if result.requires_grad:
+            found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
+    of_score, *of_loads = (None if gradient is None else gradient.value for gradient in found)
+    used = [(step, names, value) for (_, step, names), value in zip(leaves, of_loads) if value is not None]
+    needed = [*(name for _, names, value in used for name in (*names, value)), *([of_score] if of_score else [])]
+    traced_program, renamed = recorder.program(needed)
+    loads = tuple(
+        (step.arguments[0], tuple(renamed.get(name, name) for name in names), renamed.get(value, value))
+        for step, names, value in used
+    )
+    return ScoreGradient(traced_program, of_score and renamed.get(of_score, of_score), loads)
