@@ -220,7 +220,10 @@ def _known(listing: Listing, effects: list[tuple[set[int], set[int]]], first: in
 
 
 def _returned(listing: Listing, effects: list[tuple[set[int], set[int]]], function: int) -> frozenset[int]:
-    """The registers that a function has set whenever it returns."""
+    """The registers that a function has set whenever it returns; none of one that never does, as where ptxas writes a
+    call for a jump."""
+    if all(listing.instructions[listing.blocks[begin] - 1].name != "RET" for begin in listing.function(function)):
+        return frozenset()
     returned = [
         known.union(*(writes for _, writes in effects[begin : listing.blocks[begin]]))
         for begin, known in _known(listing, effects, function).items()

@@ -6,6 +6,7 @@ were chosen, the matrix products of Hopper run asynchronously, and every feature
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -106,6 +107,13 @@ _SPILLS: dict[str, dict[tuple[str, int], int]] = {
         ("forward", 64): 384, ("dq", 64): 320, ("dq", 128): 256, ("dkdv", 64): 384, ("dkdv", 128): 320,
         ("dkdv", 512): 64,
     },
+    # Operands are split in registers.
+    "sm_90 float32": {
+        ("forward", 128): 384, ("forward", 256): 256,
+        ("dq", 64): 64, ("dq", 128): 128, ("dq", 256): 64, ("dq", 512): 64,
+        ("dkdv", 64): 384, ("dkdv", 128): 448, ("dkdv", 256): 384, ("dkdv", 512): 192,
+        ("column_sums", 128): 64, ("column_sums", 256): 64,
+    },
     "sm_75 float32": {("dq", 64): 256, ("dq", 128): 192, ("dkdv", 64): 320, ("dkdv", 128): 256},
     # Half as many registers in a program as on CDNA.
     "gfx1100 16-bit": {
@@ -141,6 +149,8 @@ def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]
     binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0, bias=bias))
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
     assert binary.spilled <= _spills_allowed(arch, dtype, kernel, tile_width(max(heads)))
+    if binary.source.constants["PRECISION"] == "bf16x6":
+        assert re.search(r"MMA\.\S*F32\.BF16", sass(binary)), "float32 on tensor cores"
 
 
 def _width_mixes() -> list[Any]:

@@ -14,6 +14,7 @@ from flashtile.ops.attention.triton.configs import (
     Situation,
     TileConfig,
     choose_tiles,
+    dot_precision,
     drops_bounds,
     drops_masks,
     shared_memory,
@@ -53,6 +54,17 @@ def test_every_situation_has_tiles_that_fit(kernel: str, device: DeviceFacts) ->
         tiles = choose_tiles(kernel, device, situation)
         assert _is_sane(tiles), (situation, tiles)
         assert tiles.chunk or shared_memory(kernel, tiles, situation) <= device.shared_memory, (situation, tiles)
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
+    device = KNOWN_DEVICES["sm_90"]
+    for situation in _situations():
+        if situation.dtype is torch.float32:
+            split = situation._replace(precision=dot_precision(torch.float32, device, allow_tf32=False))
+            tiles = choose_tiles(kernel, device, split)
+            assert _is_sane(tiles), (split, tiles)
+            assert tiles.chunk or shared_memory(kernel, tiles, split) <= device.shared_memory, (split, tiles)
 
 
 @given(

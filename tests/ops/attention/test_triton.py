@@ -102,6 +102,20 @@ def test_float32_kernels_over_many_tiles(head_dim: int) -> None:
     check(with_arguments(case, causal=True), "triton", "cuda")
 
 
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=pytest.mark.interpreter), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+def test_float32_kernels_pass_on_nan_and_infinity(device: str) -> None:
+    q, k, v = (torch.randn(1, 70, 5, 32, device=device) for _ in range(3))
+    q[0, 40, 0, 3] = k[0, 7, 1, 5] = v[0, 9, 2, 1] = torch.inf
+    k[0, 8, 3, 5] = v[0, 11, 4, 0] = torch.nan
+    oracle = flashtile.attention(q.double(), k.double(), v.double(), backend="reference")
+    eager = flashtile.attention(q, k, v, backend="reference")
+    assert eager.isinf().any() and eager.isnan().any()
+    assert_close("out", flashtile.attention(q, k, v, backend="triton"), oracle, eager)
+
+
 @pytest.mark.gpu
 def test_thirty_runs_give_the_same_bits() -> None:
     case = with_arguments(replace(_LARGE, heads_kv=2), causal=True, dropout_p=0.1, deterministic=True)

@@ -6,7 +6,14 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.spec import SideInputs
-from flashtile.ops.attention.triton.configs import Kernel, choose_tiles, is_long, shared_memory, situation_of
+from flashtile.ops.attention.triton.configs import (
+    Kernel,
+    choose_tiles,
+    dot_precision,
+    is_long,
+    shared_memory,
+    situation_of,
+)
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 
@@ -37,7 +44,8 @@ def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
     side = call.side or SideInputs()
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
     long = is_long(side.max_seqlen_q, side.max_seqlen_k)
-    situation = situation_of(call.dtype, call.head_dims, call.spec, long, tables)
+    precision = dot_precision(call.dtype, call.device, torch.backends.cuda.matmul.allow_tf32)
+    situation = situation_of(call.dtype, call.head_dims, call.spec, long, tables, precision)
     tiles = choose_tiles(name, call.device, situation)
     memory = shared_memory(name, tiles, situation)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""

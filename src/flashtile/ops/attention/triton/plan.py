@@ -174,7 +174,8 @@ def _plan(
     check_rows("k", rows_k, MAX_POSITIONS)
     facts = device_facts(device)
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
-    situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables)
+    precision = dot_precision(dtype, facts, allow_tf32)
+    situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables, precision)
     tiles = choose_tiles(kernel, facts, situation)
     work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
@@ -204,7 +205,7 @@ def _plan(
         **_scalars(call),
     }
     constants = {
-        **_constants(call, dot_precision(dtype, facts, allow_tf32), has_dlse),
+        **_constants(call, has_dlse),
         **{f"STRIDE_{name.upper()}_ROW": row for name, (_, row, _) in zip(_STRIDED[kernel], triples)},
     }
     check_programs("q", programs * shares)
@@ -291,7 +292,7 @@ def _scalars(call: _Facts) -> dict[str, Parameter]:
     }
 
 
-def _constants(call: _Facts, precision: str, has_dlse: bool) -> dict[str, Any]:
+def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
     (*_, head_dim), (*_, head_dim_v) = call.shapes[0], call.shapes[2]
     spec, side, tiles = call.spec, call.side, call.tiles
     bias = None if side.bias is None else side.bias.shape
@@ -316,7 +317,7 @@ def _constants(call: _Facts, precision: str, has_dlse: bool) -> dict[str, Any]:
         "DROPOUT": side.dropout,
         "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
         "HAS_DLSE": has_dlse,
-        "PRECISION": precision,
+        "PRECISION": call.situation.precision,
         "MODIFIED": spec.softcap > 0 or side.modified,
         "STRIDE_BIAS_COLUMN": _column_stride(side.bias),
         "STRIDE_MASK_COLUMN": _column_stride(side.mask),
