@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -118,13 +119,17 @@ def run(job: Parallel, mesh: DeviceMesh) -> dict[str, Tensor]:
             leaves[name] = tensors[name] = tensors[name].requires_grad_()
     packed = {"cu_seqlens": inputs.tensors["cu_seqlens_q"]} if case.packed else {}
     with mock.patch.object(schedule, "_WORTH_RUNS", 0 if job.in_runs else schedule._WORTH_RUNS):
-        out, lse = context_parallel_attention(
-            leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy, layout=job.layout,
-            return_lse=True, **packed, **tensors, **case.arguments, **job.options,
+        call = partial(
+            context_parallel_attention, leaves["q"], leaves["k"], leaves["v"], mesh=mesh, strategy=job.strategy,
+            layout=job.layout, **packed, **tensors, **case.arguments, **job.options,
         )  # fmt: skip
+        out, lse, *max_scores = call(return_lse=True)
+        if max_scores:
+            assert torch.equal(call()[1], max_scores[0])
     upstream = shard(inputs.dout), shard(inputs.dlse, -1)
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
-    results = {"out": out.detach(), "lse": lse.detach(), **{f"d{name}": g for name, g in zip(leaves, grads)}}
+    results = {"out": out.detach(), "lse": lse.detach(), **dict(zip(("max_scores",), max_scores))}
+    results |= {f"d{name}": grad for name, grad in zip(leaves, grads)}
     return {name: result.cpu() for name, result in results.items()}
 
 
@@ -137,7 +142,7 @@ def together(job: Parallel, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]
     whole: dict[str, Tensor] = {}
     for name in parts[0]:
         tensors = [part[name] for part in parts]
-        along = -1 if name == "lse" else dim
+        along = -1 if name in ("lse", "max_scores") else dim
         if name in ("dbias",) and job.row_sharded:
             along = -2
         elif name[1:] in LEARNED:

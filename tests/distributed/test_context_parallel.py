@@ -40,6 +40,10 @@ _FEATURES: dict[str, Any] = {
         replace(_BASE, alibi_slopes="h", bias="11qk", sinks=True, key_lengths=(90, 60),
                 arguments={"dropout_p": 0.2, "window": (40, 7), "softcap": 4.0})
     ),
+    "max-scores": Parallel(replace(_BASE, sinks=True, arguments={"causal": True, "return_max_scores": True})),
+    "packed-max-scores": Parallel(
+        replace(_PACKED, key_lengths=(5, 3, 31, 17, 2, 0), arguments={"return_max_scores": True})
+    ),
     "packed": Parallel(replace(_PACKED, arguments=_CAUSAL)),
     "packed-full": Parallel(_PACKED),
     "packed-window": Parallel(

@@ -62,14 +62,23 @@ if TYPE_CHECKING:
 
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, return_lse: Literal[False] = False, **options: Unpack[Options]
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh,
+    return_lse: Literal[False] = False, return_max_scores: Literal[False] = False, **options: Unpack[Options],
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def context_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh, return_lse: Literal[True], **options: Unpack[Options]
-) -> tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh,
+    return_lse: Literal[True], return_max_scores: Literal[False] = False, **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mesh: DeviceMesh,
+    return_lse: bool = False, return_max_scores: Literal[True], **options: Unpack[Options],
+) -> tuple[Tensor, ...]: ...  # fmt: skip
 
 
 def context_parallel_attention(
@@ -94,10 +103,11 @@ def context_parallel_attention(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    return_max_scores: bool = False,
     reduce_gradients: bool = True,
     deterministic: bool = False,
     backend: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence of which each rank has a shard: the result of `flashtile.attention` on one GPU.
 
     Every rank of the mesh calls this function with its shards of q, k and v (from `shard_sequence`), and gets its shard
@@ -132,6 +142,7 @@ def context_parallel_attention(
         alibi_slopes: `[heads_q]`, `[batch, heads_q]` or `[documents, heads_q]`, the same on all ranks.
         sinks: `[heads_q]`, the same on all ranks.
         return_lse: also return the log-sum-exp of this shard's rows.
+        return_max_scores: also return the largest score of each of this shard's rows, over all keys.
         reduce_gradients: sum the gradients of alibi_slopes, sinks, and a bias of the whole sequence over the ranks.
             With False each rank has its part, for FSDP or DDP to sum like the gradients of other parameters.
 
@@ -139,7 +150,8 @@ def context_parallel_attention(
 
     Returns:
         out `[batch, seq_q / N, heads_q, head_dim_v]`, or packed; with `return_lse` also lse
-        `[batch, heads_q, seq_q / N]`, packed `[heads_q, total / N]`, float32.
+        `[batch, heads_q, seq_q / N]`, packed `[heads_q, total / N]`, float32, and with `return_max_scores` last
+        max_scores, likewise.
 
     Raises:
         TypeError, ValueError: as `flashtile.attention`; a strategy cannot serve the call; or the ranks made different
@@ -169,7 +181,8 @@ def context_parallel_attention(
         "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     named |= {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    kind = _check_agreement(places, named, band | settings | {"strategy": strategy, "layout": layout}, documents)
+    facts = band | settings | {"strategy": strategy, "layout": layout, "return_max_scores": return_max_scores}
+    kind = _check_agreement(places, named, facts, documents)
     if (kind, places.ranks, len(documents), longest) not in _sound:
         check_whole(places.ranks, named, band | settings, documents, row_sharded)
         _sound.add((kind, places.ranks, len(documents), longest))
@@ -188,20 +201,19 @@ def context_parallel_attention(
     heads = q.shape[-2]
     call = Call(
         schedule_of(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
-        dropout_seed, mask, 0, heads, row_sharded, longest,
+        dropout_seed, mask, 0, heads, row_sharded, longest, return_max_scores,
     )  # fmt: skip
     statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
         q, k, v = q[None], k[None], v[None]
-    out: Tensor
-    lse: Tensor
+    results: tuple[Tensor, ...]
     if strategy in ("ring", "all_gather"):
-        out, lse = ContextAttention.apply(call, q, k, v, bias, *statistics)
+        results = ContextAttention.apply(call, q, k, v, bias, *statistics)
     else:
-        out, lse = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics)
-    if not return_lse:
-        return out[0] if packed else out
-    return (out[0], lse[0]) if packed else (out, lse)
+        results = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics)
+    asked = (results[0], *results[1:][not return_lse :])
+    asked = tuple(t[0] for t in asked) if packed else asked
+    return asked if return_lse or return_max_scores else asked[0]
 
 
 def _run_by_heads(
@@ -216,7 +228,8 @@ def _run_by_heads(
     slopes: Tensor | None,
     sinks: Tensor | None,
 ) -> Any:
-    """(out, lse), tokens exchanged for heads before and after; lse is None where it is not wanted."""
+    """(out, lse), or (out, lse, max_scores), tokens exchanged for heads before and after; lse is None where it is not
+    wanted."""
     group = places.groups[-1]
     if len(places.groups) > 1:
         kind = "contiguous"  # within a place of the ring, in whose order its tokens stay

@@ -40,6 +40,7 @@ class Call:
         heads: query heads of the whole call.
         row_sharded: bias and mask have the rows of this shard, in its order, instead of all rows.
         longest: the longest document that bias and mask of a packed call are made for; None without them.
+        max_scores: whether the largest score of each row is wanted too.
     """
 
     schedule: Schedule
@@ -53,6 +54,7 @@ class Call:
     heads: int
     row_sharded: bool
     longest: int | None
+    max_scores: bool = False
 
     @property
     def packed(self) -> bool:
@@ -140,8 +142,9 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank's queries over all keys."""
+) -> tuple[Tensor, ...]:
+    """(out, lse), or (out, lse, max_scores), of this rank's queries over all keys."""
+    largest = _Largest(q) if call.max_scores else None
     parts = sum(len(call.works(step)) for step in range(len(call.schedule.steps)))
     merge = RunningMerge(q, v.shape[-1], parts + (sinks is not None))
     blocks = _Blocks(call, k, v, "forward")
@@ -153,18 +156,35 @@ def forward(
             works = call.works(step)
             for number, work in enumerate(works, 1):
                 tensors = _taken(work, q, *block)
-                out, lse = flashtile.attention_part(*tensors, **call.arguments(work, bias, slopes, q.device))
+                arguments = call.arguments(work, bias, slopes, q.device)
+                results = flashtile.attention_part(*tensors, **arguments, return_max_scores=call.max_scores)
                 if number == len(works):
                     # Before the merge: while that runs, the transfer finds its multiprocessors.
                     del tensors, block
                     blocks.used()
-                if work.mode == "packed":
-                    out, lse = out[None], lse[None]
+                out, lse, *of_part = (t[None] for t in results) if work.mode == "packed" else results
                 merge.add(work.rows, out, lse)
+                if largest is not None:
+                    largest.add(work.rows, *of_part)
             if not works:
                 del block
                 blocks.used()
-    return merge.finish(sinks, call.rows)
+    finished = merge.finish(sinks, call.rows)
+    return finished if largest is None else (*finished, largest.scores)
+
+
+class _Largest:
+    """The largest score of each row so far, `[batch, heads, rows]`, -inf at first."""
+
+    def __init__(self, queries: Tensor) -> None:
+        batch, rows, heads, _ = queries.shape
+        wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+        self.scores = queries.new_full((batch, heads, rows), float("-inf"), dtype=wide)
+
+    def add(self, rows: tuple[int, int], scores: Tensor) -> None:
+        """Takes in those of some rows over some keys."""
+        of_rows = self.scores[..., slice(*rows)]
+        of_rows.copy_(torch.maximum(of_rows, scores))
 
 
 def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -418,15 +438,16 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, q, k, v, bias, slopes, sinks):
-        out, lse = forward(call, q, k, v, bias, slopes, sinks)
+        out, lse, *max_scores = forward(call, q, k, v, bias, slopes, sinks)
         ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
         ctx.call = call
+        ctx.mark_non_differentiable(*max_scores)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *max_scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, *of_max_scores):
         q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)

@@ -210,8 +210,10 @@ class AttentionByHeads(torch.autograd.Function):
         first = exchange.group.rank * q.shape[2] // exchange.group.size
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         out = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = q.new_empty(*q.shape[:3], 1, dtype=wide) if wants_lse else None
-        results = [t for t in (out, lse) if t is not None]
+        lse, max_scores = (
+            q.new_empty(*q.shape[:3], 1, dtype=wide) if wanted else None for wanted in (wants_lse, call.max_scores)
+        )
+        results = [t for t in (out, lse, max_scores) if t is not None]
         layouts = (exchange.queries, exchange.keys, exchange.keys)
         moving = [
             exchange.scatter(exchange.of_run(run, (q,), (k, v)), layouts, f"forward, all tokens of heads {run.heads}")
@@ -226,8 +228,8 @@ class AttentionByHeads(torch.autograd.Function):
                 tensors = here.wait()
                 found = forward(of_run, *tensors, *tables)
                 ctx.calls.append((run, of_run, heads))
-                kept += [*tensors, *found]
-                leaving = (found[0], _as_columns(found[1]))[: len(results)]
+                kept += [*tensors, *found[:2]]
+                leaving = (found[0], *map(_as_columns, found[1:] if wants_lse else found[2:]))
                 where = f"forward, all heads of some tokens, from heads {run.heads}"
                 of_rows = (exchange.queries,) * len(leaving)
                 moving.append(exchange.gather(leaving, of_rows, exchange.of_run(run, results), where))
@@ -236,11 +238,13 @@ class AttentionByHeads(torch.autograd.Function):
         ctx.save_for_backward(bias, slopes, sinks, *kept)
         ctx.exchange, ctx.shapes = exchange, (q.shape, k.shape, v.shape)
         ctx.set_materialize_grads(False)
-        return out, None if lse is None else _as_lse(lse)
+        largest = () if max_scores is None else (_as_lse(max_scores),)
+        ctx.mark_non_differentiable(*largest)
+        return out, None if lse is None else _as_lse(lse), *largest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, *of_max_scores):
         exchange, saved = ctx.exchange, ctx.saved_tensors  # once: activation checkpointing computes them anew
         tables, kept = [_Table(t, dim) for t, dim in zip(saved[:3], _DIMS)], saved[3:]
         dq, dk, dv = (kept[0].new_empty(shape) for shape in ctx.shapes)

@@ -40,7 +40,7 @@ def test_a_signature_has_its_options(function: Callable[..., Any]) -> None:
         "attention": {"return_lse", "return_max_scores"}, "attention_varlen": {"return_lse", "return_max_scores"},
         "explain": {"device", "part"},
         "attention_probs": {"rows", "heads"}, "attention_column_sums": set(),
-        "attention_part": {"cu_seqlens", "max_seqlen"},
+        "attention_part": {"cu_seqlens", "max_seqlen", "return_max_scores"},
         "attention_backward": {"dlse", "cu_seqlens", "max_seqlen", "cu_seqlens_k", "max_seqlen_k"},
     }  # fmt: skip
     assert own == expected[function.__name__]
@@ -54,7 +54,7 @@ def test_every_option_has_a_type_and_a_default() -> None:
 def test_context_parallelism_has_the_same_defaults() -> None:
     parameters = inspect.signature(context_parallel_attention).parameters
     shared = parameters.keys() & set(Taken._fields)
-    assert shared == options.names_of(options.BackwardOptions) | {"return_lse"}
+    assert shared == options.names_of(options.BackwardOptions) | {"return_lse", "return_max_scores"}
     assert all(parameters[name].default == Taken._field_defaults[name] for name in shared)
 
 

@@ -64,8 +64,9 @@ def attention_part(
     *,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    return_max_scores: bool = False,
     **options: Unpack[PartOptions],
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Attention of some queries to some keys of a larger call.
 
     Diagonal, window, dropout bits, ALiBi distances and key lengths are those of the larger call. Each weight is
@@ -82,6 +83,7 @@ def attention_part(
         cu_seqlens: `[sequences + 1]`, for queries and keys alike: the part consists of whole packed sequences. Row and
             column of the part must then be 0, and its seq_q and seq_k are not used.
         max_seqlen: upper bound of their lengths, as for `attention_varlen`; None without cu_seqlens.
+        return_max_scores: also return the largest score of each row, among the keys of this part.
         dropout_seed: required if dropout_p is not 0, and the same for all parts.
         key_lengths: `[batch]`, counted in the keys of the larger call.
         bias: the rectangle of the larger call's bias, broadcasts to `[batch, heads_q, rows, columns]`. The same holds
@@ -92,7 +94,8 @@ def attention_part(
 
     Returns:
         out `[batch, rows, heads_q, head_dim_v]`, the softmax over the keys of this part, and lse
-        `[batch, heads_q, rows]`; packed `[total, heads_q, head_dim_v]` and `[heads_q, total]`.
+        `[batch, heads_q, rows]`; packed `[total, heads_q, head_dim_v]` and `[heads_q, total]`. With `return_max_scores`
+        also those, in the shape of lse.
 
     Raises:
         TypeError, ValueError: as `attention`, or the part does not lie in the larger call.
@@ -101,8 +104,8 @@ def attention_part(
     checks.check_tensors(q=q, k=k, v=v)
     q, k, v = autocast(q, k, v)
     side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)
-    out, lse = run_attention(q, k, v, side, spec, given.backend)
-    return out, lse
+    spec = spec._replace(returns_max_scores=return_max_scores)
+    return run_attention(q, k, v, side, spec, given.backend)
 
 
 @with_options(BackwardOptions)
