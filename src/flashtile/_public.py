@@ -4,6 +4,7 @@ from flashtile.ops.attention import patterns
 from flashtile.ops.attention.api import attention, attention_varlen
 from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.explain import Explanation, explain
+from flashtile.ops.attention.flex import flex_attention
 from flashtile.ops.attention.fp8 import quantize_fp8
 from flashtile.ops.attention.inspection import attention_column_sums, attention_probs
 from flashtile.ops.attention.partial import AttentionPart, attention_backward, attention_part
@@ -52,6 +53,7 @@ __all__ = [
     "dropout_mask",
     "explain",
     "finish_attention",
+    "flex_attention",
     "fused_dense",
     "fused_mlp",
     "layer_norm",

@@ -12,6 +12,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, VarlenOptions, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
+from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
@@ -456,6 +457,8 @@ def add_score_mod(
 ) -> tuple[SideInputs, AttentionSpec]:
     """Side inputs and spec of a call with a score function."""
     function = resolve_score_mod(score_mod, q)
+    if function.program == UNCHANGED:
+        return side, spec
     return side._replace(captured=function.captured), spec._replace(score_program=function.program)
 
 

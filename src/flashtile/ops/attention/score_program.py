@@ -67,6 +67,10 @@ class ScoreProgram(NamedTuple):
         return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
 
 
+#: The program of a function that returns the score as it is.
+UNCHANGED = ScoreProgram((), (), INPUTS[:1]).text
+
+
 class ScoreFunction(NamedTuple):
     """A score function that has been traced, and may be passed as `score_mod`; `flashtile.trace_score_mod` makes one.
 

@@ -1,0 +1,125 @@
+"""Attention with the arguments and the layout of `torch.nn.attention.flex_attention.flex_attention`.
+
+Shape letters: B batch, H query heads, G key/value heads, L queries, S keys, E head_dim, V head_dim of the values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from flashtile.ops.attention.api import attention
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.options import ScoreMod
+from flashtile.ops.common.checks import check_tensors, raise_not_bool
+from flashtile.ops.common.other_names import refuse_other_names
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    backend: str = "auto",
+    deterministic: bool = False,
+    **other_names: NoReturn,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with the arguments, layout and meaning of `torch.nn.attention.flex_attention.flex_attention`.
+
+    It needs no `torch.compile`. Differentiable in query, key, value and the tensors that score_mod reads, also through
+    lse. The last two arguments are flashtile's own.
+
+    Args:
+        query: `[B, H, L, E]`; dtypes as for `flashtile.attention`.
+        key: `[B, G, S, E]`.
+        value: `[B, G, S, V]`.
+        score_mod: `(score, batch, head, q_index, k_index) -> score`, as for `flashtile.attention`.
+        block_mask: a `torch.nn.attention.flex_attention.BlockMask` for L queries and S keys, which is converted once
+            and remembered while it lives, or a `flashtile.BlockMask`.
+        scale: factor on the scores; default `1/sqrt(E)`.
+        enable_gqa: query head `h` reads key/value head `h // (H // G)`. Without it, H and G are equal.
+        return_lse: also return lse `[B, H, L]`, the natural log-sum-exp of each row.
+        kernel_options: None; flashtile chooses tile sizes from tables.
+        return_aux: an `AuxRequest`: return an `AuxOutput` with lse, max_scores or both, `[B, H, L]` each.
+        backend: as in `flashtile.attention`.
+        deterministic: as in `flashtile.attention`.
+
+    Returns:
+        `[B, H, L, V]` in query's dtype; with return_lse a pair with lse, with return_aux a pair with an `AuxOutput`.
+
+    Raises:
+        TypeError: a dtype or an argument's type is wrong.
+        ValueError: a shape, a device or a value is wrong, kernel_options are given, or no backend serves the call.
+
+    Reference:
+        Dong et al., "Flex Attention: A Programming Model for Generating Optimized Attention Kernels" (2024).
+    """
+    if other_names:
+        refuse_other_names(flex_attention, other_names)
+    check_tensors(query=query, key=key, value=value)
+    if not (isinstance(enable_gqa, bool) and isinstance(return_lse, bool)):
+        raise_not_bool(enable_gqa=enable_gqa, return_lse=return_lse)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name}: expected 4 dimensions [batch, heads, seq, head_dim], got shape {tuple(tensor.shape)}; insert "
+                "dimensions of size 1"
+            )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"key: expected the number of heads of query, {query.shape[1]}, got {key.shape[1]}; pass enable_gqa=True "
+            "where query heads share those of key and value"
+        )
+    if kernel_options:
+        raise ValueError(
+            f"kernel_options: expected None, got {kernel_options!r}; leave it out, flashtile chooses tile sizes from "
+            "tables"
+        )
+    if return_lse and return_aux is not None:
+        raise ValueError("return_lse, return_aux: expected one of them, got both; ask for AuxRequest(lse=True)")
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    wants_max = return_aux is not None and return_aux.max_scores
+    call: Any = attention
+    found = call(
+        *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+        scale=scale,
+        score_mod=score_mod,
+        block_mask=None if block_mask is None else _converted(block_mask),
+        return_lse=wants_lse,
+        return_max_scores=wants_max,
+        backend=backend,
+        deterministic=deterministic,
+    )
+    results = list(found) if isinstance(found, tuple) else [found]
+    out = results.pop(0).transpose(1, 2)
+    lse = results.pop(0) if wants_lse else None
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse, results.pop(0) if wants_max else None)
+    return out if lse is None else (out, lse)
+
+
+#: PyTorch's masks that live, and flashtile's for them: one mask serves the layers of a model, and each of its steps.
+_CONVERTED: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+
+
+def _converted(block_mask: BlockMask | FlexBlockMask) -> BlockMask:
+    if isinstance(block_mask, BlockMask):
+        return block_mask
+    if block_mask not in _CONVERTED:
+        _CONVERTED[block_mask] = BlockMask.from_flex(block_mask)
+    return _CONVERTED[block_mask]
