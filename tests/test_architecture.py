@@ -16,10 +16,30 @@ import flashtile
 
 SOURCE = Path(flashtile.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-KERNELS = [path for path in FILES if path.is_relative_to(SOURCE / "ops") and {"hopper", "triton"} & set(path.parts)]
+#: Files of kernels, and the host's files beside them.
+KERNELS = [
+    path
+    for path in FILES
+    if path.is_relative_to(SOURCE / "ops") and {"hopper", "triton", "split_keys"} & set(path.parts)
+]
 MAX_LINES = 500
 #: Lines of a file of kernels: what one warpgroup does stays in one place.
 MAX_LINES_OF_KERNELS = 800
+#: Parameters of a function of a kernel file; what belongs together is a `NamedTuple`.
+MAX_PARAMETERS = 40
+#: Those that have more, and how many they may have.
+MANY_PARAMETERS = {
+    "flashtile.ops.attention.hopper.backward.attention_backward_kernel": 91,
+    "flashtile.ops.attention.hopper.forward.attention_forward_kernel": 87,
+    "flashtile.ops.attention.triton.backward._sum_dkdv": 46,
+    "flashtile.ops.attention.triton.backward._sum_dq": 44,
+    "flashtile.ops.attention.triton.backward.attention_dkdv_kernel": 91,
+    "flashtile.ops.attention.triton.backward.attention_dq_kernel": 96,
+    "flashtile.ops.attention.triton.bias_gradient.attention_dbias_kernel": 91,
+    "flashtile.ops.attention.triton.column_sums.attention_column_sums_kernel": 63,
+    "flashtile.ops.attention.triton.forward._visit_key_tiles": 41,
+    "flashtile.ops.attention.triton.forward.attention_forward_kernel": 93,
+}
 
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
 #: `select`, and `reference` for the backward of the backward.
@@ -258,6 +278,33 @@ def test_numbers_in_place_of_names_are_seen():
     source = "@gluon.jit\ndef f(call, x):\n    return call[9] + producing[1][0].STAGES + x.shape[0] + x[None, :]"
     assert len(numbered_subscripts(ast.parse(source))) == 3
     assert not numbered_subscripts(ast.parse(source.replace("@gluon.jit", "@functools.cache")))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=module_name)
+def test_kernels_take_what_belongs_together_as_one(path):
+    found = {f"{module_name(path)}.{name}": count for name, count in parameters(path.read_text("utf-8")).items()}
+    many = {name: count for name, count in found.items() if count > MANY_PARAMETERS.get(name, MAX_PARAMETERS)}
+    assert not many, f"group them in a NamedTuple: {many}"
+    settled = [name for name in found.keys() & MANY_PARAMETERS.keys() if found[name] <= MAX_PARAMETERS]
+    assert not settled, f"take them out of MANY_PARAMETERS: {settled}"
+
+
+def parameters(source: str) -> dict[str, int]:
+    """The number of parameters of each jitted function; of methods with one name the largest."""
+    counts: dict[str, int] = {}
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and any(
+            "jit" in ast.unparse(each) for each in function.decorator_list
+        ):
+            count = len(function.args.args) + len(function.args.kwonlyargs)
+            counts[function.name] = max(count, counts.get(function.name, 0))
+    return counts
+
+
+def test_parameters_of_kernels_are_counted():
+    assert parameters("@triton.jit\ndef f(a, b: tl.constexpr, *, c): ...\ndef g(a): ...") == {"f": 3}
+    named = {f"{module_name(path)}.{name}" for path in KERNELS for name in parameters(path.read_text("utf-8"))}
+    assert MANY_PARAMETERS.keys() <= named
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> N
 def test_other_sizes_need_no_other_attending_binary_but_for_the_row_stride(change: dict[str, Any]) -> None:
     several = Call(seq_q=2, seq_new=2)  # a single query needs no mask for causal
     other, plain = (plan_of(call).split.attend.source for call in (several._replace(**change), several))
-    no_rows = {"STRIDE_K_ROW": 0, "STRIDE_V_ROW": 0}
+    no_rows = {"k_strides.row": 0, "v_strides.row": 0}
     assert other._replace(constants=other.constants | no_rows) == plain._replace(constants=plain.constants | no_rows)
 
 
@@ -217,8 +217,8 @@ def test_lengths_are_no_part_of_a_plan() -> None:
     assert plan_of(Call()).split.attend.scalars == plan_of(longer).split.attend.scalars
     for launch in (plan_of(Call()).append, plan_of(Call()).split.attend):
         assert launch is not None
-        run_time = launch.source.function.arg_names[: len(launch.source.types)]
-        assert run_time.index("length") == len(run_time) - len(launch.scalars) - 1, "the last that a launch is given"
+        names = launch.source.names
+        assert names.index("length") == len(names) - len(launch.scalars) - 1, "the last that a launch is given"
 
 
 @pytest.mark.parametrize(

@@ -27,15 +27,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 def attend_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, out_ptr, lse_ptr,
     lengths_ptr, entries_ptr, left_ptr, table_ptr, slopes_ptr, sinks_ptr, length,
-    stride_q_batch, stride_q_row, stride_q_head, stride_k_outer, stride_k_head, stride_v_outer, stride_v_head,
-    stride_table, stride_slopes, batch, heads_kv, seq_q, seq_new, capacity, splits, window_left, window_right,
-    diagonal, slope_diagonal, scale, softcap,
-    STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    q_strides, k_strides, v_strides, stride_table, stride_slopes,
+    batch, heads_kv, seq_q, seq_new, capacity, splits, window, diagonal, slope_diagonal, scale, softcap,
+    GROUP: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
+    """`q_strides`: `RowStrides`, of k and v `CacheStrides`. `window`: a `Window`.
+    `length`: of all sequences, where no tensor has them. `PAGE_SIZE`: 0 without pages. `CHUNK`: columns of the head
     in one product, 0 for all of them. `PARTIAL`: out and lse are those of a split, float32 `[splits, batch, seq_q,
     heads_q, head_dim_v]` and `[splits, batch, heads_q, seq_q]` in units of log2; else the results themselves.
     `diagonal`, `slope_diagonal`: key on the diagonal of the first query, for the band and for ALiBi; None: that of the
@@ -44,7 +43,7 @@ def attend_kernel(
     rows = seq_q * GROUP
     row_tiles = tl.cdiv(rows, BLOCK_M)
     row_tile = program % row_tiles
-    if HAS_RIGHT:
+    if window.right is not None:
         row_tile = row_tiles - 1 - row_tile  # the later rows see more, and start first
     first_row = row_tile * BLOCK_M
     head_kv = program // row_tiles % heads_kv
@@ -61,9 +60,7 @@ def attend_kernel(
         shift = diagonal
     first_query = first_row // GROUP
     last_query = (tl.minimum(first_row + BLOCK_M, rows) - 1) // GROUP
-    begin, full_begin, full_end, end = visible_ranges(
-        first_query, last_query, shift, left, total, window_left, window_right, HAS_LEFT, HAS_RIGHT
-    )
+    begin, full_begin, full_end, end = visible_ranges(first_query, last_query, shift, left, total, window)
     # This split's share of the tiles that the rows see: the first splits take one more where they do not divide.
     skipped = begin // BLOCK_N
     tiles = tl.maximum(tl.cdiv(end, BLOCK_N) - skipped, 0)
@@ -81,7 +78,8 @@ def attend_kernel(
     sink = None
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=there & (split == 0), other=float("-inf")) * LOG2_E
-    q_rows = q_ptr + sequence.to(tl.int64) * stride_q_batch + query.to(tl.int64) * stride_q_row + head * stride_q_head
+    q_rows = q_ptr + sequence.to(tl.int64) * q_strides.batch + query.to(tl.int64) * q_strides.row
+    q_rows += head * q_strides.head
     table = None
     outer = sequence
     if table_ptr is not None:
@@ -89,14 +87,13 @@ def attend_kernel(
         outer = 0
     elif entries_ptr is not None:
         outer = tl.load(entries_ptr + sequence)
-    k_base = k_cache_ptr + tl.cast(outer, tl.int64) * stride_k_outer + head_kv.to(tl.int64) * stride_k_head
-    v_base = v_cache_ptr + tl.cast(outer, tl.int64) * stride_v_outer + head_kv.to(tl.int64) * stride_v_head
+    k_base = k_cache_ptr + tl.cast(outer, tl.int64) * k_strides.outer + head_kv.to(tl.int64) * k_strides.head
+    v_base = v_cache_ptr + tl.cast(outer, tl.int64) * v_strides.outer + head_kv.to(tl.int64) * v_strides.head
 
     acc, row_max, row_sum = visit_tiles(
-        q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
-        left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, slope_diagonal,
-        sink, STRIDE_K_ROW, STRIDE_V_ROW, PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, PRECISION,
+        q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
+        left, total, full_begin, full_end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+        PAGE_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK, PRECISION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -121,31 +118,27 @@ def attend_kernel(
 
 
 @triton.jit
-def visible_ranges(
-    first_query, last_query, shift, left, total, window_left, window_right, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
+def visible_ranges(first_query, last_query, shift, left, total, window):
     """Keys that some query of a tile sees, `[begin, end)`, and those that all of them see, `[full_begin, full_end)`."""
     begin = left
     full_begin = left
     end = total
     full_end = total
-    if HAS_LEFT:
-        begin = tl.maximum(left, first_query + shift - window_left)
-        full_begin = tl.maximum(left, last_query + shift - window_left)
-    if HAS_RIGHT:
-        end = tl.minimum(total, last_query + shift + window_right + 1)
-        full_end = tl.minimum(total, first_query + shift + window_right + 1)
+    if window.left is not None:
+        begin = tl.maximum(left, first_query + shift - window.left)
+        full_begin = tl.maximum(left, last_query + shift - window.left)
+    if window.right is not None:
+        end = tl.minimum(total, last_query + shift + window.right + 1)
+        full_end = tl.minimum(total, first_query + shift + window.right + 1)
     return begin, full_begin, full_end, tl.maximum(end, 0)
 
 
 @triton.jit
 def visit_tiles(
-    q_rows, there, query, k_base, v_base, table, stride_k_outer, stride_v_outer, first_tile, last_tile,
-    left, total, full_begin, full_end, shift, window_left, window_right, scale, softcap, slope, slope_diagonal, sink,
-    STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    q_rows, there, query, k_base, v_base, table, k_strides, v_strides, first_tile, last_tile,
+    left, total, full_begin, full_end, shift, window, scale, softcap, slope, slope_diagonal, sink,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over some key tiles. Returns acc `[M, E]`, row_max (in units of log2) and row_sum `[M]`."""
@@ -169,8 +162,8 @@ def visit_tiles(
         # The pages of the next tile are looked up while this one is computed: its loads need not wait for them.
         page = pages
         pages = tile_pages(table, tile + 1, last_tile, total, PAGE_SIZE, BLOCK_N)
-        k_rows = tile_pointers(k_base, page, start, stride_k_outer, STRIDE_K_ROW, PAGE_SIZE, BLOCK_N)  # [N, 1]
-        v_rows = tile_pointers(v_base, page, start, stride_v_outer, STRIDE_V_ROW, PAGE_SIZE, BLOCK_N)
+        k_rows = tile_pointers(k_base, page, start, k_strides, PAGE_SIZE, BLOCK_N)  # [N, 1]
+        v_rows = tile_pointers(v_base, page, start, v_strides, PAGE_SIZE, BLOCK_N)
         if not CHUNK:
             k_tile = tl.load(k_rows + column, mask=valid[:, None] & (column < HEAD_DIM), other=0.0)  # [N, D]
         if V_WITH_K:
@@ -194,10 +187,10 @@ def visit_tiles(
         if (start < full_begin) | (start + BLOCK_N > full_end):
             visible = valid[None, :] & (query == query)[:, None]
             diagonal = (query + shift)[:, None]
-            if HAS_LEFT:
-                visible &= key[None, :] >= diagonal - window_left
-            if HAS_RIGHT:
-                visible &= key[None, :] <= diagonal + window_right
+            if window.left is not None:
+                visible &= key[None, :] >= diagonal - window.left
+            if window.right is not None:
+                visible &= key[None, :] <= diagonal + window.right
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         # While a row has seen nothing its maximum is -inf, and -inf - -inf would be NaN.

@@ -22,7 +22,6 @@ from flashtile._backends.launch import (
     int64,
     make_plan,
     pointer_to,
-    strides_of,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 from flashtile.ops.common.split_keys.attend import attend_kernel, combine_kernel
@@ -33,6 +32,7 @@ from flashtile.ops.common.split_keys.configs import (
     combine_cut,
     tile_width,
 )
+from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides, Window
 
 #: Bytes that a copy past the registers moves at least.
 _ASYNCHRONOUS = 4
@@ -144,8 +144,9 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
     left, right = call.window_left, call.window_right
     # A single query at the last row, which nothing is right of.
     last = call.diagonal is None and seq_q == 1 and right is not None and right >= 0
-    window_left, window_right = (max(-MAX_POSITIONS, min(side or 0, MAX_POSITIONS)) for side in (left, right))
-    pointers, strides = _multiples(call)
+    right = None if last else right
+    window = (None if side is None else max(-MAX_POSITIONS, min(side, MAX_POSITIONS)) for side in (left, right))
+    pointers, multiple = _multiples(call)
     lengths, entries, left_padding, table = map(pointer_to, call.index_dtypes)
     partial, statistic = splits > 1, pointer_to(torch.float32)
     parameters = {
@@ -159,9 +160,9 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "slopes_ptr": pointer_to(torch.float32 if call.slope_dims else None),
         "sinks_ptr": pointer_to(torch.float32 if call.sinks else None),
         "length": Parameter("i32", 1, GIVEN),
-        **strides_of("q", dict(zip(("batch", "row", "head"), q_strides)), strides),
-        **strides_of("k", {"outer": k_strides[0], "head": k_strides[2]}, strides),
-        **strides_of("v", {"outer": v_strides[0], "head": v_strides[2]}, strides),
+        "q_strides": RowStrides(*(int64(stride, multiple) for stride in q_strides)),
+        "k_strides": _cache_strides(k_strides, multiple),
+        "v_strides": _cache_strides(v_strides, multiple),
         "stride_table": int64(call.stride_table),
         "stride_slopes": int32(None if not call.slope_dims else heads if call.slope_dims == 2 else 0),
         "batch": int32(batch),
@@ -170,16 +171,13 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "seq_new": int32(call.seq_new),
         "capacity": int32(call.capacity),
         "splits": int32(splits),
-        "window_left": int32(window_left),
-        "window_right": int32(window_right),
+        "window": Window(*(int32(side) for side in window)),
         "diagonal": int32(call.diagonal),
         "slope_diagonal": int32(call.slope_diagonal),
         "scale": float32(call.scale),
         "softcap": float32(call.softcap or None),
     }
     constants = {
-        "STRIDE_K_ROW": k_strides[1],
-        "STRIDE_V_ROW": v_strides[1],
         "GROUP": heads // heads_kv,
         "PAGE_SIZE": call.page_size,
         "HEAD_DIM": head_dim,
@@ -189,12 +187,16 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "CHUNK": tiles.chunk,
-        "HAS_LEFT": left is not None,
-        "HAS_RIGHT": right is not None and not last,
         "PARTIAL": partial,
         "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
     }
     return make_plan(attend_kernel, parameters, constants, programs, device, tiles.num_warps, tiles.num_stages)
+
+
+def _cache_strides(strides: _Shape, multiple: int) -> CacheStrides:
+    """The stride of rows is a constant."""
+    outer, row, head = strides
+    return CacheStrides(int64(outer, multiple), row, int64(head, multiple))
 
 
 def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:

@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class RowStrides(NamedTuple):
+    """Elements from one batch entry, row and head of a tensor to the next."""
+
+    batch: Any
+    row: Any
+    head: Any
+
+
+class CacheStrides(NamedTuple):
+    """Elements from one entry (or page), row and head of a cache to the next."""
+
+    outer: Any
+    row: Any
+    head: Any
+
+
+class Window(NamedTuple):
+    """Keys visible on each side of the diagonal; None: all."""
+
+    left: Any
+    right: Any
 
 
 @triton.jit
@@ -36,23 +61,22 @@ def tile_pages(table, tile, last_tile, total, PAGE_SIZE: tl.constexpr, BLOCK_N: 
 
 
 @triton.jit
-def tile_pointers(
-    base, page, start, stride_outer, STRIDE_ROW: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def tile_pointers(base, page, start, strides, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers to the first column of the rows from `start` on, `[N, 1]`: wide arithmetic once for the first row,
-    narrow arithmetic inside the tile, where the stride allows it."""
+    narrow arithmetic inside the tile, where the stride allows it. `strides`: `CacheStrides`; that of rows is a
+    constant."""
     row = tl.arange(0, BLOCK_N)[:, None]
     if PAGE_SIZE:
         if PAGE_SIZE % BLOCK_N == 0:
             first = start % PAGE_SIZE
-            base += page.to(tl.int64) * stride_outer
+            base += page.to(tl.int64) * strides.outer
         else:
             row = (start + row) % PAGE_SIZE
             first = 0
-            base += (page.to(tl.int64) * stride_outer)[:, None]
+            base += (page.to(tl.int64) * strides.outer)[:, None]
     else:
         first = start
     ROWS: tl.constexpr = BLOCK_N if PAGE_SIZE % BLOCK_N == 0 else PAGE_SIZE
-    if STRIDE_ROW * ROWS >= 2**31:
+    if strides.row * ROWS >= 2**31:
         row = row.to(tl.int64)
-    return base + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW
+    return base + tl.cast(first, tl.int64) * strides.row + row * strides.row

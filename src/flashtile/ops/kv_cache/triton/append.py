@@ -15,16 +15,15 @@ from flashtile.ops.common.split_keys.rows import sequence_lengths
 @triton.jit
 def append_kernel(
     q_ptr, rotated_ptr, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, cos_ptr, sin_ptr, lengths_ptr, entries_ptr, table_ptr,
-    length, stride_q_batch, stride_q_row, stride_q_head, stride_k_batch, stride_k_row, stride_k_head,
-    stride_v_batch, stride_v_row, stride_v_head, stride_k_outer, stride_k_cache_row, stride_k_cache_head,
-    stride_v_outer, stride_v_cache_row, stride_v_cache_head, stride_cos, stride_sin, stride_table,
+    length, q_strides, k_strides, v_strides, k_cache_strides, v_cache_strides, stride_cos, stride_sin, stride_table,
     tokens, heads_q, heads_kv, seq_q, seq_new, capacity, positions,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_E: tl.constexpr, PAGE_SIZE: tl.constexpr,
     INTERLEAVED: tl.constexpr, BANDED: tl.constexpr,
 ):  # fmt: skip
-    """`tokens`: programs of a sequence, one for each of its rows of k and v, and then, where they rotate, of q. Queries
-    are written to `rotated`, contiguous. `BANDED`: each query has a position of its own, else all have the first."""
+    """`q_strides`, and those of k and v: `RowStrides`; those of the caches: `CacheStrides`. `tokens`: programs of a
+    sequence, one for each of its rows of k and v, and then, where they rotate, of q. Queries are written to `rotated`,
+    contiguous. `BANDED`: each query has a position of its own, else all have the first."""
     program = tl.program_id(0)
     sequence = program // tokens
     token = program % tokens
@@ -43,15 +42,16 @@ def append_kernel(
                 entry = tl.load(entries_ptr + sequence).to(tl.int64)
                 k_place, v_place = entry, entry
             turn_row(
-                k_ptr + wide * stride_k_batch + token.to(tl.int64) * stride_k_row, stride_k_head,
-                k_cache_ptr + k_place * stride_k_outer + inner * stride_k_cache_row, stride_k_cache_head, heads_kv,
+                k_ptr + wide * k_strides.batch + token.to(tl.int64) * k_strides.row, k_strides.head,
+                k_cache_ptr + k_place * k_cache_strides.outer + inner * k_cache_strides.row, k_cache_strides.head,
+                heads_kv,
                 cos_ptr, sin_ptr, stride_cos, stride_sin, row, positions,
                 HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,
             )  # fmt: skip
             copy_heads(
-                v_ptr + wide * stride_v_batch + token.to(tl.int64) * stride_v_row, stride_v_head,
-                v_cache_ptr + v_place * stride_v_outer + inner * stride_v_cache_row, stride_v_cache_head, heads_kv,
-                0, HEAD_DIM_V, BLOCK_H, BLOCK_E,
+                v_ptr + wide * v_strides.batch + token.to(tl.int64) * v_strides.row, v_strides.head,
+                v_cache_ptr + v_place * v_cache_strides.outer + inner * v_cache_strides.row, v_cache_strides.head,
+                heads_kv, 0, HEAD_DIM_V, BLOCK_H, BLOCK_E,
             )  # fmt: skip
     elif HALF:
         query = token - seq_new
@@ -59,7 +59,7 @@ def append_kernel(
         if BANDED:
             position += query
         turn_row(
-            q_ptr + wide * stride_q_batch + query.to(tl.int64) * stride_q_row, stride_q_head,
+            q_ptr + wide * q_strides.batch + query.to(tl.int64) * q_strides.row, q_strides.head,
             rotated_ptr + (wide * seq_q + query) * heads_q * HEAD_DIM, HEAD_DIM, heads_q,
             cos_ptr, sin_ptr, stride_cos, stride_sin, position, positions,
             HEAD_DIM, HALF, BLOCK_H, BLOCK_HALF, BLOCK_REST, INTERLEAVED,

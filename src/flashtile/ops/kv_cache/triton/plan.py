@@ -19,10 +19,10 @@ from flashtile._backends.launch import (
     make_plan,
     plan_cache,
     pointer_to,
-    strides_of,
 )
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 from flashtile.ops.common.split_keys.plan import Layout, SplitCall, SplitPlan, layout, split_plan, visible_rows
+from flashtile.ops.common.split_keys.rows import CacheStrides, RowStrides
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 from flashtile.ops.kv_cache.triton.append import append_kernel
 from flashtile.ops.kv_cache.triton.configs import append_cut
@@ -164,8 +164,6 @@ def _append(
     tables = power_of_two_factor(misalignments[1], *(stride * itemsize for stride in angle_strides))
     lengths, entries, _, table = map(pointer_to, index_dtypes)
     stride_cos, stride_sin = (int64(stride, max(1, tables // itemsize)) for stride in angle_strides)
-    k_outer, k_row, k_head = strides["k_cache"]
-    v_outer, v_row, v_head = strides["v_cache"]
     parameters = {
         **dict.fromkeys((f"{name}_ptr" for name in tensors), pointer_to(dtype, power_of_two_factor(misalignments[0]))),
         "rotated_ptr": pointer_to(dtype if half else None, 16),
@@ -174,13 +172,8 @@ def _append(
         "entries_ptr": entries,
         "table_ptr": table,
         "length": Parameter("i32", 1, GIVEN),
-        **{
-            name: parameter
-            for of in ("q", "k", "v")
-            for name, parameter in strides_of(of, dict(zip(("batch", "row", "head"), strides[of])), apart).items()
-        },
-        **strides_of("k", {"outer": k_outer, "cache_row": k_row, "cache_head": k_head}, apart),
-        **strides_of("v", {"outer": v_outer, "cache_row": v_row, "cache_head": v_head}, apart),
+        **{f"{of}_strides": RowStrides(*_apart(strides[of], apart)) for of in ("q", "k", "v")},
+        **{f"{of}_strides": CacheStrides(*_apart(strides[of], apart)) for of in ("k_cache", "v_cache")},
         "stride_cos": stride_cos,
         "stride_sin": stride_sin,
         "stride_table": int64(stride_table),
@@ -205,3 +198,8 @@ def _append(
         "BANDED": spec.banded,
     }
     return make_plan(append_kernel, parameters, constants, batch * tokens, device, cut.num_warps)
+
+
+def _apart(strides: _Shape, multiple: int) -> list[Parameter]:
+    """Strides as parameters; `multiple` divides them."""
+    return [int64(stride, multiple) for stride in strides]

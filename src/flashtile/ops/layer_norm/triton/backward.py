@@ -30,21 +30,20 @@ def _add_pairs(a0, a1, b0, b1):
 @triton.jit
 def load_upstream(
     dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row, columns,
-    rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, HAS_WEIGHT1: tl.constexpr, HAS_OUT_SUBSET: tl.constexpr,
-    RMS: tl.constexpr,
+    rows, WIDTH: tl.constexpr, ROWS: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
     """dz, dz1, xhat and dxhat of a tile, float32 `[M, N]`, 0 outside."""
     inside = tile_mask(row, columns, rows, WIDTH, ROWS)
-    target = source_rows(out_subset_ptr, row, rows, HAS_OUT_SUBSET)
+    target = source_rows(out_subset_ptr, row, rows)
     there = inside
-    if HAS_OUT_SUBSET:
+    if out_subset_ptr is not None:
         there = inside & (target >= 0)[:, None]
     x_offsets = row.to(tl.int64)[:, None] * stride_x + columns[None, :]
     x = tl.load(x_ptr + x_offsets, mask=inside, other=0.0).to(tl.float32)
     dz = tl.load(dz_ptr + target[:, None] * stride_dz + columns[None, :], mask=there, other=0.0).to(tl.float32)
     dz1 = dz
     dxhat = dz * weight
-    if HAS_WEIGHT1:
+    if dz1_ptr is not None:
         dz1 = tl.load(dz1_ptr + target[:, None] * stride_dz1 + columns[None, :], mask=there, other=0.0).to(tl.float32)
         dxhat += dz1 * weight1
     if RMS:
@@ -59,43 +58,42 @@ def load_upstream(
 def store_gradients(
     dsum, dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset,
     stride_dx, stride_x0, row, columns, first_column, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_DX: tl.constexpr, STORES_DSUM: tl.constexpr,
-    STORES_DX0: tl.constexpr, STORES_DX1: tl.constexpr, HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr,
-    HAS_X0_SUBSET: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
+    SUMS_LAYERSCALE: tl.constexpr,
 ):  # fmt: skip
     """Adds dx to the gradient of the norm, stores the gradients of the summands; returns layerscale's `[M, N]`."""
     inside = tile_mask(row, columns, rows, WIDTH, ROWS)
     offsets = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    if HAS_DX:
+    if dx_ptr is not None:
         dx_offsets = row.to(tl.int64)[:, None] * stride_dx + columns[None, :]
         dsum += tl.load(dx_ptr + dx_offsets, mask=inside, other=0.0).to(tl.float32)
-    if STORES_DSUM:
+    if dsum_ptr is not None:
         tl.store(dsum_ptr + offsets, dsum.to(dsum_ptr.dtype.element_ty), mask=inside)
-    if STORES_DX1:
+    if dx1_ptr is not None:
         dx1 = dsum
         if DROPOUT:
             dx1 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
-                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, False, False, DROPOUT,
+                None, None, seed, offset, row.to(tl.int64), row < rows, columns, first_column,
+                threshold, scale_x1, 1, WIDTH, ROWS, BLOCK_N, DROPOUT,
             )  # fmt: skip
         tl.store(dx1_ptr + offsets, dx1.to(dx1_ptr.dtype.element_ty), mask=inside)
     dlayerscale = dsum
-    if STORES_DX0:
-        source = source_rows(x0_subset_ptr, row, rows, HAS_X0_SUBSET)
+    if dx0_ptr is not None:
+        source = source_rows(x0_subset_ptr, row, rows)
         there = inside
-        if HAS_X0_SUBSET:
+        if x0_subset_ptr is not None:
             there = inside & (source >= 0)[:, None]
         dx0 = dsum
         if SCALED:
             dx0 = dsum * branch_factor(
-                rowscale_ptr, layerscale_ptr, seed, offset, source, row < rows, columns, first_column, threshold,
-                scale_x0, 0, WIDTH, ROWS, BLOCK_N, HAS_ROWSCALE, False, DROPOUT,
+                rowscale_ptr, None, seed, offset, source, row < rows, columns, first_column, threshold,
+                scale_x0, 0, WIDTH, ROWS, BLOCK_N, DROPOUT,
             )  # fmt: skip
         if SUMS_LAYERSCALE:
             x0 = tl.load(x0_ptr + source[:, None] * stride_x0 + columns[None, :], mask=there, other=0.0)
             dlayerscale = dx0 * x0.to(tl.float32)
-        if HAS_LAYERSCALE:
-            dx0 *= load_parameter(layerscale_ptr, columns, WIDTH, True, 1.0, 0.0)
+        if layerscale_ptr is not None:
+            dx0 *= load_parameter(layerscale_ptr, columns, WIDTH, 1.0, 0.0)
         x0_offsets = source[:, None] * WIDTH + columns[None, :]
         tl.store(dx0_ptr + x0_offsets, dx0.to(dx0_ptr.dtype.element_ty), mask=there)
     return dlayerscale
@@ -116,17 +114,15 @@ def norm_backward_kernel(
     dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
     x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
     stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_DX: tl.constexpr,
-    STORES_DSUM: tl.constexpr, STORES_DX0: tl.constexpr, STORES_DX1: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_WEIGHT1: tl.constexpr, HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr, HAS_X0_SUBSET: tl.constexpr,
-    HAS_OUT_SUBSET: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr, RMS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    DROPOUT: tl.constexpr, RMS: tl.constexpr,
     WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
     SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
 ):  # fmt: skip
     """Rows that registers hold: each is read once, and so are the next ones while it is worked on."""
     columns = tl.arange(0, BLOCK_N)  # [N]
-    weight = load_parameter(weight_ptr, columns, WIDTH, HAS_WEIGHT, 1.0, WEIGHT_ADD)
-    weight1 = load_parameter(weight1_ptr, columns, WIDTH, HAS_WEIGHT1, 1.0, WEIGHT_ADD)
+    weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+    weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
     nothing = tl.zeros([ROWS, BLOCK_N], tl.float32)
     dweight, dbias, dweight1, dbias1, dlayerscale = nothing, nothing, nothing, nothing, nothing
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -134,7 +130,7 @@ def norm_backward_kernel(
         mean, rstd = load_row_statistics(mean_ptr, rstd_ptr, row, rows, RMS)
         dz, dz1, xhat, dxhat = load_upstream(
             dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd, row,
-            columns, rows, WIDTH, ROWS, HAS_WEIGHT1, HAS_OUT_SUBSET, RMS,
+            columns, rows, WIDTH, ROWS, RMS,
         )  # fmt: skip
         # Both sums in one exchange between warps.
         along, constant = tl.reduce((dxhat * xhat, dxhat), 1, _add_pairs)  # [M]
@@ -146,8 +142,7 @@ def norm_backward_kernel(
         of_layerscale = store_gradients(
             dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
             x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-            WIDTH, ROWS, BLOCK_N, HAS_DX, STORES_DSUM, STORES_DX0, STORES_DX1, HAS_ROWSCALE, HAS_LAYERSCALE,
-            HAS_X0_SUBSET, SCALED, DROPOUT, SUMS_LAYERSCALE,
+            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
         )  # fmt: skip
         if SUMS_WEIGHT:
             dweight += dz * xhat
@@ -183,10 +178,8 @@ def norm_backward_looped_kernel(
     dz_ptr, dz1_ptr, dx_ptr, x_ptr, x0_ptr, mean_ptr, rstd_ptr, weight_ptr, weight1_ptr, rowscale_ptr, layerscale_ptr,
     x0_subset_ptr, out_subset_ptr, seed_ptr, dsum_ptr, dx0_ptr, dx1_ptr, partial_ptr,
     stride_dz, stride_dz1, stride_dx, stride_x, stride_x0, rows, threshold, scale_x0, scale_x1,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HAS_DX: tl.constexpr,
-    STORES_DSUM: tl.constexpr, STORES_DX0: tl.constexpr, STORES_DX1: tl.constexpr, HAS_WEIGHT: tl.constexpr,
-    HAS_WEIGHT1: tl.constexpr, HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr, HAS_X0_SUBSET: tl.constexpr,
-    HAS_OUT_SUBSET: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr, RMS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SCALED: tl.constexpr,
+    DROPOUT: tl.constexpr, RMS: tl.constexpr,
     WEIGHT_ADD: tl.constexpr, SUMS_WEIGHT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_WEIGHT1: tl.constexpr,
     SUMS_BIAS1: tl.constexpr, SUMS_LAYERSCALE: tl.constexpr,
 ):  # fmt: skip
@@ -203,11 +196,11 @@ def norm_backward_looped_kernel(
         constant_place = tl.zeros([ROWS, BLOCK_N], tl.float32)
         for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
             columns = first + tl.arange(0, BLOCK_N)
-            weight = load_parameter(weight_ptr, columns, WIDTH, HAS_WEIGHT, 1.0, WEIGHT_ADD)
-            weight1 = load_parameter(weight1_ptr, columns, WIDTH, HAS_WEIGHT1, 1.0, WEIGHT_ADD)
+            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
             dz, dz1, xhat, dxhat = load_upstream(
                 dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
-                row, columns, rows, WIDTH, ROWS, HAS_WEIGHT1, HAS_OUT_SUBSET, RMS,
+                row, columns, rows, WIDTH, ROWS, RMS,
             )  # fmt: skip
             along_place += dxhat * xhat
             constant_place += dxhat
@@ -215,11 +208,11 @@ def norm_backward_looped_kernel(
         tl.debug_barrier()  # partial sums are read back, maybe by other threads than those that stored them
         for first in tl.range(0, WIDTH, BLOCK_N, num_stages=STAGES):
             columns = first + tl.arange(0, BLOCK_N)
-            weight = load_parameter(weight_ptr, columns, WIDTH, HAS_WEIGHT, 1.0, WEIGHT_ADD)
-            weight1 = load_parameter(weight1_ptr, columns, WIDTH, HAS_WEIGHT1, 1.0, WEIGHT_ADD)
+            weight = load_parameter(weight_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
+            weight1 = load_parameter(weight1_ptr, columns, WIDTH, 1.0, WEIGHT_ADD)
             dz, dz1, xhat, dxhat = load_upstream(
                 dz_ptr, dz1_ptr, x_ptr, weight, weight1, out_subset_ptr, stride_dz, stride_dz1, stride_x, mean, rstd,
-                row, columns, rows, WIDTH, ROWS, HAS_WEIGHT1, HAS_OUT_SUBSET, RMS,
+                row, columns, rows, WIDTH, ROWS, RMS,
             )  # fmt: skip
             dsum = dxhat - xhat * (along / WIDTH)[:, None]
             if not RMS:
@@ -227,8 +220,7 @@ def norm_backward_looped_kernel(
             of_layerscale = store_gradients(
                 dsum * rstd[:, None], dx_ptr, dsum_ptr, dx0_ptr, dx1_ptr, x0_ptr, rowscale_ptr, layerscale_ptr,
                 x0_subset_ptr, seed, offset, stride_dx, stride_x0, row, columns, first, rows, threshold, scale_x0,
-                scale_x1, WIDTH, ROWS, BLOCK_N, HAS_DX, STORES_DSUM, STORES_DX0, STORES_DX1, HAS_ROWSCALE,
-                HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED, DROPOUT, SUMS_LAYERSCALE,
+                scale_x1, WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT, SUMS_LAYERSCALE,
             )  # fmt: skip
             sums_ptr = _add_partial(partial_ptr, dz * xhat, columns, plane, started, WIDTH, SUMS_WEIGHT)
             sums_ptr = _add_partial(sums_ptr, dz, columns, plane, started, WIDTH, SUMS_BIAS)

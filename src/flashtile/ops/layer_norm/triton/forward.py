@@ -18,10 +18,7 @@ def norm_forward_kernel(
     x0_ptr, x1_ptr, residual_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, layerscale_ptr,
     x0_subset_ptr, out_subset_ptr, seed_ptr, z_ptr, z1_ptr, x_ptr, mean_ptr, rstd_ptr,
     stride_x0, stride_x1, stride_residual, rows, threshold, scale_x0, scale_x1, epsilon,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_X1: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT1: tl.constexpr, HAS_BIAS1: tl.constexpr,
-    HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr, HAS_X0_SUBSET: tl.constexpr,
-    HAS_OUT_SUBSET: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr, MAKES_SUM: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
     RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
 ):  # fmt: skip
     """Rows that registers hold: each is read once, M rows to a program."""
@@ -31,8 +28,7 @@ def norm_forward_kernel(
     x = load_sum(
         x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
         stride_x0, stride_x1, stride_residual, row, columns, 0, rows, threshold, scale_x0, scale_x1,
-        WIDTH, ROWS, BLOCK_N, HAS_X1, HAS_RESIDUAL, HAS_ROWSCALE, HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED,
-        DROPOUT, MAKES_SUM,
+        WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
     )  # fmt: skip
     # The mean is taken off before squaring: E[x²] - E[x]² would lose a small variance on a large mean.
     mean = row.to(tl.float32) * 0.0
@@ -45,7 +41,7 @@ def norm_forward_kernel(
     store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
     store_outputs(
         x * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr, z1_ptr, row, columns,
-        rows, WIDTH, ROWS, HAS_WEIGHT, HAS_BIAS, HAS_WEIGHT1, HAS_BIAS1, HAS_OUT_SUBSET, WEIGHT_ADD,
+        rows, WIDTH, ROWS, WEIGHT_ADD,
     )  # fmt: skip
 
 
@@ -54,10 +50,7 @@ def norm_forward_looped_kernel(
     x0_ptr, x1_ptr, residual_ptr, weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, rowscale_ptr, layerscale_ptr,
     x0_subset_ptr, out_subset_ptr, seed_ptr, z_ptr, z1_ptr, x_ptr, mean_ptr, rstd_ptr,
     stride_x0, stride_x1, stride_residual, rows, threshold, scale_x0, scale_x1, epsilon,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, HAS_X1: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WEIGHT1: tl.constexpr, HAS_BIAS1: tl.constexpr,
-    HAS_ROWSCALE: tl.constexpr, HAS_LAYERSCALE: tl.constexpr, HAS_X0_SUBSET: tl.constexpr,
-    HAS_OUT_SUBSET: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr, MAKES_SUM: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, DROPOUT: tl.constexpr,
     RMS: tl.constexpr, WEIGHT_ADD: tl.constexpr,
 ):  # fmt: skip
     """Longer rows: N columns at a time, first for the statistics, then, out of the L2 cache, for the outputs.
@@ -74,8 +67,7 @@ def norm_forward_looped_kernel(
         x = load_sum(
             x0_ptr, x1_ptr, residual_ptr, rowscale_ptr, layerscale_ptr, x0_subset_ptr, seed, offset, x_ptr,
             stride_x0, stride_x1, stride_residual, row, columns, first, rows, threshold, scale_x0, scale_x1,
-            WIDTH, ROWS, BLOCK_N, HAS_X1, HAS_RESIDUAL, HAS_ROWSCALE, HAS_LAYERSCALE, HAS_X0_SUBSET, SCALED,
-            DROPOUT, MAKES_SUM,
+            WIDTH, ROWS, BLOCK_N, SCALED, DROPOUT,
         )  # fmt: skip
         if RMS:
             place_squares += x * x
@@ -97,7 +89,7 @@ def norm_forward_looped_kernel(
         rstd = tl.rsqrt(tl.sum(place_squares + apart * apart * passed, axis=1) / WIDTH + epsilon)
     store_statistics(mean_ptr, rstd_ptr, mean, rstd, row, rows, RMS)
 
-    if MAKES_SUM:
+    if x_ptr is not None:
         tl.debug_barrier()  # x is read back, maybe by other threads than those that stored it
         again_ptr, stride_again = x_ptr, WIDTH
     else:
@@ -109,6 +101,5 @@ def norm_forward_looped_kernel(
         x = tl.load(again_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         store_outputs(
             (x - mean[:, None]) * rstd[:, None], weight_ptr, bias_ptr, weight1_ptr, bias1_ptr, out_subset_ptr, z_ptr,
-            z1_ptr, row, columns, rows, WIDTH, ROWS, HAS_WEIGHT, HAS_BIAS, HAS_WEIGHT1, HAS_BIAS1, HAS_OUT_SUBSET,
-            WEIGHT_ADD,
+            z1_ptr, row, columns, rows, WIDTH, ROWS, WEIGHT_ADD,
         )  # fmt: skip

@@ -38,10 +38,6 @@ from flashtile.ops.layer_norm.triton import backward as backward_kernels
 from flashtile.ops.layer_norm.triton import forward as forward_kernels
 from flashtile.ops.layer_norm.triton.configs import REDUCE, RowConfig, backward_config, forward_config
 
-#: Inputs that a call may have or not. Kernels have a constant `HAS_<NAME>` for those that they read.
-_OPTIONAL = (
-    "x1", "residual", "weight", "bias", "weight1", "bias1", "rowscale", "layerscale", "x0_subset", "out_subset",
-)  # fmt: skip
 #: Inputs whose gradients are sums over rows.
 _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
 
@@ -162,7 +158,7 @@ def _forward_plan(
         **_parameters(tensors, dict(zip(("x0", "x1", "residual"), strides)), misalignment, rows, spec),
         "epsilon": float32(spec.epsilon),
     }
-    constants = {**_constants(names, width, spec, config), "MAKES_SUM": sums}
+    constants = _constants(names, width, spec, config)
     kernels = forward_kernels.norm_forward_kernel, forward_kernels.norm_forward_looped_kernel
     return _plan(kernels[config.looped(width)], parameters, constants, -(-rows // config.rows), device, config)
 
@@ -198,10 +194,6 @@ def _backward_plan(
         **_constants(names, width, spec, config),
         **summed,
         "STAGES": config.num_stages,
-        "HAS_DX": names["dx"] is not None,
-        "STORES_DSUM": stores_dsum,
-        "STORES_DX0": stores_dx0,
-        "STORES_DX1": stores_dx1,
     }
     parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
@@ -234,13 +226,13 @@ def _plan(
 def _parameters(
     tensors: Mapping[str, torch.dtype | None], strides: Mapping[str, int], misalignment: int, rows: int, spec: NormSpec
 ) -> dict[str, Parameter]:
-    """What forward and backward have in common. `tensors`: the dtype of each by name; None for one that is not there,
-    which the kernel knows from a constant. `strides`: of their rows."""
+    """The parameters that forward and backward share. `tensors`: the dtype of each by name; None for one that is not
+    there. `strides`: of their rows."""
     pointers, apart = power_of_two_factor(misalignment), power_of_two_factor(*strides.values())
     keep_scale = 1 / (1 - spec.dropout_p)
     return {
-        **{f"{name}_ptr": pointer_to(dtype or torch.float32, pointers) for name, dtype in tensors.items()},
-        "seed_ptr": pointer_to(tensors["dropout_seed"] or torch.float32, pointers),
+        **{f"{name}_ptr": pointer_to(dtype, pointers) for name, dtype in tensors.items()},
+        "seed_ptr": pointer_to(tensors["dropout_seed"], pointers),
         **{f"stride_{name}": int64(stride, apart) for name, stride in strides.items()},
         "rows": int32(rows),
         "threshold": int32(keep_threshold(spec.dropout_p)),
@@ -252,10 +244,9 @@ def _parameters(
 def _constants(
     names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowConfig
 ) -> dict[str, Any]:
-    """What forward and backward have in common. `names`: dtypes of what a call has, by name."""
+    """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
     return {
         **_cut(width, config),
-        **{f"HAS_{name.upper()}": names.get(name) is not None for name in _OPTIONAL},
         "SCALED": _scales(names, spec),
         "DROPOUT": spec.dropout_p > 0,
         "RMS": spec.rms,
