@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
 import flashtile
 from flashtile import BlockMask
@@ -13,7 +14,7 @@ from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
 from mask_checks import check_mask
 
-BATCH, HEADS, SEQ_Q, SEQ_K = 2, 3, 333, 290
+BATCH, HEADS, SEQ_Q, SEQ_K = 2, 2, 210, 170
 
 IDS = torch.arange(400) // 37
 IDS_OF_BATCH = torch.stack((IDS, IDS.flip(0)))
@@ -67,6 +68,10 @@ FUNCTIONS = {
     "constant": lambda b, h, q, k: CONSTANT,
     "constant_of_head": lambda b, h, q, k: (h == 1) != (b == 1),
     "in_place": changes_in_place,
+    "of_pytorch": flex_attention.and_masks(
+        flex_attention.noop_mask, flex_attention.or_masks(lambda b, h, q, k: q - k < 80, lambda b, h, q, k: k < 64)
+    ),
+    "clamped_to_both": lambda b, h, q, k: (k - q.clamp(40, 250)).abs() <= torch.clip(h, 1, 1) * 30,
     "device": lambda b, h, q, k: q - k >= torch.zeros((), device=q.device, dtype=q.dtype),
 }
 
@@ -95,6 +100,7 @@ LONG = torch.repeat_interleave(torch.arange(64), 512)
         (lambda b, h, q, k: (q >= k) & (q - k <= 1024), 2 * 256),
         (lambda b, h, q, k: (LONG[q] == LONG[k]) & (q >= k), 256),
         (lambda b, h, q, k: (k < LENGTHS[b]) | (q >= k), 2 * 256),
+        (flex_attention.and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: q - k.clamp(0, 9999) <= 500), 768),
         (lambda b, h, q, k: (abs(q - k) <= 128) & (torch.sin(q - k) > 0), 3 * 256),
     ],
 )
@@ -129,7 +135,7 @@ def test_errors(function, error, message):
 def test_with_room_it_is_the_same_mask(name):
     sizes = BATCH, HEADS, SEQ_Q, SEQ_K
     mask = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64))
-    with_room = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64), max_partial_tiles=2 * 3 * 6 * 5)
+    with_room = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64), max_partial_tiles=2 * 2 * 4 * 3)
     assert with_room == mask and with_room.density() == mask.density()
     check_mask(with_room.compact(), mask.to_dense())
     assert with_room.to_dense().equal(mask.to_dense())
@@ -193,9 +199,9 @@ def check_calls_with_room(backend):
     "room, error, message",
     [
         (
-            5,
+            3,
             ValueError,
-            "max_partial_tiles: expected room for all tiles that are not known to be empty or full, 6, got 5",
+            "max_partial_tiles: expected room for all tiles that are not known to be empty or full, 4, got 3",
         ),
         (-1, ValueError, "max_partial_tiles: expected at least 0, got -1"),
         (2.0, TypeError, "max_partial_tiles: expected an int or None, got 2.0"),
@@ -204,3 +210,32 @@ def check_calls_with_room(backend):
 def test_errors_of_room(room, error, message):
     with pytest.raises(error, match=re.escape(message)):
         BlockMask.from_predicate(FUNCTIONS["causal"], 1, 1, SEQ_Q, SEQ_Q, (64, 64), max_partial_tiles=room)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_room_nothing_waits():
+    """Nor does it in a CUDA graph, which builds the mask anew in each replay."""
+    sizes = {"batch": BATCH, "heads": None, "seq_q": SEQ_Q, "seq_k": SEQ_K, "tile": (64, 64)}
+    ids = IDS_OF_BATCH.cuda()
+
+    def build():
+        return BlockMask.from_predicate(_documents_of(ids), **sizes, max_partial_tiles=60, device="cuda")
+
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mask = build()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert mask.cpu() == BlockMask.from_predicate(_documents_of(IDS_OF_BATCH), **sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask = build()
+    for given in (IDS_OF_BATCH.flip(0), IDS_OF_BATCH):
+        ids.copy_(given)
+        graph.replay()
+        assert mask.cpu() == BlockMask.from_predicate(_documents_of(given), **sizes)
+
+
+def _documents_of(ids):
+    return lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (q >= k)

@@ -168,6 +168,12 @@ class _IntervalArithmetic(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__getitem__":
             return Interval.of(self._looked_up(*args))
+        if isinstance(args[0], Interval) and args[0].range is not None:
+            plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+            if name == "__get__" and func.__self__.__name__ in _FACTS:
+                return func(plain)
+            if name in _CONSTANTS:
+                return Interval.of(_range_of(func(plain, *args[1:], **kwargs)))
         if name in _NEVER or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
             raise _NotBoundedError(name)
         rule = _RULES.get((name, len(args), *kwargs))
@@ -459,7 +465,10 @@ _RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
         _or: "logical_or bitwise_or __or__ __ror__",
         _converted: "to",
     },
-    3: {_where: "where"},
+    3: {
+        _where: "where",
+        lambda a, least, most: _monotone(_smaller)(_monotone(_larger)(a, least), most): "clamp clip",
+    },
 }
 _RULES: dict[tuple, _Rule] = {
     (name, count): rule
@@ -470,6 +479,10 @@ _RULES: dict[tuple, _Rule] = {
 _RULES["div", 2, "rounding_mode"] = _divide
 _RULES["clamp", 1, "min"] = lambda a, min: _monotone(_larger)(a, _range_of(min))
 _RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _range_of(max))
+
+#: Attributes that do not depend on the value of a scalar, and functions that take dtype and device from it alone.
+_FACTS = {"device", "dtype", "shape", "ndim", "requires_grad"}
+_CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"}
 
 #: Functions that read a scalar on the host, look at its memory, or change it.
 _NEVER = {
