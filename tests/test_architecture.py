@@ -260,6 +260,14 @@ def test_kernels_read_state_by_name(path):
     assert not found, f"state has names: {found}"
 
 
+@pytest.mark.parametrize("path", [path for path in KERNELS if path.name == "configs.py"], ids=module_name)
+def test_rows_of_tables_name_their_numbers(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id[:1].isupper()]
+    unnamed = [ast.unparse(call) for call in made if sum(isinstance(each, ast.Constant) for each in call.args) > 2]
+    assert not unnamed, "write the names of the fields"
+
+
 def numbered_subscripts(tree: ast.AST) -> list[str]:
     """Where jitted functions read a tuple by a number; shapes have no names."""
     return [

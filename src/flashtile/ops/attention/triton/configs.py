@@ -222,35 +222,40 @@ _Table = dict[str, tuple[tuple[int, TileConfig], ...]]
 #: exponentiates. In brackets: milliseconds of the row, and of the next best.
 _HOPPER_FULL: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 8, 3)),  # (1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens)
-        (128, TileConfig(64, 64, 4, 3)),  # 491 TFLOP/s at 8,192 tokens; 256 × 64 on 16 warps 488, 128 × 128 on 8 457
-        (256, TileConfig(128, 64, 8, 2)),  # (1.01; 32 keys in 3 stages 1.19)
-        (512, TileConfig(64, 32, 8, 1, 64)),
+        # (1.22; 64 × 64 on 4 warps 1.22, slower at 8,192 tokens)
+        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        # 491 TFLOP/s at 8,192 tokens; 256 × 64 on 16 warps 488, 128 × 128 on 8 457
+        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        (256, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),  # (1.01; 32 keys in 3 stages 1.19)
+        (512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(128, 64, 8, 3)),  # (1.28; 4 warps 1.33, 64 rows on 4 warps 1.35)
-        (128, TileConfig(128, 64, 8, 3)),  # (1.37; 32 keys on 4 warps 1.43)
-        (256, TileConfig(128, 32, 8, 3)),  # (1.40; 64 keys in 1 stage 1.81)
-        (512, TileConfig(64, 16, 8, 1, 64)),
+        # (1.28; 4 warps 1.33, 64 rows on 4 warps 1.35)
+        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (1.37; 32 keys on 4 warps 1.43)
+        (256, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=3)),  # (1.40; 64 keys in 1 stage 1.81)
+        (512, TileConfig(block_m=64, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),  # (1.97; 32 queries 1.97, slower at 8,192 tokens)
-        (128, TileConfig(64, 128, 8, 3)),  # (1.74; 64 keys × 32 queries on 4 warps 1.88)
-        (256, TileConfig(64, 64, 8, 2)),  # (3.61; 32 queries in 3 stages 4.35)
-        (512, TileConfig(32, 32, 8, 1, 64)),
+        # (1.97; 32 queries 1.97, slower at 8,192 tokens)
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        # (1.74; 64 keys × 32 queries on 4 warps 1.88)
+        (128, TileConfig(block_m=64, block_n=128, num_warps=8, num_stages=3)),
+        (256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),  # (3.61; 32 queries in 3 stages 4.35)
+        (512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
 }
 
 #: sm_90, a causal mask or a window, long sequences.
 _HOPPER_BANDED: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 8, 3)),  # (0.71; 64 × 64 on 4 warps 0.73)
-        (128, TileConfig(64, 64, 4, 3)),  # (0.65; 128 × 128 on 8 warps 0.67)
+        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (0.71; 64 × 64 on 4 warps 0.73)
+        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.65; 128 × 128 on 8 warps 0.67)
         *_HOPPER_FULL["forward"][2:],
     ),
     "dq": (
-        (64, TileConfig(64, 64, 4, 3)),  # (0.76; 128 rows 0.77)
-        (128, TileConfig(128, 64, 8, 3)),  # (0.79; 64 × 64 on 4 warps 0.85)
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.76; 128 rows 0.77)
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),  # (0.79; 64 × 64 on 4 warps 0.85)
         *_HOPPER_FULL["dq"][2:],
     ),
     "dkdv": _HOPPER_FULL["dkdv"],  # (1.10, 1.97 at 8,192 tokens, 1.92; 64 keys × 32 queries 1.10, 2.13)
@@ -259,12 +264,14 @@ _HOPPER_BANDED: _Table = {
 #: sm_90, a causal mask or a window, short sequences: small tiles waste less at the diagonal.
 _HOPPER_BANDED_SHORT: _Table = {
     "forward": (
-        (128, TileConfig(64, 64, 4, 3)),  # (1,024 tokens: 0.23 and 0.21; 128 rows 0.24 and 0.23)
+        # (1,024 tokens: 0.23 and 0.21; 128 rows 0.24 and 0.23)
+        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
         *_HOPPER_FULL["forward"][2:],
     ),
     "dq": _HOPPER_BANDED["dq"],
     "dkdv": (
-        (128, TileConfig(32, 64, 4, 3)),  # (1,024 tokens: 0.35 and 0.34; the long rows 0.37 and 0.36)
+        # (1,024 tokens: 0.35 and 0.34; the long rows 0.37 and 0.36)
+        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
         *_HOPPER_FULL["dkdv"][2:],
     ),
 }
@@ -272,44 +279,45 @@ _HOPPER_BANDED_SHORT: _Table = {
 #: Other NVIDIA architectures, 16-bit.
 _TENSOR_CORES: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 4, 3)),
-        (128, TileConfig(128, 64, 8, 3)),
-        (256, TileConfig(64, 32, 4, 2)),
-        (512, TileConfig(32, 32, 8, 1, 64)),
+        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        (512, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(64, 64, 4, 3)),
-        (128, TileConfig(64, 64, 8, 2)),
-        (256, TileConfig(64, 32, 8, 2)),
-        (512, TileConfig(32, 16, 8, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        (128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        (512, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(32, 64, 4, 3)),  # 64 queries spill under a causal mask (sm_80 2,680 bytes a thread, sm_86 312)
-        (128, TileConfig(64, 64, 8, 2)),
-        (256, TileConfig(32, 32, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 64)),
+        # 64 queries spill under a causal mask (sm_80 2,680 bytes a thread, sm_86 312)
+        (64, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
+        (128, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
 }
 
 #: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
 _AMD: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 4, 2)),
-        (128, TileConfig(128, 32, 4, 2)),
-        (256, TileConfig(64, 32, 4, 1)),
-        (512, TileConfig(32, 16, 4, 1, 64)),
+        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
+        (128, TileConfig(block_m=128, block_n=32, num_warps=4, num_stages=2)),
+        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        (512, TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(64, 64, 4, 2)),
-        (128, TileConfig(64, 32, 4, 1)),
-        (256, TileConfig(32, 32, 4, 1)),
-        (512, TileConfig(16, 16, 4, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        (128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        (256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(64, 64, 4, 2)),
-        (128, TileConfig(32, 64, 4, 1)),
-        (256, TileConfig(32, 32, 4, 1)),
-        (512, TileConfig(16, 16, 4, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)),
+        (256, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
@@ -317,27 +325,27 @@ _AMD: _Table = {
 #: are the largest tiles that compile without spills, or (dq and dk/dv of 128 and 256 columns) with the fewest.
 _RDNA: _Table = {
     "forward": (
-        (64, TileConfig(128, 32, 8, 1)),
-        (128, TileConfig(64, 32, 8, 1)),
-        (256, TileConfig(32, 16, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 32)),
+        (64, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1)),
+        (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "dq": (
-        (64, TileConfig(64, 32, 8, 1)),
-        (128, TileConfig(32, 16, 8, 1)),
-        (256, TileConfig(32, 16, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 32)),
+        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        (128, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "column_sums": (
-        (64, TileConfig(64, 32, 8, 1)),
-        (256, TileConfig(32, 32, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 32)),
+        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1)),
+        (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
     "dkdv": (
-        (64, TileConfig(16, 128, 8, 1)),
-        (128, TileConfig(16, 32, 8, 1)),
-        (256, TileConfig(16, 32, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 32)),
+        (64, TileConfig(block_m=16, block_n=128, num_warps=8, num_stages=1)),
+        (128, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
     ),
 }
 
@@ -345,46 +353,54 @@ _RDNA: _Table = {
 #: were before they changed; a mask alone was not.
 _HOPPER_MASK: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 4, 3)),
-        (128, TileConfig(128, 64, 8, 3)),
+        (64, TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=3)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
     "dq": (
-        (64, TileConfig(64, 32, 4, 3)),
-        (128, TileConfig(128, 64, 8, 3)),
+        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
-    "dkdv": ((128, TileConfig(32, 64, 4, 2)),),
+    "dkdv": ((128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=2)),),
 }
 
 #: sm_90, scores with a bias, heads up to 128 columns (4 sequences of 4,096 tokens, 16 heads, a bias shared by the
 #: sequences).
 _HOPPER_BIAS: _Table = {
     "forward": (
-        (64, TileConfig(128, 64, 8, 3)),  # (0.785; 64 × 64 on 4 warps 0.804, 128 × 64 on 4 0.850)
-        (128, TileConfig(128, 64, 8, 3)),  # (1.37; 64 × 64 on 4 warps in 2 stages 1.60, 128 × 128 on 8 1.65)
+        # (0.785; 64 × 64 on 4 warps 0.804, 128 × 64 on 4 0.850)
+        (64, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
+        # (1.37; 64 × 64 on 4 warps in 2 stages 1.60, 128 × 128 on 8 1.65)
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
     "dq": (
-        (64, TileConfig(64, 32, 4, 3)),  # (1.03; 128 × 32 on 8 warps 1.05, 64 keys 1.13)
-        (128, TileConfig(128, 64, 8, 3)),  # (1.55; 64 × 64 on 4 warps in 2 stages 1.80)
+        # (1.03; 128 × 32 on 8 warps 1.05, 64 keys 1.13)
+        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),
+        # (1.55; 64 × 64 on 4 warps in 2 stages 1.80)
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)),
     ),
     "dkdv": (
-        (64, TileConfig(64, 64, 4, 3)),  # (1.37; 64 × 128 on 8 warps 1.45, 32 × 64 1.63)
-        (128, TileConfig(32, 64, 4, 3)),  # (2.31; 32 × 128 on 8 warps 2.49, 2 stages 2.77)
+        # (1.37; 64 × 128 on 8 warps 1.45, 32 × 64 1.63)
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        # (2.31; 32 × 128 on 8 warps 2.49, 2 stages 2.77)
+        (128, TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=3)),
     ),
     "dbias": (
-        (64, TileConfig(64, 64, 4, 2)),  # (2.05; 3 stages 2.06, 128 × 64 on 8 warps of 128 registers 2.18)
+        # (2.05; 3 stages 2.06, 128 × 64 on 8 warps of 128 registers 2.18)
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
         # Two programs on each multiprocessor (2.26; 64 × 64 on 4 warps 2.43, without the limit 3.34).
-        (128, TileConfig(128, 64, 8, 2, max_registers=128)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)),
     ),
 }
 
 #: sm_90, a block mask, heads up to 128 columns (4 sequences of 4,096 tokens, a quarter of the tiles, all partial).
 _HOPPER_BLOCKS: _Table = {
     "forward": (
-        (128, TileConfig(64, 64, 4, 3)),  # (0.30 and 0.48; 128 queries on 8 warps 0.32 and 0.55)
+        # (0.30 and 0.48; 128 queries on 8 warps 0.32 and 0.55)
+        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
     ),
     "dq": (
-        (64, TileConfig(64, 64, 4, 3)),  # (0.26; 128 queries on 8 warps 0.36)
-        (128, TileConfig(64, 32, 4, 3)),  # (0.51; 128 × 64 on 8 warps 0.57)
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),  # (0.26; 128 queries on 8 warps 0.36)
+        (128, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)),  # (0.51; 128 × 64 on 8 warps 0.57)
     ),
     "dkdv": _HOPPER_FULL["dkdv"],  # (0.31 and 0.55; 32 queries 0.37 and 0.58)
 }
@@ -392,51 +408,51 @@ _HOPPER_BLOCKS: _Table = {
 #: The gradient of the bias, 16-bit, everywhere else: as many accumulators as dk/dv, and nothing resident.
 _BIAS_GRADIENT: _Table = {
     "dbias": (
-        (64, TileConfig(64, 64, 4, 2)),
-        (128, TileConfig(128, 64, 8, 2)),
-        (256, TileConfig(64, 32, 4, 1)),
-        (512, TileConfig(32, 32, 4, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+        (128, TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)),
+        (512, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
 #: Column sums, 16-bit, everywhere but on RDNA; not measured. 64 rows of the product, the fewest that Hopper's take.
 _COLUMN_SUMS: _Table = {
     "column_sums": (
-        (128, TileConfig(64, 64, 4, 3)),
-        (256, TileConfig(64, 64, 8, 2)),
-        (512, TileConfig(64, 32, 8, 1, 64)),
+        (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        (256, TileConfig(block_m=64, block_n=64, num_warps=8, num_stages=2)),
+        (512, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
     ),
 }
 
 #: float32 in IEEE products, which run on the ordinary units, out of registers. TF32 takes the same rows.
 _FLOAT32: _Table = {
     "forward": (
-        (64, TileConfig(64, 32, 4, 2)),
-        (128, TileConfig(64, 32, 8, 2)),
-        (256, TileConfig(32, 16, 8, 2)),
-        (512, TileConfig(16, 16, 8, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)),
+        (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=2)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dq": (
-        (64, TileConfig(64, 32, 8, 2)),
-        (128, TileConfig(32, 32, 8, 2)),
-        (256, TileConfig(32, 16, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 64)),
+        (64, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)),
+        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=32, block_n=16, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "dkdv": (
-        (64, TileConfig(32, 64, 8, 2)),
-        (128, TileConfig(32, 32, 8, 2)),
-        (256, TileConfig(16, 32, 8, 1)),
-        (512, TileConfig(16, 16, 8, 1, 64)),
+        (64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
+        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
     ),
     "column_sums": (
-        (64, TileConfig(32, 64, 8, 2)),
-        (128, TileConfig(32, 32, 8, 2)),
-        (256, TileConfig(16, 32, 8, 1)),
-        (512, TileConfig(16, 16, 4, 1, 32)),
+        (64, TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)),
+        (128, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)),
+        (256, TileConfig(block_m=16, block_n=32, num_warps=8, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=32)),
     ),
     "dbias": (
-        (128, TileConfig(32, 32, 4, 1)),
-        (512, TileConfig(16, 16, 4, 1, 64)),
+        (128, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+        (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
     ),
 }
 
@@ -446,28 +462,32 @@ _FLOAT32: _Table = {
 _FLOAT32_SPLIT: dict[str, _Table] = {
     "sm_90": {
         "forward": (
-            (64, TileConfig(64, 64, 4, 1)),  # 1.23 / 0.71; a second stage 1.27 / 0.73
-            (128, TileConfig(64, 64, 4, 1)),  # 2.10 / 1.22; twice the queries 2.15 / 1.32
-            (256, TileConfig(64, 32, 8, 1, 64)),
-            (512, TileConfig(16, 16, 8, 1, 64)),
+            # 1.23 / 0.71; a second stage 1.27 / 0.73
+            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
+            # 2.10 / 1.22; twice the queries 2.15 / 1.32
+            (128, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
+            (256, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "dq": (
-            (64, TileConfig(64, 64, 4, 1)),  # 1.49 / 0.88; twice the queries 1.59 / 0.96
-            (128, TileConfig(128, 32, 8, 1)),  # 3.45 / 2.01; 64 × 16 4.98 / 2.79
-            (256, TileConfig(32, 32, 8, 1, 64)),
-            (512, TileConfig(16, 16, 8, 1, 64)),
+            # 1.49 / 0.88; twice the queries 1.59 / 0.96
+            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),
+            (128, TileConfig(block_m=128, block_n=32, num_warps=8, num_stages=1)),  # 3.45 / 2.01; 64 × 16 4.98 / 2.79
+            (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "dkdv": (
-            (64, TileConfig(64, 64, 4, 1)),  # 2.31 / 1.31; twice the keys the same
-            (128, TileConfig(16, 64, 4, 1)),  # 6.68 / 4.16; twice the keys 7.09 / 4.71
-            (256, TileConfig(32, 32, 8, 1, 64)),
-            (512, TileConfig(16, 16, 8, 1, 64)),
+            (64, TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=1)),  # 2.31 / 1.31; twice the keys the same
+            # 6.68 / 4.16; twice the keys 7.09 / 4.71
+            (128, TileConfig(block_m=16, block_n=64, num_warps=4, num_stages=1)),
+            (256, TileConfig(block_m=32, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            (512, TileConfig(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
         ),
         "column_sums": _FLOAT32["column_sums"],
         "dbias": (
-            (64, TileConfig(32, 32, 4, 1)),
-            (128, TileConfig(64, 32, 8, 1, 64)),
-            (512, TileConfig(16, 16, 4, 1, 64)),
+            (64, TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)),
+            (128, TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=1, chunk=64)),
+            (512, TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, chunk=64)),
         ),
     },
 }

@@ -73,10 +73,10 @@ _Table = tuple[tuple[int, AttendTiles], ...]
 
 #: NVIDIA from sm_80 on, 16-bit: for heads up to so many columns.
 _TENSOR_CORES: _Table = (
-    (64, AttendTiles(64, 128, 4, 3)),
-    (128, AttendTiles(64, 64, 4, 3)),
-    (256, AttendTiles(32, 32, 4, 3)),
-    (512, AttendTiles(16, 32, 4, 2)),
+    (64, AttendTiles(block_m=64, block_n=128, num_warps=4, num_stages=3)),
+    (128, AttendTiles(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+    (256, AttendTiles(block_m=32, block_n=32, num_warps=4, num_stages=3)),
+    (512, AttendTiles(block_m=16, block_n=32, num_warps=4, num_stages=2)),
 )
 
 #: sm_90, 16-bit, more than 16 rows.
@@ -84,7 +84,7 @@ _HOPPER: _Table = (
     _TENSOR_CORES[0],
     # µs for 8 sequences of 4,096 keys, 1 of 131,072 and 32 of 32,768, with few rows: 36.2, 124.9 and 938; the row of
     # other GPUs 37.9, 132.3 and 944.
-    (128, AttendTiles(64, 128, 8, 3)),
+    (128, AttendTiles(block_m=64, block_n=128, num_warps=8, num_stages=3)),
     *_TENSOR_CORES[2:],
 )
 
@@ -93,7 +93,7 @@ _HOPPER_FEW_ROWS: _Table = (
     _TENSOR_CORES[0],
     # µs for 1 sequence of 4,096 keys in 16 splits, 1 of 32,768 in 16, 8 of 4,096, 1 of 131,072, 32 of 32,768: 8.35,
     # 36.4, 35.3, 125 and 942; 8 warps 8.99, 36.9, 35.5, 124 and 938; 64 keys in 4 stages 8.95, 37.8, 37.8, 132 and 945.
-    (128, AttendTiles(16, 128, 4, 3)),
+    (128, AttendTiles(block_m=16, block_n=128, num_warps=4, num_stages=3)),
     *_TENSOR_CORES[2:],
 )
 
@@ -103,32 +103,32 @@ _HOPPER_SMALL_PAGES: _Table = (
     # µs for 8 sequences of 4,096 keys, 1 of 131,072, 8 of 32,768 and 32 of 32,768 in pages of 16, while a lookup still
     # stood right before its loads: 42.1, 137, 252 and 956; 128 keys on 8 warps 41.3, 150, 277 and 1,172, on 4 warps
     # 43.9, 159, 289 and 1,139.
-    (128, AttendTiles(16, 64, 4, 4)),
+    (128, AttendTiles(block_m=16, block_n=64, num_warps=4, num_stages=4)),
     *_TENSOR_CORES[2:],
 )
 
 #: AMD CDNA, 16-bit. Loads go through registers there, so more stages cost registers, not shared memory.
 _CDNA: _Table = (
-    (64, AttendTiles(64, 64, 4, 2)),
-    (128, AttendTiles(32, 64, 4, 1)),
-    (256, AttendTiles(16, 32, 4, 1)),
-    (512, AttendTiles(16, 16, 4, 1)),
+    (64, AttendTiles(block_m=64, block_n=64, num_warps=4, num_stages=2)),
+    (128, AttendTiles(block_m=32, block_n=64, num_warps=4, num_stages=1)),
+    (256, AttendTiles(block_m=16, block_n=32, num_warps=4, num_stages=1)),
+    (512, AttendTiles(block_m=16, block_n=16, num_warps=4, num_stages=1)),
 )
 
 #: AMD RDNA, 16-bit: half as many threads in a warp, and half as many registers in a thread, as CDNA.
 _RDNA: _Table = (
-    (64, AttendTiles(32, 32, 8, 1)),
-    (128, AttendTiles(32, 32, 8, 1)),
-    (256, AttendTiles(16, 16, 8, 1)),
-    (512, AttendTiles(16, 16, 8, 1, 32)),
+    (64, AttendTiles(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+    (128, AttendTiles(block_m=32, block_n=32, num_warps=8, num_stages=1)),
+    (256, AttendTiles(block_m=16, block_n=16, num_warps=8, num_stages=1)),
+    (512, AttendTiles(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=32)),
 )
 
 #: float32 everywhere: IEEE products run on the ordinary units, out of registers.
 _FLOAT32: _Table = (
-    (64, AttendTiles(32, 32, 4, 2)),
-    (128, AttendTiles(16, 32, 4, 2)),
-    (256, AttendTiles(16, 16, 4, 2)),
-    (512, AttendTiles(16, 16, 8, 1, 64)),
+    (64, AttendTiles(block_m=32, block_n=32, num_warps=4, num_stages=2)),
+    (128, AttendTiles(block_m=16, block_n=32, num_warps=4, num_stages=2)),
+    (256, AttendTiles(block_m=16, block_n=16, num_warps=4, num_stages=2)),
+    (512, AttendTiles(block_m=16, block_n=16, num_warps=8, num_stages=1, chunk=64)),
 )
 
 

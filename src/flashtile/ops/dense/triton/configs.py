@@ -40,14 +40,14 @@ class TileConfig(NamedTuple):
 _REGISTERS = 65536
 
 #: 16 elements to a thread. A row of the tile is 1 KB, of 16-bit elements, in one piece.
-_ACTIVATE = TileConfig(8, 512, 8)
+_ACTIVATE = TileConfig(rows=8, block_n=512, num_warps=8)
 #: 16 elements to a thread, as many partial sums, and two programs of 128 registers to a multiprocessor.
-_BACKWARD = TileConfig(16, 256, 8, 3, 2)
+_BACKWARD = TileConfig(rows=16, block_n=256, num_warps=8, num_stages=3, programs_per_multiprocessor=2)
 #: With a gate there is twice as much of each element: 8 to a thread.
-_BACKWARD_GATED = TileConfig(8, 256, 8, 3, 2)
+_BACKWARD_GATED = TileConfig(rows=8, block_n=256, num_warps=8, num_stages=3, programs_per_multiprocessor=2)
 
 #: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
-REDUCE = TileConfig(64, 32, 4)
+REDUCE = TileConfig(rows=64, block_n=32, num_warps=4)
 
 
 def activate_config(width: int, device: DeviceFacts) -> TileConfig:

@@ -45,36 +45,38 @@ _REGISTERS = 65536
 
 #: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile.
 _FORWARD = (
-    (2048, RowConfig(1, 2048, 4)),  # 16 elements to a thread, 16 programs to a multiprocessor
-    (4096, RowConfig(1, 4096, 8)),  # the same
-    (8192, RowConfig(1, 8192, 8)),  # 32 elements: the exchange of the two sums costs less among fewer warps
-    (16384, RowConfig(1, 16384, 16)),  # the same; 64 would spill
-    (65536, RowConfig(1, 4096, 8)),  # looped
+    (2048, RowConfig(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread, 16 programs to a multiprocessor
+    (4096, RowConfig(rows=1, block_n=4096, num_warps=8)),  # the same
+    # 32 elements: the exchange of the two sums costs less among fewer warps
+    (8192, RowConfig(rows=1, block_n=8192, num_warps=8)),
+    (16384, RowConfig(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
+    (65536, RowConfig(rows=1, block_n=4096, num_warps=8)),  # looped
 )
 
 #: The same with sums over rows: each takes as many registers as the tile itself, and the tile is in them several
 #: times. 16 elements to a thread take 128 registers, and programs of 16 warps together fill the register file.
 _BACKWARD = (
-    (2048, RowConfig(1, 2048, 4, 3, 4)),
-    (4096, RowConfig(1, 4096, 8, 3, 2)),
-    (8192, RowConfig(1, 8192, 16, 3, 1)),
-    (65536, RowConfig(4, 1024, 8, 3, 2)),  # looped; four rows share the traffic of the partial sums
+    (2048, RowConfig(rows=1, block_n=2048, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (4096, RowConfig(rows=1, block_n=4096, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (8192, RowConfig(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    # looped; four rows share the traffic of the partial sums
+    (65536, RowConfig(rows=4, block_n=1024, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
 )
 
 #: Much in registers (more than two sums, dropout, or a float32 stream with a gradient from above): half as many.
 #: In a loop a warp has 256 columns of all rows of the tile, so that their sums need no exchange between warps.
 _BACKWARD_HEAVY = (
-    (1024, RowConfig(1, 1024, 4, 3, 4)),
-    (2048, RowConfig(1, 2048, 8, 3, 2)),
-    (4096, RowConfig(1, 4096, 16, 3, 1)),
-    (65536, RowConfig(2, 2048, 8, 3, 2)),
+    (1024, RowConfig(rows=1, block_n=1024, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (2048, RowConfig(rows=1, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (4096, RowConfig(rows=1, block_n=4096, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    (65536, RowConfig(rows=2, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
 )
 
 #: With up to three sums longer rows are better held too: they spill a little, but are read and met at barriers once.
-_HEAVY_WHOLE = RowConfig(1, 8192, 16, 3, 1)
+_HEAVY_WHOLE = RowConfig(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
 
 #: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
-REDUCE = RowConfig(64, 32, 4)
+REDUCE = RowConfig(rows=64, block_n=32, num_warps=4)
 
 
 def forward_config(width: int, device: DeviceFacts) -> RowConfig:

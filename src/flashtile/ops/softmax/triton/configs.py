@@ -21,12 +21,13 @@ class RowConfig(NamedTuple):
 
 #: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile.
 _ROWS = (
-    (2048, RowConfig(1, 2048, 4)),  # 16 elements to a thread
-    (4096, RowConfig(1, 4096, 8)),  # the same
-    (8192, RowConfig(1, 8192, 8)),  # 32 elements: the exchange of maximum and sum costs less among fewer warps
-    (16384, RowConfig(1, 16384, 16)),  # the same; 64 would spill
+    (2048, RowConfig(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread
+    (4096, RowConfig(rows=1, block_n=4096, num_warps=8)),  # the same
+    # 32 elements: the exchange of maximum and sum costs less among fewer warps
+    (8192, RowConfig(rows=1, block_n=8192, num_warps=8)),
+    (16384, RowConfig(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
 )
-_LOOPED = RowConfig(1, 4096, 8)
+_LOOPED = RowConfig(rows=1, block_n=4096, num_warps=8)
 
 
 def row_config(width: int, device: DeviceFacts) -> RowConfig:
