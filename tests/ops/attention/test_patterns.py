@@ -113,6 +113,21 @@ def test_big_bird_with_more_to_draw_than_there_is():
     assert patterns.big_bird(200, 16, random_blocks=99).to_dense().all()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_patterns_of_data_are_built_without_reading_it(device):
+    """Nothing can be read on the meta device."""
+    ids, lengths = (torch.arange(300) // 70).to(device).expand(2, -1), torch.tensor([20, 200]).to(device)
+    for mask, counted in (
+        (
+            patterns.documents(ids=ids, causal=True, max_partial_tiles=20),
+            lambda: patterns.documents(ids=ids, causal=True),
+        ),
+        (patterns.prefix_lm(300, lengths, max_partial_tiles=20), lambda: patterns.prefix_lm(300, lengths)),
+    ):
+        assert mask.tile_masks.shape == (20, 128, 128) and mask.device.type == device
+        assert device == "meta" or mask == counted()
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [[], [0], [5], [60, 4, 64, 0, 1, 130], [1] * 150], ids=len)
 def test_documents_by_lengths(lengths, causal):

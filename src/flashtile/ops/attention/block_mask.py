@@ -64,8 +64,7 @@ class BlockMask:
     """Block-sparse visibility: which pairs of query and key attention may use, stored by tiles.
 
     Create one with `from_dense`, `from_layout`, `from_predicate`, `from_flex`, or a function of `flashtile.patterns`. A
-    mask is immutable. Using it reads nothing on the host. Building it does, except by `from_predicate` with
-    `max_partial_tiles`.
+    mask is immutable. Using it reads nothing on the host. Building it does, except with `max_partial_tiles`.
 
     Attributes:
         shape: `(batch, heads, seq_q, seq_k)`; a batch or heads of 1 fits any number.
@@ -205,10 +204,7 @@ class BlockMask:
         if math.prod(shape):
             first = torch.zeros(1, dtype=torch.int64, device=device)
             mapped(predicate, grid._replace(tile=(1, 1)))(Tiles(*[first] * 8))  # raises what the function does wrong
-        if max_partial_tiles is None:
-            return from_bounds(grid, device, bounds_of(predicate), elements)
-        room = checked_room(max_partial_tiles)
-        return cls(shape, grid.tile, *build_with_room(grid, device, bounds_of(predicate), elements, room))
+        return from_bounds(grid, device, bounds_of(predicate), elements, max_partial_tiles)
 
     @classmethod
     def from_flex(cls, block_mask: FlexBlockMask) -> BlockMask:
@@ -479,6 +475,16 @@ pytree.register_pytree_node(
 )
 
 
-def from_bounds(grid: Grid, device: torch.device, bounds: Callable[[Tiles], Bounds], elements: Elements) -> BlockMask:
-    """A mask from what is known of the tiles of a grid, and the elements of those in doubt."""
-    return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
+def from_bounds(
+    grid: Grid,
+    device: torch.device,
+    bounds: Callable[[Tiles], Bounds],
+    elements: Elements,
+    max_partial_tiles: int | None = None,
+) -> BlockMask:
+    """A mask from what is known of the tiles of a grid, and the elements of those in doubt; with `max_partial_tiles` as
+    in `BlockMask.from_predicate`."""
+    if max_partial_tiles is None:
+        return BlockMask(grid.shape, grid.tile, *build(grid, device, bounds, elements))
+    room = checked_room(max_partial_tiles)
+    return BlockMask(grid.shape, grid.tile, *build_with_room(grid, device, bounds, elements, room))

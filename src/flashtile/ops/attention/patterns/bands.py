@@ -136,6 +136,7 @@ def prefix_lm(
     *,
     tile: tuple[int, int] = TILE,
     device: Device = None,
+    max_partial_tiles: int | None = None,
 ) -> BlockMask:
     """Tokens of the prefix see the whole prefix, and later tokens see everything before them.
 
@@ -152,6 +153,7 @@ def prefix_lm(
         prefix_lengths: length of the prefix, or int32 or int64 `[batch]`, one for each batch entry; 0 is plain causal.
         tile: tile of the lists, multiples of 16.
         device: device of the result; None = that of prefix_lengths if it is a tensor.
+        max_partial_tiles: as for `BlockMask.from_predicate`; then prefix_lengths are not read on the host.
 
     Raises:
         TypeError, ValueError: a size, a dtype, a shape or the tile is wrong.
@@ -175,4 +177,4 @@ def prefix_lm(
             (tiles.last_k <= tiles.first_q) | (tiles.last_k < prefix),
         )
 
-    return made((lengths.shape[0], 1, seq, seq), tile, lengths.device, bounds, visible)
+    return made((lengths.shape[0], 1, seq, seq), tile, lengths.device, bounds, visible, max_partial_tiles)

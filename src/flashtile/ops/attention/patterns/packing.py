@@ -21,6 +21,7 @@ def documents(
     causal: bool = False,
     tile: tuple[int, int] = TILE,
     device: Device = None,
+    max_partial_tiles: int | None = None,
 ) -> BlockMask:
     """Tokens see the tokens of their own document.
 
@@ -40,6 +41,8 @@ def documents(
         causal: tokens see no later tokens.
         tile: tile of the lists, multiples of 16.
         device: device of the result; None = that of lengths or ids if they are tensors.
+        max_partial_tiles: as for `BlockMask.from_predicate`; then ids are not read on the host. Lengths in a tensor
+            are.
 
     Raises:
         TypeError, ValueError: both or none of lengths and ids, or a dtype, a shape, a length or the tile is wrong.
@@ -70,7 +73,7 @@ def documents(
             certain = certain & (tiles.last_k <= tiles.first_q)
         return Bounds(possible, certain)
 
-    return made(shape, tile, ids.device, bounds, visible)
+    return made(shape, tile, ids.device, bounds, visible, max_partial_tiles)
 
 
 def _document_ids(lengths: Sequence[int] | Tensor | None, ids: Tensor | None, device: Device) -> Tensor:

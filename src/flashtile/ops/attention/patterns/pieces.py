@@ -24,9 +24,10 @@ def made(
     device: Device,
     bounds: Callable[[Tiles], Bounds],
     visible: Predicate,
+    max_partial_tiles: int | None = None,
 ) -> BlockMask:
     grid = Grid(checked_shape(*shape), stored_tile(tile))
-    return from_bounds(grid, resolved_device(device), bounds, mapped(visible, grid))
+    return from_bounds(grid, resolved_device(device), bounds, mapped(visible, grid), max_partial_tiles)
 
 
 def check_count(name: str, count: int, least: int, remedy: str) -> None:
