@@ -122,7 +122,9 @@ def test_long_masks_look_at_few_tiles(function, examined, monkeypatch):
         (lambda b, h, q, k: q - k, TypeError, "predicate: expected a bool tensor, True = visible, got torch.int64"),
         (lambda b, h, q, k: True, TypeError, "predicate: expected a bool tensor, True = visible, got bool"),
         (lambda b, h, q, k: SHOWN, ValueError, "predicate: expected one bool for one pair of indices, got shape (400,"),
-        (lambda b, h, q, k: q >= k and k > 5, RuntimeError, "data-dependent control flow"),
+        (lambda b, h, q, k: q >= k and k > 5, TypeError, "got __bool__, which needs the value of an index"),
+        (lambda b, h, q, k: k > LENGTHS.tolist()[b], TypeError, "got __index__, which needs the value of an index"),
+        (lambda b, h, q, k: q.item() > k, TypeError, "got item, which needs the value of an index"),
         (lambda b, h, q, k: IDS[q + 400] == k, IndexError, "index 400 is out of bounds"),
     ],
 )

@@ -184,10 +184,10 @@ class BlockMask:
                 is. Without it, the tiles are counted on the host.
 
         Raises:
-            TypeError: an argument has the wrong type, or predicate returns something else than a bool tensor.
+            TypeError: an argument has the wrong type, or predicate returns something else than a bool tensor, or
+                branches on an index.
             ValueError: a size is negative, tile is not a multiple of 16, the result has dimensions, or
                 max_partial_tiles is too small.
-            RuntimeError: predicate branches on an index.
 
         Reference:
             Moore, "Interval Analysis" (1966); PyTorch's FlexAttention for the meaning of the function.

@@ -61,9 +61,16 @@ def _checked(visible: Tensor) -> Tensor:
 
 
 class _LookUpByScalars(TorchFunctionMode):
-    """Makes `table[i, j]` by integer tensors a gather. Python's indexing would read a scalar on the host."""
+    """Makes `table[i, j]` by integer tensors a gather. Python's indexing would read a scalar on the host. What else
+    would read one raises."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _READING and torch._C._functorch.is_batchedtensor(args[0]):
+            raise TypeError(
+                f"predicate: expected operations on tensors alone, got {name}, which needs the value of an index or of "
+                "something computed from it; combine conditions by &, | and ~, and choose by torch.where"
+            )
         if func is Tensor.__getitem__ and isinstance(args[0], Tensor):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             scalars = any(isinstance(entry, Tensor) for entry in index)
@@ -484,9 +491,13 @@ _RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _range_of(max)
 _FACTS = {"device", "dtype", "shape", "ndim", "requires_grad"}
 _CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"}
 
-#: Functions that read a scalar on the host, look at its memory, or change it.
+#: Functions that read a scalar on the host.
+_READING = {"__bool__", "__int__", "__index__", "__float__", "__complex__", "item", "tolist", "numpy"}
+
+#: These, and functions that look at the memory of a scalar, or change it.
 _NEVER = {
-    *("__bool__", "__int__", "__index__", "__float__", "__complex__", "__len__", "__iter__", "__contains__", "__get__"),
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__", "__ior__", "__ixor__", "__ifloordiv__"),
-    *("__imod__", "__itruediv__", "__ipow__", "__ilshift__", "__irshift__", "item", "tolist", "numpy", "data_ptr"),
+    *_READING,
+    *("__len__", "__iter__", "__contains__", "__get__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__"),
+    *("__ior__", "__ixor__", "__ifloordiv__", "__imod__", "__itruediv__", "__ipow__", "__ilshift__", "__irshift__"),
+    "data_ptr",
 }
