@@ -27,7 +27,8 @@ from flashtile.ops.attention.block_mask_arguments import (
     resolved_device,
     stored_tile,
 )
-from flashtile.ops.attention.mask_functions import Predicate, bounds_of, mapped
+from flashtile.ops.attention.mask_functions import Predicate, mapped
+from flashtile.ops.attention.mask_intervals import bounds_of
 from flashtile.ops.attention.tile_lists import (
     FULL,
     Bounds,

@@ -1,31 +1,25 @@
-"""Mask functions of single indices: their values for all pairs of some tiles, and bounds of them for whole tiles.
+"""Mask functions of single indices, and their values for all pairs of some tiles, by `torch.vmap`.
 
-A mask function is plain Python on four scalars. `mapped` evaluates it for every pair of a tile, by `torch.vmap`.
-`bounds_of` evaluates it once for all tiles in interval arithmetic: each scalar is then the least and the greatest
-number that it takes within a tile. So most tiles of a long mask are known to be empty or full before any pair is
-looked at. Where no rule is known for an operation its result may be anything, which costs time and changes no result.
-
-Reference:
-    Moore, "Interval Analysis" (1966). FlexAttention (PyTorch) has mask functions of the same signature, `mask_mod`.
+A mask function is plain Python on four scalars. FlexAttention (PyTorch) has functions of the same signature:
+`mask_mod`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
-from flashtile.ops.attention.tile_lists import Bounds, Elements, Grid, Tiles
+from flashtile.ops.attention.tile_lists import Elements, Grid, Tiles
 
 #: `predicate(batch, head, q_index, k_index)`: bool, of four int64 scalars.
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-#: Entries of a looked-up tensor of which only the least and the greatest are kept.
-_ENTRIES_TOGETHER = 16
+#: Functions that read a scalar on the host.
+READING = {"__bool__", "__int__", "__index__", "__float__", "__complex__", "item", "tolist", "numpy"}
 
 
 def mapped(predicate: Predicate, grid: Grid) -> Elements:
@@ -66,7 +60,7 @@ class _LookUpByScalars(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if name in _READING and torch._C._functorch.is_batchedtensor(args[0]):
+        if name in READING and torch._C._functorch.is_batchedtensor(args[0]):
             raise TypeError(
                 f"predicate: expected operations on tensors alone, got {name}, which needs the value of an index or of "
                 "something computed from it; combine conditions by &, | and ~, and choose by torch.where"
@@ -75,11 +69,11 @@ class _LookUpByScalars(TorchFunctionMode):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             scalars = any(isinstance(entry, Tensor) for entry in index)
             if scalars and all(_is_index(entry) for entry in index):
-                return torch.ops.aten.index(args[0], [_on_device(entry, args[0].device) for entry in index])
+                return torch.ops.aten.index(args[0], [on_device(entry, args[0].device) for entry in index])
         return func(*args, **(kwargs or {}))
 
 
-def _on_device(number: Any, device: torch.device) -> Tensor:
+def on_device(number: Any, device: torch.device) -> Tensor:
     """A number as a tensor, without a copy from the host; a tensor as it is."""
     return number if isinstance(number, Tensor) else torch.full((), number, device=device)
 
@@ -88,416 +82,3 @@ def _is_index(entry: object) -> bool:
     if isinstance(entry, Tensor):
         return entry.dim() == 0 and not entry.is_floating_point() and entry.dtype is not torch.bool
     return isinstance(entry, int) and not isinstance(entry, bool)
-
-
-def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
-    """What is known of tiles without looking at their pairs."""
-    tables: dict[tuple[int, int], _Extremes] = {}
-
-    def bounds(tiles: Tiles) -> Bounds:
-        indices = (
-            Interval.of(_Range(tiles.batch, tiles.batch)),
-            Interval.of(_Range(tiles.head, tiles.head)),
-            Interval.of(_Range(tiles.first_q, tiles.last_q)),
-            Interval.of(_Range(tiles.first_k, tiles.last_k)),
-        )
-        try:
-            with _IntervalArithmetic(tables):
-                visible = predicate(*indices)
-        except _NotBoundedError:
-            visible = Interval.of(None)
-        known = _truth(_range_of(visible))
-        return Bounds(*(_on_device(end, tiles.batch.device) for end in (known.most, known.least)))
-
-    return bounds
-
-
-class _NotBoundedError(Exception):
-    """The function does what has no meaning for intervals."""
-
-
-class _Range(NamedTuple):
-    """The least and the greatest value in each of some tiles: tensors that broadcast to `[rows, tiles_k]`, or numbers.
-    They are one object where there is only one value."""
-
-    least: Any
-    most: Any
-
-    @property
-    def exact(self) -> bool:
-        return self.least is self.most
-
-
-class Interval(Tensor):
-    """A scalar of a mask function, of which it is known in which range its values lie; None = anything."""
-
-    range: _Range | None
-
-    @classmethod
-    def of(cls, known: _Range | None) -> Interval:
-        dtype = device = None
-        if known is not None:
-            dtype, device = known.least.dtype, known.least.device
-        interval = Tensor._make_subclass(cls, torch.empty((), dtype=dtype, device=device))
-        interval.range = known
-        return interval
-
-
-def _range_of(value: object) -> _Range | None:
-    """The range of an argument: of a captured scalar, its value. None where nothing is known."""
-    if isinstance(value, Interval):
-        return value.range
-    if isinstance(value, Tensor):
-        if value.dim():
-            return None
-        value = value.reshape(1, 1)  # with dimensions, as those of tiles have: PyTorch's promotion asks for them
-        return _Range(value, value)
-    return _Range(value, value) if isinstance(value, (bool, int, float)) and value == value else None
-
-
-def _truth(known: _Range | None) -> _Range:
-    """The range of a bool."""
-    return _Range(False, True) if known is None else known
-
-
-class _IntervalArithmetic(TorchFunctionMode):
-    """Under it, operations take and return `Interval`s."""
-
-    def __init__(self, tables: dict[tuple[int, int], _Extremes]):
-        """`tables`: what is known of tensors that were looked up."""
-        super().__init__()
-        self._tables = tables
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if not any(isinstance(leaf, Interval) for leaf in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        if name == "__getitem__":
-            return Interval.of(self._looked_up(*args))
-        if isinstance(args[0], Interval) and args[0].range is not None:
-            plain = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            if name == "__get__" and func.__self__.__name__ in _FACTS:
-                return func(plain)
-            if name in _CONSTANTS:
-                return Interval.of(_range_of(func(plain, *args[1:], **kwargs)))
-        if name in _NEVER or "out" in kwargs or (name.endswith("_") and not name.endswith("__")):
-            raise _NotBoundedError(name)
-        rule = _RULES.get((name, len(args), *kwargs))
-        if rule is None:
-            return Interval.of(None)
-        given = (entry if isinstance(entry, (torch.dtype, str)) else _range_of(entry) for entry in args)
-        return Interval.of(_without_nan(rule(*given, **kwargs)))
-
-    def _looked_up(self, table: Tensor, index: object) -> _Range | None:
-        """The range of `table[index]`, of which one index may be a range."""
-        indices = [_range_of(entry) for entry in (index if isinstance(index, tuple) else (index,))]
-        if isinstance(table, Interval) or table.dtype not in _TABLE_DTYPES or table.numel() == 0:
-            return None
-        if len(indices) != table.dim() or any(entry is None for entry in indices):
-            return None
-        known = [entry for entry in indices if entry is not None]
-        ranging = [place for place, entry in enumerate(known) if not entry.exact]
-        if len(ranging) > 1:
-            return None
-        place = ranging[0] if ranging else table.dim() - 1
-        if (id(table), place) not in self._tables:
-            self._tables[id(table), place] = _Extremes.of(table, place)
-        others = [entry.least for number, entry in enumerate(known) if number != place]
-        return _without_nan(self._tables[id(table), place].within(others, known[place]))
-
-
-class _Extremes(NamedTuple):
-    """The least and greatest entries of a tensor in all ranges of a length that is a power of two, along one dimension.
-
-    Attributes:
-        table: the tensor.
-        least, most: `[levels, ..., groups]`: those of `2**level` groups of entries, from a group on.
-        level: `[groups + 1]`: for a number of groups the largest level that is not longer.
-    """
-
-    table: Tensor
-    least: Tensor
-    most: Tensor
-    level: Tensor
-
-    @classmethod
-    def of(cls, table: Tensor, place: int) -> _Extremes:
-        entries = table.movedim(place, -1)
-        padding = -entries.shape[-1] % _ENTRIES_TOGETHER
-        entries = torch.cat((entries, entries[..., -1:].expand(*entries.shape[:-1], padding)), dim=-1)
-        groups = entries.unflatten(-1, (-1, _ENTRIES_TOGETHER))
-        least, most = [groups.amin(-1)], [groups.amax(-1)]
-        number = least[0].shape[-1]
-        for level in range(1, number.bit_length()):
-            ahead = torch.arange(number, device=table.device) + 2 ** (level - 1)
-            ahead = ahead.clamp(max=number - 1)
-            least.append(_smaller(least[-1], least[-1][..., ahead]))
-            most.append(_larger(most[-1], most[-1][..., ahead]))
-        level_of = torch.arange(number + 1, device=table.device).double().log2().floor().clamp(min=0).long()
-        return cls(entries, torch.stack(least), torch.stack(most), level_of)
-
-    def within(self, others: list[Any], index: _Range) -> _Range:
-        """The range of the entries that `index` may stand for, at the other indices."""
-        size, groups = self.table.shape[-1], self.least.shape[-1]
-        if index.exact:
-            place = *others, index.least
-            value = self.table[place]
-            return _Range(value, value)
-        # An index that is past the ends, or counts from the end, may stand for any entry.
-        outside = (index.least < 0) | (index.most >= size)
-        first = torch.where(outside, 0, index.least.clamp(0, size - 1) // _ENTRIES_TOGETHER)
-        last = torch.where(outside, groups - 1, index.most.clamp(0, size - 1) // _ENTRIES_TOGETHER)
-        level = self.level[last - first + 1]
-        second = last - (1 << level) + 1
-        ends = (level, *others, first), (level, *others, second)
-        least = _smaller(*(self.least[end] for end in ends))
-        return _Range(least, _larger(*(self.most[end] for end in ends)))
-
-
-def _smaller(first: Any, second: Any) -> Any:
-    """The smaller of two numbers or tensors; NaN, which stands for an unknown number, wins."""
-    first, second = _as_tensors(first, second)
-    return torch.minimum(first, second)
-
-
-def _larger(first: Any, second: Any) -> Any:
-    first, second = _as_tensors(first, second)
-    return torch.maximum(first, second)
-
-
-def _as_tensors(first: Any, second: Any) -> tuple[Tensor, Tensor]:
-    device = next(end.device for end in (first, second) if isinstance(end, Tensor))
-    return _on_device(first, device), _on_device(second, device)
-
-
-def _without_nan(known: _Range | None) -> _Range | None:
-    """A range whose ends are both NaN where one of them is: there nothing is known."""
-    if known is None or not known.least.is_floating_point():
-        return known
-    unknown = known.least.isnan() | known.most.isnan()
-    return _Range(torch.where(unknown, torch.nan, known.least), torch.where(unknown, torch.nan, known.most))
-
-
-def _monotone(operation: Callable[..., Any]) -> Callable[..., _Range | None]:
-    """The rule of an operation that rises or falls in each argument: its extremes are at those of the arguments."""
-
-    def rule(*given: _Range | None) -> _Range | None:
-        ranges = [known for known in given if known is not None]
-        if len(ranges) != len(given):
-            return None
-        corners: list[tuple] = [()]
-        for known in ranges:
-            ends = known[:1] if known.exact else known
-            corners = [(*corner, end) for corner in corners for end in ends]
-        values = [operation(*corner) for corner in corners]
-        if len(values) == 1:
-            return _Range(values[0], values[0])
-        least = most = values[0]
-        for value in values[1:]:
-            least, most = _smaller(least, value), _larger(most, value)
-        if least.is_floating_point() or least.dtype is torch.bool:
-            return _Range(least, most)
-        # Integers that may have wrapped around may be any.
-        limits = torch.iinfo(least.dtype)
-        wrapped = torch.zeros_like(least, dtype=torch.bool)
-        for corner in corners:
-            exact = operation(*(end.double() if isinstance(end, Tensor) else float(end) for end in corner))
-            wrapped = wrapped | ~(exact.abs() <= limits.max // 2)
-        return _Range(torch.where(wrapped, limits.min, least), torch.where(wrapped, limits.max, most))
-
-    return rule
-
-
-_subtract = _monotone(lambda a, b: a - b)
-
-
-def _swapped(rule: Callable[..., _Range | None]) -> Callable[..., _Range | None]:
-    return lambda first, second: rule(second, first)
-
-
-def _absolute(a: _Range | None) -> _Range | None:
-    known = _monotone(torch.abs)(a)
-    if known is None or a is None or a.exact:
-        return known
-    return _Range(torch.where((a.least < 0) & (a.most > 0), 0, known.least), known.most)
-
-
-def _integers(a: _Range | None, b: _Range | None) -> tuple[_Range, int] | None:
-    """A range of integers and a positive number to divide it by; None where they are something else."""
-    if a is None or b is None or type(b.least) is not int or b.least <= 0 or not isinstance(a.least, Tensor):
-        return None
-    return None if a.least.is_floating_point() or a.least.dtype is torch.bool else (a, b.least)
-
-
-def _floor_divide(a: _Range | None, b: _Range | None) -> _Range | None:
-    known = _integers(a, b)
-    if known is None:
-        return None
-    (least, most), divisor = known
-    quotient = least // divisor
-    return _Range(quotient, quotient if known[0].exact else most // divisor)
-
-
-def _remainder(a: _Range | None, b: _Range | None) -> _Range | None:
-    known = _integers(a, b)
-    if known is None:
-        return None
-    (least, most), divisor = known
-    if known[0].exact:
-        return _Range(rest := least % divisor, rest)
-    near = least // divisor == most // divisor
-    return _Range(torch.where(near, least % divisor, 0), torch.where(near, most % divisor, divisor - 1))
-
-
-def _divide(a: _Range | None, b: _Range | None, rounding_mode: str | None = None) -> _Range | None:
-    if rounding_mode == "floor":
-        return _floor_divide(a, b)
-    if rounding_mode is not None or b is None or not isinstance(b.least, (int, float)) or b.least == 0:
-        return None
-    return _monotone(lambda x, y: x / y)(a, b)
-
-
-def _comparison(certain: Callable, impossible: Callable) -> Callable[..., _Range | None]:
-    """The rule of a comparison, from when it must hold and when it cannot. Both are False of an unknown number."""
-
-    def rule(a: _Range | None, b: _Range | None) -> _Range | None:
-        if a is None or b is None:
-            return None
-        return _Range(certain(a, b), ~impossible(a, b))
-
-    return rule
-
-
-_less = _comparison(lambda a, b: a.most < b.least, lambda a, b: a.least >= b.most)
-_less_or_equal = _comparison(lambda a, b: a.most <= b.least, lambda a, b: a.least > b.most)
-_equal = _comparison(
-    lambda a, b: (a.least == b.most) & (a.most == b.least), lambda a, b: (a.most < b.least) | (b.most < a.least)
-)
-
-
-def _not(a: _Range | None) -> _Range | None:
-    return None if a is None or not _is_truth(a) else _Range(~a.most, ~a.least)
-
-
-def _not_equal(a: _Range | None, b: _Range | None) -> _Range | None:
-    return _not(_equal(a, b))
-
-
-def _and(a: _Range | None, b: _Range | None) -> _Range | None:
-    """Also of one bool and something unknown, because False decides."""
-    if not (_is_truth(a) and _is_truth(b)):
-        return None
-    a, b = _truth(a), _truth(b)
-    return _Range(a.least & b.least, a.most & b.most)
-
-
-def _or(a: _Range | None, b: _Range | None) -> _Range | None:
-    if not (_is_truth(a) and _is_truth(b)):
-        return None
-    a, b = _truth(a), _truth(b)
-    return _Range(a.least | b.least, a.most | b.most)
-
-
-def _is_truth(a: _Range | None) -> bool:
-    """Whether it is a bool, or may be one."""
-    return a is None or isinstance(a.least, bool) or (isinstance(a.least, Tensor) and a.least.dtype is torch.bool)
-
-
-def _where(condition: _Range | None, a: _Range | None, b: _Range | None) -> _Range | None:
-    if a is None or b is None or condition is None:
-        return None
-    a, b = (_Range(*(_on_device(end, condition.least.device) for end in known)) for known in (a, b))
-    least = torch.where(condition.least, a.least, torch.where(condition.most, _smaller(a.least, b.least), b.least))
-    most = torch.where(condition.least, a.most, torch.where(condition.most, _larger(a.most, b.most), b.most))
-    return _Range(least, most)
-
-
-def _converted(a: _Range | None, dtype: object) -> _Range | None:
-    return None if not isinstance(dtype, torch.dtype) or dtype not in _TABLE_DTYPES else _cast(dtype)(a)
-
-
-def _cast(dtype: torch.dtype) -> Callable[[_Range | None], _Range | None]:
-    def rule(a: _Range | None) -> _Range | None:
-        if a is None:
-            return None
-        least, most = a.least.to(dtype), a.most.to(dtype)
-        if dtype is torch.bool:
-            return _Range((a.least > 0) | (a.most < 0), ~((a.least == 0) & (a.most == 0)))
-        if dtype.is_floating_point:
-            return _Range(least, most)
-        limits = torch.iinfo(dtype)
-        fits = (a.least >= limits.min // 2) & (a.most <= limits.max // 2)
-        return _Range(torch.where(fits, least, limits.min), torch.where(fits, most, limits.max))
-
-    return rule
-
-
-_TABLE_DTYPES = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-
-_Rule = Callable[..., _Range | None]
-
-#: The rules by number of arguments and the names that PyTorch's functions, methods and operators have.
-_RULES_OF_NAMES: dict[int, dict[_Rule, str]] = {
-    1: {
-        _monotone(lambda a: -a): "neg negative __neg__",
-        _absolute: "abs absolute __abs__",
-        _not: "logical_not bitwise_not __invert__",
-        _cast(torch.int64): "long",
-        _cast(torch.int32): "int",
-        _cast(torch.float32): "float",
-        _cast(torch.float64): "double",
-        _cast(torch.bool): "bool",
-    },
-    2: {
-        _monotone(lambda a, b: a + b): "add __add__ __radd__",
-        _subtract: "sub subtract __sub__",
-        _swapped(_subtract): "rsub __rsub__",
-        _monotone(lambda a, b: a * b): "mul multiply __mul__ __rmul__",
-        _floor_divide: "floor_divide __floordiv__",
-        _remainder: "remainder __mod__",
-        _divide: "div divide true_divide __truediv__",
-        _monotone(_smaller): "minimum",
-        _monotone(_larger): "maximum",
-        _less: "lt less __lt__",
-        _less_or_equal: "le less_equal __le__",
-        _swapped(_less): "gt greater __gt__",
-        _swapped(_less_or_equal): "ge greater_equal __ge__",
-        _equal: "eq __eq__",
-        _not_equal: "ne not_equal __ne__",
-        _and: "logical_and bitwise_and __and__ __rand__",
-        _or: "logical_or bitwise_or __or__ __ror__",
-        _converted: "to",
-    },
-    3: {
-        _where: "where",
-        lambda a, least, most: _monotone(_smaller)(_monotone(_larger)(a, least), most): "clamp clip",
-    },
-}
-_RULES: dict[tuple, _Rule] = {
-    (name, count): rule
-    for count, rules in _RULES_OF_NAMES.items()
-    for rule, names in rules.items()
-    for name in names.split()
-}
-_RULES["div", 2, "rounding_mode"] = _divide
-_RULES["clamp", 1, "min"] = lambda a, min: _monotone(_larger)(a, _range_of(min))
-_RULES["clamp", 1, "max"] = lambda a, max: _monotone(_smaller)(a, _range_of(max))
-
-#: Attributes that do not depend on the value of a scalar, and functions that take dtype and device from it alone.
-_FACTS = {"device", "dtype", "shape", "ndim", "requires_grad"}
-_CONSTANTS = {"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"}
-
-#: Functions that read a scalar on the host.
-_READING = {"__bool__", "__int__", "__index__", "__float__", "__complex__", "item", "tolist", "numpy"}
-
-#: These, and functions that look at the memory of a scalar, or change it.
-_NEVER = {
-    *_READING,
-    *("__len__", "__iter__", "__contains__", "__get__", "__setitem__", "__iadd__", "__isub__", "__imul__", "__iand__"),
-    *("__ior__", "__ixor__", "__ifloordiv__", "__imod__", "__itruediv__", "__ipow__", "__ilshift__", "__irshift__"),
-    "data_ptr",
-}
