@@ -55,7 +55,7 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         ("attention", "return_attn_probs", "flashtile.attention_probs computes"),
         ("attention", "dropuot_p", r"did you mean dropout_p\?"),
         ("attention_varlen", "s_aux", "here it is sinks$"),
-        ("attention_varlen", "block_mask", "there are q, k, v, cu_seqlens_q, "),
+        ("attention_varlen", "page_table", "there are q, k, v, cu_seqlens_q, "),
         ("attention_with_kv_cache", "cache_seqlens", "here it is cache_lengths$"),
         ("attention_with_kv_cache", "attn_mask", "there are q, k_cache, "),
         ("explain", "attention_mask", "here it is mask"),
