@@ -19,6 +19,7 @@ import torch
 import triton
 from triton.compiler import CompiledKernel
 
+import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, compile_kernel
@@ -26,10 +27,11 @@ from flashtile.ops.attention.hopper import backward_launch as hopper_backward_la
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, table_bytes
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Table
+from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
+from flashtile.testing.cases import RelativeScore
 from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
@@ -71,6 +73,7 @@ class Call(NamedTuple):
         misalignment: the addresses of all inputs modulo 16.
         hides_rows: lengths or the band may hide all keys from a row; of what else may, the call itself tells.
         descales: with factors of 8-bit inputs.
+        score_mod: with `RelativeScore`, whose table learns.
     """
 
     head_dim: int = 64
@@ -104,6 +107,7 @@ class Call(NamedTuple):
     origin: Origin | None = None
     max_scores: bool = False
     descales: bool = False
+    score_mod: bool = False
 
 
 def described(source: KernelSource) -> dict[str, Any]:
@@ -111,7 +115,7 @@ def described(source: KernelSource) -> dict[str, Any]:
     there, and else the type and a power of two that divides it, such as "i64" or "*bf16 % 16"."""
     run_time = {
         name: None if of == "constexpr" else of if multiple == 1 else f"{of} % {multiple}"
-        for name, of, multiple in zip(source.function.arg_names, source.types, source.multiples, strict=False)
+        for name, of, multiple in zip(source.names, source.types, source.multiples, strict=True)
     }
     return {**source.constants, **run_time}
 
@@ -149,6 +153,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
             call.sums_slopes,
             kernel == "dq" and _hides_rows(call),
             call.allow_tf32,
+            (True,) if kernel == "dq" and call.score_mod else (),
         )
 
 
@@ -164,6 +169,7 @@ def _side(call: Call) -> SideShape:
         call.sinks,
         _block_sizes(call),
         descales=_descale_strides(call),
+        captured=(CapturedShape(torch.float32, (call.heads, 33)),) if call.score_mod else (),
     )
 
 
@@ -178,12 +184,18 @@ def _spec(call: Call) -> AttentionSpec:
         block_shape=_block_shape(call),
         origin=call.origin,
         returns_max_scores=call.max_scores,
+        score_program=_score_program(call),
     )
+
+
+def _score_program(call: Call) -> str | None:
+    return flashtile.trace_score_mod(RelativeScore(torch.zeros(call.heads, 33))).program if call.score_mod else None
 
 
 def _hides_rows(call: Call) -> bool:
     """As `may_hide_rows` of the tensors, but for lengths and the band."""
-    return call.hides_rows or not (call.key_lengths_dtype is call.mask is call.bias is call.block_tile is None)
+    changes = call.key_lengths_dtype, call.mask, call.bias, call.block_tile
+    return call.hides_rows or call.score_mod or any(change is not None for change in changes)
 
 
 def _block_shape(call: Call) -> tuple[int, int, int, int] | None:

@@ -31,14 +31,14 @@ MAX_PARAMETERS = 40
 MANY_PARAMETERS = {
     "flashtile.ops.attention.hopper.backward.attention_backward_kernel": 91,
     "flashtile.ops.attention.hopper.forward.attention_forward_kernel": 87,
-    "flashtile.ops.attention.triton.backward._sum_dkdv": 46,
-    "flashtile.ops.attention.triton.backward._sum_dq": 44,
-    "flashtile.ops.attention.triton.backward.attention_dkdv_kernel": 91,
-    "flashtile.ops.attention.triton.backward.attention_dq_kernel": 96,
-    "flashtile.ops.attention.triton.bias_gradient.attention_dbias_kernel": 91,
+    "flashtile.ops.attention.triton.backward._sum_dkdv": 48,
+    "flashtile.ops.attention.triton.backward._sum_dq": 46,
+    "flashtile.ops.attention.triton.backward.attention_dkdv_kernel": 95,
+    "flashtile.ops.attention.triton.backward.attention_dq_kernel": 101,
+    "flashtile.ops.attention.triton.bias_gradient.attention_dbias_kernel": 94,
     "flashtile.ops.attention.triton.column_sums.attention_column_sums_kernel": 63,
-    "flashtile.ops.attention.triton.forward._visit_key_tiles": 41,
-    "flashtile.ops.attention.triton.forward.attention_forward_kernel": 93,
+    "flashtile.ops.attention.triton.forward._visit_key_tiles": 42,
+    "flashtile.ops.attention.triton.forward.attention_forward_kernel": 96,
 }
 
 #: What each part of an operation's folder may import from that folder. `operator` reaches the implementations through
@@ -109,7 +109,7 @@ WITHIN_OPERATION = {
     "score_tracing": {"score_program", "score_symbols"},
     "reference": {"block_mask", "fp8", "losses", "philox", "score_program", "spec"},
     "cpu": {"backend", "block_mask", "fp8", "losses", "philox", "score_program", "score_tracing", "spec"},
-    "triton": {"backend", "philox", "plans", "spec"},
+    "triton": {"backend", "philox", "plans", "score_program", "score_tracing", "spec"},
     "hopper": {"backend", "philox", "plans", "spec", "triton"},
     "split": {"backend", "spec"},
 }

@@ -292,6 +292,11 @@ _FEATURES = {
         Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"TILE_Q": 128, "PACKED": True, "WHOLE": False}
     ),
     "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
+    "score_mod": _Feature(Call(score_mod=True), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
+    "score_mod_and_more": _Feature(
+        Call(score_mod=True, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
+        {"captured.tensor0": "*fp32"},
+    ),
     "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"HAS_LEFT": True}),
     "part": _Feature(
         Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),
@@ -325,7 +330,10 @@ _FEATURES = {
 
 
 #: Features that need the most registers and memory, for sm_80, which has less of the latter.
-_LARGE = ("dropout", "bias", "mask", "alibi", "hidden_rows", "block_mask", "block_mask_odd_tiles", "part", "everything")
+_LARGE = (
+    "dropout", "bias", "mask", "alibi", "hidden_rows", "block_mask", "block_mask_odd_tiles", "part", "everything",
+    "score_mod_and_more",
+)  # fmt: skip
 
 
 def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]]]:
@@ -343,7 +351,8 @@ def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]
 def test_features_are_in_what_is_compiled() -> None:
     for source, shows in _features().values():
         found = described(source)
-        of_kernel = {name: value for name, value in shows.items() if name in source.function.arg_names}
+        names = {*source.names, *source.constant_names}
+        of_kernel = {name: value for name, value in shows.items() if name in names}
         assert {name: found[name] for name in of_kernel} == of_kernel
 
 

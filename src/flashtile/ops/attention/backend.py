@@ -39,6 +39,7 @@ class AttentionCall(NamedTuple):
         learned_slopes: the gradient of ALiBi's slopes is wanted.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
+        learned_captured: the gradient of a tensor that the score function reads is wanted.
     """
 
     requested: str
@@ -59,6 +60,7 @@ class AttentionCall(NamedTuple):
     learned_slopes: bool
     spec: AttentionSpec
     side: SideInputs | None = None
+    learned_captured: bool = False
 
     @property
     def label(self) -> str:

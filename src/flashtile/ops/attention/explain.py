@@ -145,6 +145,7 @@ def explain(
         learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
         spec=spec,
         side=side,
+        learned_captured=any(tensor.requires_grad for tensor in side.captured),
     )
     choice = BACKENDS.choose(call)
     kernels = _kernels(call, choice.backend)

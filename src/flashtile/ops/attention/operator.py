@@ -343,7 +343,8 @@ def _backward(
 ) -> Gradients:
     """Runs the backward of the backend that serves the call."""
     dout, q, k, v = (rows_contiguous(t) for t in (dout, q, k, v))
-    implementation = select.implementation("backward", q, k, v, side, spec, backend, wanted.alibi_slopes)
+    learned = wanted.alibi_slopes, any(wanted.captured)
+    implementation = select.implementation("backward", q, k, v, side, spec, backend, *learned)
     side = side if plain_side(side) else readable_side(side)
     return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
 
@@ -407,7 +408,7 @@ def readable_side(side: SideInputs) -> SideInputs:
         for name, entry in side._asdict().items()
         if isinstance(entry, Tensor) and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
     }
-    return side._replace(**tensors)
+    return side._replace(**tensors, captured=tuple(tensor.contiguous() for tensor in side.captured))
 
 
 def _vmap_rule(op: Callable, first_side: int) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,18 @@ class BlockSizes(NamedTuple):
     seq_k: int
 
 
+class CapturedShape(NamedTuple):
+    """What a plan needs to know of a contiguous tensor that a score function reads."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def large(self) -> bool:
+        """Whether it has more elements than 32 bits count."""
+        return math.prod(self.shape) >= 2**31
+
+
 class SideShape(NamedTuple):
     """What a plan needs to know of the side inputs.
 
@@ -42,6 +55,7 @@ class SideShape(NamedTuple):
         alibi: dimensions of the slopes; 0 without.
         blocks: sizes of the block mask; None without one.
         pattern_misalignment: address of its patterns modulo 16.
+        captured: of the tensors that the score function reads.
         descales: strides of the factors of 8-bit q, k and v; None for one that is not there.
     """
 
@@ -56,6 +70,7 @@ class SideShape(NamedTuple):
     blocks: BlockSizes | None = None
     pattern_misalignment: int = 0
     descales: tuple[tuple[int, ...] | None, ...] = (None, None, None)
+    captured: tuple[CapturedShape, ...] = ()
 
     @property
     def modified(self) -> bool:
@@ -82,6 +97,7 @@ def side_shape(side: SideInputs) -> SideShape:
         block_sizes(side),
         0 if side.block_patterns is None else side.block_patterns.data_ptr() & 15,
         descale_strides(side),
+        tuple(CapturedShape(tensor.dtype, tuple(tensor.shape)) for tensor in side.captured),
     )
 
 
@@ -129,6 +145,8 @@ def positive_scale(q: Tensor, spec: AttentionSpec) -> tuple[Tensor, AttentionSpe
 
 def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> bool:
     """Whether a row may see no key, as far as the host knows. A sink does not count."""
+    if spec.score_program is not None:
+        return True
     if not (side.key_lengths is side.mask is side.bias is side.block_lists is None):
         return True
     left, right = spec.window_left, spec.window_right

@@ -27,6 +27,8 @@ _KEEPS = {
     aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.positive.default, aten.reshape.default,
     aten.squeeze.default, aten._unsafe_view.default, aten.view.default,
 }  # fmt: skip
+#: Elementwise operations that PyTorch does not tag as such.
+_ELEMENTWISE = {aten.floor_divide.default, aten.floor_divide.Scalar}
 #: Constants of a symbol's dtype, and where their value stands among the arguments.
 _FILLS: dict[Any, float | None] = {
     aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None,
@@ -98,11 +100,12 @@ class Recorder:
 
     Attributes:
         captured: the tensors that were read.
+        of_derivative: PyTorch's autograd calls the operations, not a user.
         repeatable: another call of the function with tensors like these makes the same program.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.device = device
+    def __init__(self, device: torch.device | None = None, of_derivative: bool = False) -> None:
+        self.device, self.of_derivative = device, of_derivative
         self.captured: list[Tensor] = []
         self.steps: list[Step] = []
         self.repeatable = True
@@ -197,7 +200,7 @@ class Recorder:
                 "write `torch.where(condition, a, b)` instead of if, and `&`, `|`, `~` instead of and, or, not",
             )
         if func._schema.is_mutable:
-            _refuse(f"{func} changes a tensor in place", "write the operation that returns a new tensor")
+            return self._changed(func, args, kwargs)
         first = args[0]
         if func in _KEEPS:
             if any(size != 1 for size in (args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ())):
@@ -208,7 +211,7 @@ class Recorder:
         if func is aten._to_copy.default:
             dtype = kwargs.get("dtype") or first.dtype
             return first if dtype is first.dtype else self.step(CAST, (first.value,), dtype)
-        if torch.Tag.pointwise not in func.tags:
+        if torch.Tag.pointwise not in func.tags and func not in _ELEMENTWISE:
             _refuse(
                 f"{func} is not elementwise",
                 "compute with scalars and reads of captured tensors; do the rest before the call",
@@ -218,6 +221,15 @@ class Recorder:
         arguments = [self._argument(argument) for argument in args]
         keywords = {name: self._argument(argument) for name, argument in kwargs.items() if argument is not None}
         return self.step(str(func), arguments, _dtype_of_result(func, args, kwargs), keywords)
+
+    def _changed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
+        """The first argument after an operation in place, such as PyTorch has in derivatives: it gets another value."""
+        name, overload = str(func).removeprefix("aten.").split(".")
+        if not self.of_derivative or not name.endswith("_") or not isinstance(args[0], Symbol):
+            _refuse(f"{func} changes a tensor in place", "write the operation that returns a new tensor")
+        result = self.record(getattr(getattr(aten, name[:-1]), overload), args, kwargs)
+        args[0].value = result.value
+        return args[0]
 
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Tensor):

@@ -210,7 +210,7 @@ class ScoreGradient(NamedTuple):
 def derivative(text: str, dtype: torch.dtype) -> ScoreGradient:
     """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores."""
     program = parse(text)
-    recorder = Recorder()
+    recorder = Recorder(of_derivative=True)
     recorder.captured = [torch.empty((1,) * dims, dtype=getattr(torch, of)) for of, dims in program.captured]
     with torch.inference_mode(False), autograd_in_operator():
         score = recorder.input(INPUTS[0], dtype, requires_grad=True)

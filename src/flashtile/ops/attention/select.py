@@ -70,9 +70,10 @@ def implementation(
     spec: AttentionSpec,
     backend: str,
     learned_slopes: bool = False,
+    learned_captured: bool = False,
 ) -> ModuleType:
     """The module whose function `phase` serves a call. `learned_slopes`: the backward is to give the gradient of
-    `alibi_slopes`.
+    `alibi_slopes`; `learned_captured`: of a tensor that the score function reads.
 
     Raises:
         ValueError: the backend asked for, or every one for "auto", cannot serve it.
@@ -91,4 +92,6 @@ def implementation(
         side.bias is not None or side.mask is not None,
         learned_slopes,
         spec,
+        None,
+        learned_captured,
     )

@@ -14,6 +14,7 @@ from flashtile.ops.attention.triton.configs import (
     shared_memory,
     situation_of,
 )
+from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 
@@ -22,7 +23,14 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if call.interpreting and call.dtype is torch.bfloat16 and not call.triton_missing:
         return "Triton's interpreter multiplies bfloat16 wrongly; use float16 or float32 there"
     if call.spec.score_program is not None:
-        return "its kernels have no score functions yet"
+        operation = unsupported_operation(call.spec.score_program, call.phase == "backward")
+        if operation is not None:
+            return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
+    if call.phase == "backward" and call.learned_captured and call.spec.deterministic:
+        return (
+            "it adds up the gradients of tensors that score_mod reads in no fixed order; pass deterministic=False, or "
+            "the tensors detached"
+        )
     return triton_unsupported_reason(call)
 
 

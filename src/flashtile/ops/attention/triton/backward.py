@@ -29,9 +29,11 @@ from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, lis
 from flashtile.ops.attention.triton.scores import (
     Dropout,
     Modifiers,
+    ScoreFunction,
     Table,
     alibi_distance,
     dropout_matrix,
+    function_gradient,
     kept_weights,
     load_alibi,
     modified_scores,
@@ -57,7 +59,7 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse_ptr, dlse_ptr, statistics_ptr, dq_ptr, slope_sums_ptr, quiet_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr, captured, captured_sums,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -69,6 +71,7 @@ def attention_dq_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    captured_sizes,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_OUT_ROW: tl.constexpr, STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DQ_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -79,6 +82,7 @@ def attention_dq_kernel(
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse. `quiet_ptr`, where rows may see no key: dout for the other kernels, in the layout of out,
@@ -150,7 +154,8 @@ def attention_dq_kernel(
         mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
     )
     alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
-    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+    function = ScoreFunction(captured, captured_sizes, captured_sums)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, function)
     blocks = None
     if TILE_Q:
         lists = BlockLists(
@@ -170,7 +175,7 @@ def attention_dq_kernel(
         STRIDE_Q_ROW, STRIDE_DOUT_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
-        SUMS_SLOPES=slope_sums_ptr is not None,
+        SUMS_SLOPES=slope_sums_ptr is not None, SCORE_FUNCTION=SCORE_FUNCTION, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
     )  # fmt: skip
     if quiet_ptr is not None:
         dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)
@@ -195,7 +200,7 @@ def _sum_dq(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
-    SUMS_SLOPES: tl.constexpr,
+    SUMS_SLOPES: tl.constexpr, SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles from `begin` to `end`: dq, `[M, D]`; for ALiBi, that of
     ds by the distance, `[M]`."""
@@ -227,7 +232,14 @@ def _sum_dq(
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
             scores, tanh = modified_scores(
-                scores, scale, first, start, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores,
+                scale,
+                first,
+                start,
+                modifiers,
+                q_base.dtype.element_ty == tl.float32,
+                TRANSPOSED=False,
+                SCORE_FUNCTION=SCORE_FUNCTION,
             )
         if PATTERNS:
             if kind >= 0:
@@ -246,6 +258,13 @@ def _sum_dq(
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
             slope_sums += tl.sum(dscores * alibi_distance(row, column, modifiers.alibi, TRANSPOSED=False), 1)
+        if SCORE_DERIVATIVE is not None:
+            # Rows past the end, too, whose weights may be NaN.
+            hidden = (probs == 0.0) | (lse == float("inf"))[:, None]
+            dscores = function_gradient(
+                dscores, hidden, tanh, scale, first, start, modifiers,
+                TRANSPOSED=False, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
+            )  # fmt: skip
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
@@ -256,7 +275,7 @@ def _sum_dq(
 def attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, dk_ptr, dv_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, captured,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -268,6 +287,7 @@ def attention_dkdv_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    captured_sizes,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr, STRIDE_DK_ROW: tl.constexpr, STRIDE_DV_ROW: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
@@ -277,6 +297,7 @@ def attention_dkdv_kernel(
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. A program owns one key tile of one key/value head and sums over the `group`
     query heads of one of the `shares` of those that read it: dk and dv count each key/value head `shares` times."""
@@ -321,7 +342,8 @@ def attention_dkdv_kernel(
             mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
         )
         alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
-        modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+        function = ScoreFunction(captured, captured_sizes, None)
+        modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, function)
         blocks = None
         if TILE_Q:
             lists = BlockLists(
@@ -341,6 +363,7 @@ def attention_dkdv_kernel(
             STRIDE_K_ROW, STRIDE_V_ROW, STRIDE_Q_ROW, STRIDE_DOUT_ROW,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
             HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+            SCORE_FUNCTION, SCORE_DERIVATIVE,
         )  # fmt: skip
 
     # Keys past their length read as zeros above; what they gathered is not theirs.
@@ -369,6 +392,7 @@ def _sum_dkdv(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
+    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """Adds `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the query tiles from `begin` to `end` to dk and dv.
 
@@ -401,7 +425,14 @@ def _sum_dkdv(
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
         if MODIFIED:
             scores, tanh = modified_scores(
-                scores, scale, start, first, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=True
+                scores,
+                scale,
+                start,
+                first,
+                modifiers,
+                q_base.dtype.element_ty == tl.float32,
+                TRANSPOSED=True,
+                SCORE_FUNCTION=SCORE_FUNCTION,
             )
         if PATTERNS:
             if kind >= 0:
@@ -421,6 +452,11 @@ def _sum_dkdv(
             dprobs = tl.where(kept, dprobs * dropout.scale, 0.0)
         dv = tl.dot(weights.to(dout_tile.dtype), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[None, :])
+        if SCORE_DERIVATIVE is not None:
+            dscores = function_gradient(
+                dscores, probs == 0.0, tanh, scale, start, first, modifiers,
+                TRANSPOSED=True, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
+            )  # fmt: skip
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         if CHUNK:

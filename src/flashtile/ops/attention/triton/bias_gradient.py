@@ -17,6 +17,7 @@ from flashtile.ops.attention.triton.blocks import EMPTY, BlockLists, apply_patte
 from flashtile.ops.attention.triton.scores import (
     Dropout,
     Modifiers,
+    ScoreFunction,
     Table,
     dropout_matrix,
     kept_weights,
@@ -41,7 +42,7 @@ from flashtile.ops.attention.triton.tiles import (
 def attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, statistics_ptr, sums_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
+    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, captured,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -51,6 +52,7 @@ def attention_dbias_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    captured_sizes,
     sums_batch, sums_heads, sums_rows, sums_columns, longest_q, longest_k, sharing, parts,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
     STRIDE_DOUT_ROW: tl.constexpr,
@@ -61,7 +63,7 @@ def attention_dbias_kernel(
     STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
     SHARED_ROWS: tl.constexpr, SHARED_COLUMNS: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `sums`: `[parts, sums_batch, sums_heads, sums_rows, sums_columns]`, the sizes
     of the bias; in its dtype where there is one part, else float32. `WHOLE`, `ALL_VISIBLE`: of both sides, because both
@@ -165,10 +167,11 @@ def attention_dbias_kernel(
                 alibi = load_alibi(
                     alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal
                 )
-                modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+                function = ScoreFunction(captured, captured_sizes, None)
+                modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, function)
                 scores, _tanh = modified_scores(
                     product, 1.0, first, start, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False,
-                    bias_tile=bias_tile,
+                    SCORE_FUNCTION=SCORE_FUNCTION, bias_tile=bias_tile,
                 )  # fmt: skip
                 if PATTERNS:
                     scores = apply_pattern(

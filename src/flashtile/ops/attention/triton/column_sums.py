@@ -74,7 +74,7 @@ def attention_column_sums_kernel(
         mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
     )
     alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, None)
-    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, None)
     blocks = None
     if TILE_Q:
         lists = BlockLists(
@@ -131,7 +131,14 @@ def _sum_weights(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if MODIFIED:
             scores, _tanh = modified_scores(
-                scores, scale, start, first, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores,
+                scale,
+                start,
+                first,
+                modifiers,
+                q_base.dtype.element_ty == tl.float32,
+                TRANSPOSED=False,
+                SCORE_FUNCTION=None,
             )
         if PATTERNS:
             if kind >= 0:

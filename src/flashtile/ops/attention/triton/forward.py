@@ -27,6 +27,7 @@ from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, lis
 from flashtile.ops.attention.triton.scores import (
     Dropout,
     Modifiers,
+    ScoreFunction,
     Table,
     dropout_matrix,
     kept_weights,
@@ -59,7 +60,7 @@ def attention_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_scores_ptr,
     cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
     bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
-    descale_q_ptr, descale_k_ptr, descale_v_ptr,
+    descale_q_ptr, descale_k_ptr, descale_v_ptr, captured,
     stride_q_batch, stride_q_head,
     stride_k_batch, stride_k_head,
     stride_v_batch, stride_v_head,
@@ -69,6 +70,7 @@ def attention_forward_kernel(
     stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
     block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
     origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
+    captured_sizes,
     stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
     stride_descale_v_batch, stride_descale_v_head,
     STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
@@ -80,6 +82,7 @@ def attention_forward_kernel(
     HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
     `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
@@ -120,7 +123,8 @@ def attention_forward_kernel(
         mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
     )
     alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
-    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table)
+    function = ScoreFunction(captured, captured_sizes, None)
+    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, function)
     blocks = None
     if TILE_Q:
         lists = BlockLists(
@@ -141,7 +145,7 @@ def attention_forward_kernel(
         STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
         HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
         HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
-        MAX_SCORES=max_scores_ptr is not None,
+        MAX_SCORES=max_scores_ptr is not None, SCORE_FUNCTION=SCORE_FUNCTION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
@@ -173,7 +177,7 @@ def _visit_key_tiles(
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
-    MAX_SCORES: tl.constexpr,
+    MAX_SCORES: tl.constexpr, SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
 
@@ -210,7 +214,14 @@ def _visit_key_tiles(
         column = start + tl.arange(0, BLOCK_N)
         if MODIFIED:
             scores, _tanh = modified_scores(
-                scores, scale, first, start, modifiers, q_base.dtype.element_ty == tl.float32, TRANSPOSED=False
+                scores,
+                scale,
+                first,
+                start,
+                modifiers,
+                q_base.dtype.element_ty == tl.float32,
+                TRANSPOSED=False,
+                SCORE_FUNCTION=SCORE_FUNCTION,
             )
         if PATTERNS:
             scores = apply_pattern(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
         max_scores = results[2] if spec.returns_max_scores else None
         tensors = map(pointer, (q, k, v, *results[:2], max_scores))
-        plan.kernel.launch(*tensors, *_side_pointers(side), *map(pointer, side.descales))
+        plan.kernel.launch(*tensors, *_side_pointers(side), *map(pointer, side.descales), *_captured_pointers(side))
     return results
 
 
@@ -50,8 +51,9 @@ def backward(
     hides_rows = may_hide_rows(q, k, side, spec)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
+    sums = _captured_sums(side, wanted)
     dq, statistics, slope_sums, dout = backward_queries(
-        dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows
+        dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows, sums
     )
     dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
@@ -59,7 +61,8 @@ def backward(
     dsinks = None
     if wanted.sinks and side.sinks is not None:
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks)
+    captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
@@ -87,19 +90,22 @@ def backward_queries(
     spec: AttentionSpec,
     sums_slopes: bool = False,
     hides_rows: bool = False,
+    captured_sums: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, with `sums_slopes`
     what each row adds to the gradient of its slope, in the shape of lse, and the dout that the other kernels read: with
     `hides_rows` a contiguous copy with zeros in rows that see no key."""
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
-    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows)
+    summed = tuple(total is not None for total in captured_sums)
+    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet, sinks = (copies[0], side.sinks) if hides_rows else (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
         pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks))
-        plan.kernel.launch(*pointers)
+        sums = map(pointer, captured_sums or (None,))
+        plan.kernel.launch(*pointers, *_captured_pointers(side), *sums)
     return dq, statistics, slope_sums, dout if quiet is None else quiet
 
 
@@ -117,7 +123,7 @@ def backward_keys(
     dk, dv = _outputs(plan, q.device)
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
-        plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1])
+        plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1], *_captured_pointers(side))
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dk, dv
@@ -139,7 +145,7 @@ def backward_bias(
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
-    plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1])
+    plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1], *_captured_pointers(side))
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
@@ -164,6 +170,25 @@ def _sink_gradient(statistics: Tensor, sinks: Tensor, own_delta: bool) -> Tensor
     # Rows past the last sequence have no sink, whatever their delta is.
     by_head = torch.where(weights == 0, 0.0, weights * delta).sum(-1)
     return -(by_head if by_head.dim() == 1 else by_head.sum(0))
+
+
+def _captured_sums(side: SideInputs, wanted: Wanted) -> list[Tensor | None]:
+    """Zeros for the gradients of captured tensors, which the dq kernel adds up; empty where none is wanted."""
+    if not any(wanted.captured):
+        return []
+    return [
+        torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device) if wants else None
+        for tensor, wants in zip(side.captured, wanted.captured)
+    ]
+
+
+def _captured_pointers(side: SideInputs) -> tuple:
+    """Of the tensors that the score function reads; something in their place where there are none."""
+    if not side.captured:
+        return _NO_POINTERS[:1]
+    return tuple(
+        pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
+    )
 
 
 def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:

@@ -58,6 +58,7 @@ from flashtile.ops.attention.triton.configs import (
     tile_width,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
+from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 _KERNELS = {
@@ -126,6 +127,7 @@ def plan_for(
     has_dlse: bool = False,
     sums_slopes: bool = False,
     hides_rows: bool = False,
+    summed: tuple[bool, ...] = (),
 ) -> AttentionPlan:
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     dout_stride = None
@@ -146,6 +148,7 @@ def plan_for(
         sums_slopes,
         hides_rows,
         torch._C._get_cublas_allow_tf32(),
+        summed,
     )
 
 
@@ -164,6 +167,7 @@ def _plan(
     sums_slopes: bool,
     hides_rows: bool,
     allow_tf32: bool,
+    summed: tuple[bool, ...] = (),
 ) -> AttentionPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, _, v_shape = shapes
@@ -199,7 +203,8 @@ def _plan(
         kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, spec.returns_max_scores
     )
     call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, covered, whole)
-    parameters = {
+    parameters: dict[str, Any] = {
+        **captured_parameters(side.captured, summed),
         **_tensors(call, misalignment, outputs, sums_slopes, hides_rows),
         **_strides(kernel, triples),
         **_scalars(call),
@@ -318,7 +323,8 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
         "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
         "HAS_DLSE": has_dlse,
         "PRECISION": call.situation.precision,
-        "MODIFIED": spec.softcap > 0 or side.modified,
+        "MODIFIED": spec.softcap > 0 or side.modified or spec.score_program is not None,
+        **_score_functions(call),
         "STRIDE_BIAS_COLUMN": _column_stride(side.bias),
         "STRIDE_MASK_COLUMN": _column_stride(side.mask),
         "TILE_Q": tile_q,
@@ -327,6 +333,15 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
         "BATCH_FIRST": shared_batch and not shared_rows,
         "SHARED_ROWS": shared_rows,
         "SHARED_COLUMNS": shared_columns,
+    }
+
+
+def _score_functions(call: _Facts) -> dict[str, Any]:
+    """The user's function and its derivative."""
+    text, backward = call.spec.score_program, call.kernel in ("dq", "dkdv")
+    return {
+        "SCORE_FUNCTION": None if text is None else function_of(text),
+        "SCORE_DERIVATIVE": derivative_of(text) if text is not None and backward else None,
     }
 
 

@@ -44,8 +44,21 @@ class Alibi(NamedTuple):
     diagonal: Any
 
 
+class ScoreFunction(NamedTuple):
+    """What a user's function of scores reads. The function itself is a constant, which no tuple can hold.
+
+    Attributes:
+        captured, sizes: addresses and sizes of the tensors; None without any.
+        sums: where their gradients are added up; None where that is another kernel's task.
+    """
+
+    captured: Any
+    sizes: Any
+    sums: Any
+
+
 class Modifiers(NamedTuple):
-    """What changes the scores of one head of one sequence. `softcap` and `alibi` are None without one."""
+    """What changes the scores of one head of one sequence. `softcap`, `alibi` and `function` are None without one."""
 
     sequence: Any
     head: Any
@@ -53,6 +66,7 @@ class Modifiers(NamedTuple):
     bias: Any
     alibi: Any
     mask: Any
+    function: Any
 
 
 class Dropout(NamedTuple):
@@ -76,13 +90,16 @@ class Dropout(NamedTuple):
 @triton.jit
 def modified_scores(
     products, scale, first_row, first_column, modifiers, PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr,
-    bias_tile=None,
+    SCORE_FUNCTION: tl.constexpr, bias_tile=None,
 ):  # fmt: skip
     """Scores of a tile of products, and the tanh of the soft cap (the products themselves without one). `PRECISE`: they
-    are products of float32 tensors. `bias_tile`: the tile of the bias, where it is on chip already."""
+    are products of float32 tensors. `SCORE_FUNCTION`: the user's, or None. `bias_tile`: the tile of the bias, where it
+    is on chip already."""
     BLOCK_M: tl.constexpr = products.shape[1 if TRANSPOSED else 0]
     BLOCK_N: tl.constexpr = products.shape[0 if TRANSPOSED else 1]
     scores, tanh = capped_scores(products, scale, modifiers.softcap, PRECISE)
+    if SCORE_FUNCTION is not None:
+        scores = function_scores(scores, first_row, first_column, modifiers, TRANSPOSED, SCORE_FUNCTION)
     if bias_tile is not None:
         scores += bias_tile.to(tl.float32)
     elif modifiers.bias.ptr is not None:
@@ -125,6 +142,49 @@ def uncapped_gradient(dscores, tanh, modifiers):
     if modifiers.softcap is not None:
         dscores = dscores * (1.0 - tanh * tanh)
     return dscores
+
+
+# Score functions
+
+
+@triton.jit
+def function_scores(
+    scores, first_row, first_column, modifiers, TRANSPOSED: tl.constexpr, SCORE_FUNCTION: tl.constexpr
+):  # fmt: skip
+    """What the user's function makes of a tile."""
+    row, column = _positions(scores, first_row, first_column, TRANSPOSED)
+    function = modifiers.function
+    return SCORE_FUNCTION(scores, modifiers.sequence, modifiers.head, row, column, function.captured, function.sizes)
+
+
+@triton.jit
+def function_gradient(
+    dscores, hidden, tanh, scale, first_row, first_column, modifiers,
+    TRANSPOSED: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
+):  # fmt: skip
+    """The gradient in front of the user's function, from the one behind it. Adds the gradients of captured tensors to
+    their sums. `hidden`: where the derivative may be anything. `tanh`: as `modified_scores` returns it."""
+    scores = tanh * scale
+    if modifiers.softcap is not None:
+        scores = tanh * modifiers.softcap
+    row, column = _positions(dscores, first_row, first_column, TRANSPOSED)
+    function = modifiers.function
+    return SCORE_DERIVATIVE(
+        scores, modifiers.sequence, modifiers.head, row, column, dscores, hidden, function.captured, function.sizes,
+        function.sums,
+    )  # fmt: skip
+
+
+@triton.jit
+def _positions(tile, first_row, first_column, TRANSPOSED: tl.constexpr):
+    """The numbers of queries and keys of a tile: `[M, 1]` and `[1, N]`, transposed `[1, M]` and `[N, 1]`."""
+    if TRANSPOSED:
+        row = (first_row + tl.arange(0, tile.shape[1]))[None, :]
+        column = (first_column + tl.arange(0, tile.shape[0]))[:, None]
+    else:
+        row = (first_row + tl.arange(0, tile.shape[0]))[:, None]
+        column = (first_column + tl.arange(0, tile.shape[1]))[None, :]
+    return row, column
 
 
 # Bias and mask

@@ -1,0 +1,72 @@
+"""Score functions as Triton functions: their sources compiled, and what a launch passes to them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+from collections import namedtuple
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
+from flashtile.ops.attention.plans import CapturedShape
+from flashtile.ops.attention.triton.score_source import derivative_source, function_source
+from flashtile.ops.common.triton.functions import tanh
+
+
+@functools.lru_cache(maxsize=1024)
+def function_of(text: str) -> Any:
+    """The `@triton.jit` function of a program: see `score_source.function_source`."""
+    return _compiled(function_source(text))
+
+
+@functools.lru_cache(maxsize=1024)
+def derivative_of(text: str) -> Any:
+    """That of its derivative: see `score_source.derivative_source`."""
+    return _compiled(derivative_source(text))
+
+
+def _compiled(source: str) -> Any:
+    """A function of a name of its own, because Triton tells functions that are constants apart by their names."""
+    name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    source = f"@triton.jit\ndef {name}{source[source.index('(') :]}"
+    filename = f"<flashtile {name}>"
+    # Triton and tracebacks read it there; without a time of change it stays.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {"triton": triton, "tl": tl, "hyperbolic_tangent": tanh, "__name__": __name__}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]
+
+
+def captured_parameters(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> dict[str, Any]:
+    """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
+    and `captured_sums` of the addresses where gradients are added up. `summed`: for which tensors."""
+    tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
+    sizes: dict[str, Parameter] = {
+        f"size{number}_{dim}": (int64 if of.large else int32)(size)
+        for number, of in enumerate(captured)
+        for dim, size in enumerate(of.shape)
+    }
+    sums = {f"sum{number}": pointer_to(torch.float32 if wants else None) for number, wants in enumerate(summed)}
+    return {
+        "captured": _group("Captured", tensors) if tensors else ABSENT,
+        "captured_sizes": _group("CapturedSizes", sizes) if sizes else int32(None),
+        "captured_sums": _group("CapturedSums", sums) if sums else ABSENT,
+    }
+
+
+def _stored(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype is torch.bool else dtype
+
+
+def _group(name: str, fields: dict[str, Parameter]) -> tuple[Parameter, ...]:
+    return _group_class(name, tuple(fields))(*fields.values())
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_class(name: str, fields: tuple[str, ...]) -> Any:
+    return namedtuple(name, fields)

@@ -1,0 +1,139 @@
+"""Score functions on the portable kernels: pairs with other features, each operation that their sources have, and what
+they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from attention_cases import SCORE_MOD_PAIRS, parameters
+from flashtile._backends import devices
+from flashtile.ops.attention.triton.score_source import derivative_source, function_source, unsupported_operation
+from flashtile.testing import AttentionCase, assert_close, check
+
+F = torch.nn.functional
+SEQ, HEADS = 40, 2
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("case", parameters(SCORE_MOD_PAIRS))
+def test_interpreted_pairs(case: AttentionCase) -> None:
+    check(case, "triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parameters(SCORE_MOD_PAIRS))
+def test_pairs_on_a_gpu(case: AttentionCase) -> None:
+    check(case, "triton", "cuda")
+
+
+def _tables(device: str) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(HEADS, SEQ, generator=generator)
+    return {
+        "table": table.to(device, copy=True).requires_grad_(),
+        "narrow": table[0].half().to(device, copy=True).requires_grad_(),
+        "factor": torch.tensor(0.7, device=device, requires_grad=True),
+        "numbers": torch.arange(SEQ, device=device) % 7,
+        "shown": (torch.arange(SEQ, device=device) % 5 > 0),
+    }
+
+
+Function = Callable[..., Tensor]
+#: Functions of the score x, the indices and the tables, which together have every operation that the sources have.
+FUNCTIONS: dict[str, Function] = {
+    "exponentials": lambda x, b, h, q, k, t: torch.exp(0.1 * x) + torch.exp2(0.1 * x) + torch.log(x * x + 1.5),
+    "logarithms": lambda x, b, h, q, k, t: torch.log2(x.square() + 1.5) * (x * x + 0.5).sqrt() + (2 + x * x).rsqrt(),
+    "circles": lambda x, b, h, q, k, t: torch.sin(x) * torch.cos(0.5 * x) + torch.erf(x) - torch.tanh(x),
+    "gates": lambda x, b, h, q, k, t: torch.sigmoid(x) * F.relu(x + 0.3) + 1.0 / (x * x + 2) + (3 + x * x).reciprocal(),
+    "bounds": lambda x, b, h, q, k, t: x.clamp(-0.5, 0.7) + torch.maximum(x, 0.3 * x) - torch.minimum(x, -x).abs(),
+    "powers": lambda x, b, h, q, k, t: (
+        x**3 + (x * x + 1) ** -2 + (x * x + 1) ** 0.5 + x.sign() * 0.1 + 2.0 ** (0.2 * x)
+    ),
+    "integers": lambda x, b, h, q, k, t: x + 0.1 * ((q - k) % 7) + 0.2 * ((k - q) // 4) - 0.01 * torch.abs(q - k) + b,
+    "rounding": lambda x, b, h, q, k, t: x + torch.floor(0.3 * x) + x.ceil() + torch.div(q, 3, rounding_mode="trunc"),
+    "conditions": lambda x, b, h, q, k, t: torch.where(((q >= k) & (q != 3)) | ~(h > 0) ^ (k < 9), x, -x),
+    "masks": lambda x, b, h, q, k, t: x.masked_fill(t["shown"][k] & torch.logical_not(q == k), 0.25) * 2,
+    "tables": lambda x, b, h, q, k, t: x * t["factor"] + t["table"][h, q - k] - t["table"][h][k] * t["narrow"][q],
+    "narrow": lambda x, b, h, q, k, t: x + (t["narrow"][k] * t["narrow"][q]).float() + t["numbers"][q] * 0.1,
+    "casts": lambda x, b, h, q, k, t: x * (q.float() / 17 + (k > q).to(x.dtype)) + t["numbers"][-1 - k],
+    "constant": lambda x, b, h, q, k, t: t["table"][h, k] + 0 * q,
+}
+
+
+def _results(function: Function, backend: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, SEQ, HEADS, 16)
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
+    leaves = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+    tables = _tables(device)
+    if dtype is torch.float64:
+        learned = ("table", "factor")
+        tables |= {name: tables[name].detach().double().requires_grad_() for name in learned}
+    learned = {name: tables[name] for name in ("table", "narrow", "factor")}
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return function(score, batch, head, q_index, k_index, tables)
+
+    out = flashtile.attention(q, k, v, score_mod=score_mod, backend=backend)
+    found = torch.autograd.grad(out, [*leaves.values(), *learned.values()], dout, allow_unused=True)
+    named = {f"d{name}": grad for name, grad in zip((*leaves, *learned), found) if grad is not None}
+    return {"out": out.detach(), **named}
+
+
+def _agrees(name: str, device: str) -> None:
+    actual = _results(FUNCTIONS[name], "triton", device)
+    oracle = _results(FUNCTIONS[name], "reference", device, torch.float64)
+    eager = _results(FUNCTIONS[name], "reference", device)
+    assert actual.keys() == oracle.keys()
+    for result, value in actual.items():
+        assert_close(f"{name}: {result}", value, oracle[result], eager[result])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_interpreted_operations(name: str) -> None:
+    _agrees(name, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operations_on_a_gpu(name: str) -> None:
+    _agrees(name, "cuda")
+
+
+def test_a_source_reads_like_the_function() -> None:
+    table = torch.zeros(3, 9, requires_grad=True)
+    text = flashtile.trace_score_mod(lambda s, b, h, q, k: s * 2 + table[h, q - k]).program
+    source = function_source(text)
+    assert "v0 = score * 2.0\n" in source
+    assert "v2 = tl.load(captured.tensor0 + (at2_0 * sizes.size0_1 + at2_1), mask=at2_inside, other=0)" in source
+    assert "tl.atomic_add(sums.sum0" in derivative_source(text)
+
+
+def test_operations_that_the_kernels_lack_are_named() -> None:
+    text = flashtile.trace_score_mod(lambda s, b, h, q, k: torch.lgamma(s)).program
+    assert unsupported_operation(text, False) == "aten.lgamma.default"
+    assert unsupported_operation(flashtile.trace_score_mod(lambda s, *_: s + 1).program, True) is None
+
+
+@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
+def test_explain_names_what_is_not_served() -> None:
+    table = torch.zeros(9, requires_grad=True)
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+
+    def asked(function: Any, **options: Any) -> flashtile.Explanation:
+        return flashtile.explain(q, q, q, score_mod=function, device="sm_90", **options)
+
+    served = asked(lambda s, b, h, q, k: s + table[q % 9])
+    assert [kernel.backend for kernel in served.kernels] == ["triton"] * 3
+    lacking = asked(lambda s, b, h, q, k: torch.lgamma(s))
+    assert lacking.backend is None
+    assert "aten.lgamma" in lacking.rejected["triton"]
+    # The forward is served; no backend has its gradients in a fixed order.
+    assert len(asked(lambda s, b, h, q, k: s + table[q % 9], deterministic=True).kernels) == 1
