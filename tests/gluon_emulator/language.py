@@ -282,6 +282,10 @@ def _inline_asm(asm: str, constraints: str, args: list, dtype: Any, is_pure: boo
     raise NotImplementedError(f"what does this instruction do? {asm}")
 
 
+def _static_assert(condition: Any) -> None:
+    assert condition
+
+
 def _converted(found: re.Match, dtype: Any, x: Value) -> Value:
     return x.to(dtype)
 
@@ -338,6 +342,11 @@ def _add_fragments(found: re.Match, dtype: Any, x: Value, address: Value) -> Non
     current().let_others_run()
 
 
+def _take_number(found: re.Match, dtype: Any, counter: Value) -> Value:
+    assert current().warps == 1, "each warp would take one"
+    return _atomic_add(counter, 1)
+
+
 _INSTRUCTIONS = {
     r"tanh\.approx\.f32": _tanh,
     r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
@@ -348,6 +357,7 @@ _INSTRUCTIONS = {
     r"(?s)setp\.gt\.f32 above, largest, (\S+);.*vote\.sync\.any.*selp\.b32 (flashtile_flag_\d)": _vote,
     r"mov\.b32 \$0, (flashtile_flag_\d)": _read_flag,
     r"red\.relaxed\.gpu\.global\.add\.v4\.f32": _add_fragments,
+    r"(?s)atom\.\w+\.gpu\.global\.add\.u32 number,.*redux\.sync": _take_number,
 }
 
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)
@@ -369,7 +379,7 @@ gl = SimpleNamespace(
     program_id=lambda axis: as_value(current().program.number),
     num_programs=lambda axis: as_value(current().machine.programs),
     num_warps=lambda: current().warps,
-    static_range=range,
+    static_range=range, static_assert=_static_assert,
     arange=_arange, full=_full, zeros=_zeros, reshape=_reshape, permute=_permute, split=_split, join=_join,
     convert_layout=_convert_layout, where=_where, cdiv=_cdiv,
     exp2=_unary(torch.exp2), exp=_unary(torch.exp), log=_unary(torch.log), abs=_unary(torch.abs),
