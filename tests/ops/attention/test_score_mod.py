@@ -406,3 +406,14 @@ def test_explain_says_why_not() -> None:
     answer = flashtile.explain(q, q, q, score_mod=_capped, device="sm_90")
     assert "score function" in answer.rejected["hopper"]
     assert flashtile.explain(q, q, q, score_mod=_capped).backend == "cpu"
+
+
+def test_several_gradients_in_one() -> None:
+    q, table = leaf(1, 4, 2, 3), leaf(4)
+    out = flashtile.attention(q, q, q, score_mod=_capped)
+    upstream = normal(3, *out.shape)
+    together = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)[0]
+    assert_same(together, torch.stack([torch.autograd.grad(out, q, one, retain_graph=True)[0] for one in upstream]))
+    out = flashtile.attention(q, q, q, score_mod=lambda s, b, h, q, k: s + table[k])
+    with pytest.raises(NotImplementedError, match="is_grads_batched"):
+        torch.autograd.grad(out, q, upstream, is_grads_batched=True)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import AttentionSpec, Origin, SideInputs, Wanted
 
-SIDE_SCHEMA = (
+SINGLE_SIDE_SCHEMA = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "Tensor? key_lengths, Tensor? dropout_seed, Tensor? bias, Tensor? mask, Tensor? alibi_slopes, Tensor? sinks, "
-    "Tensor? block_lists, Tensor? block_patterns, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v, "
-    "Tensor[] captured"
+    "Tensor? block_lists, Tensor? block_patterns, Tensor? descale_q, Tensor? descale_k, Tensor? descale_v"
 )
+SIDE_SCHEMA = f"{SINGLE_SIDE_SCHEMA}, Tensor[] captured"
 SPEC_SCHEMA = (
     "float scale, int? window_left, int? window_right, bool top_left, float dropout_p, bool deterministic, "
     "float softcap, int[]? block_shape, int[]? origin, bool returns_max_scores, str? score_program"

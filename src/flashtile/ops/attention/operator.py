@@ -18,6 +18,7 @@ from flashtile.ops.attention.arguments import (
     LEARNED,
     SIDE,
     SIDE_SCHEMA,
+    SINGLE_SIDE_SCHEMA,
     SPEC,
     SPEC_SCHEMA,
     flat,
@@ -39,6 +40,12 @@ _library.define(
     f"{SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, "
     "bool[] wants_captured, str backend)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks, Tensor[] dcaptured)"
+)
+# The backward without captured tensors: PyTorch maps no operator with lists of tensors over `is_grads_batched=True`.
+_library.define(
+    "attention_backward_single(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{SINGLE_SIDE_SCHEMA}, {SPEC_SCHEMA}, bool wants_bias, bool wants_alibi_slopes, bool wants_sinks, str backend)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dalibi_slopes, Tensor dsinks)"
 )
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
@@ -166,12 +173,18 @@ class _Attention(torch.autograd.Function):
             bits = sum(wants << place for place, wants in enumerate(wanted.captured))
             grads = _DifferentiableBackward.apply(*tensors, *flat(side, (*spec, *wanted[:-1], bits), backend))
             grads = _gradients(grads[:_SINGLE_GRADIENTS], grads[_SINGLE_GRADIENTS:], wanted)
-        elif not dispatch.batched(dout, dlse) and dispatch.unobserved(
-            q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))
-        ):
+        elif dispatch.batched(dout, dlse):
+            # For several gradients in one, PyTorch calls the operator with one after another.
+            if side.captured:
+                raise NotImplementedError(
+                    "score_mod: expected one that reads no tensors beside is_grads_batched=True, got one that reads "
+                    f"{len(side.captured)}; call torch.autograd.grad for one gradient after another"
+                )
+            operator = torch.ops.flashtile.attention_backward_single.default
+            grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
+        elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
             grads = _backward(*tensors, side, spec, wanted, backend)
         else:
-            # For several gradients in one, PyTorch calls the operator with one after another.
             grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
             grads = _gradients(grads[:-1], grads[-1], wanted)
         if other_arguments == 3:
@@ -368,6 +381,13 @@ def _backward_implementation(*arguments):
     return *map(returned, grads[:-1]), list(map(returned, grads.captured))
 
 
+def _backward_single_implementation(*arguments):
+    *others, backend = arguments
+    tensors, rest = others[:7], others[7:]
+    single, scalars = rest[: SIDE - 1], rest[SIDE - 1 :]
+    return _backward_implementation(*tensors, *single, (), *scalars, (), backend)[:_SINGLE_GRADIENTS]
+
+
 def _forward_fake(q, k, v, *rest):
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype))
     statistics = lse_shape(q), lse_dtype(q.dtype)
@@ -450,7 +470,8 @@ def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_forward", _forward_implementation, _device)
     _library.impl("attention_backward", _backward_implementation, _device)
-for _name in ("attention_forward", "attention_backward"):
+    _library.impl("attention_backward_single", _backward_single_implementation, _device)
+for _name in ("attention_forward", "attention_backward", "attention_backward_single"):
     # Autograd is recorded above the operators, by the functions here, and never inside (see the implementations).
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 dispatch.register_fake("flashtile::attention_forward", _forward_fake, _library)
