@@ -7,6 +7,7 @@ import torch
 from torch._inductor import lowering
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_leaves, tree_structure
 
 import flashtile
 from flashtile.ops.common import dispatch
@@ -55,5 +56,6 @@ def test_interpreted_backward_from_results_that_a_collective_is_bringing() -> No
     out, lse = flashtile.attention(q, q, q, return_lse=True, backend="triton")
     expected = flashtile.attention_backward(q, q, q, q, out, lse, backend="triton")
     coming = map(AsyncCollectiveTensor, (out, lse))
-    for actual, wanted in zip(flashtile.attention_backward(q, q, q, q, *coming, backend="triton"), expected):
-        assert torch.equal(actual, wanted) if wanted is not None else actual is None
+    actual = flashtile.attention_backward(q, q, q, q, *coming, backend="triton")
+    assert tree_structure(actual) == tree_structure(expected)
+    assert all(map(torch.equal, tree_leaves(actual)[:3], tree_leaves(expected)[:3]))

@@ -839,7 +839,7 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 
 #: Bytes of a thread that may lie in device memory, by consumers: scalars that the loop seldom uses, and what lives in
 #: one of its branches. Three consumers have 160 registers each.
-_SPILLS = {3: 168, 2: 104}
+_SPILLS = {3: 168, 2: 96}
 
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144

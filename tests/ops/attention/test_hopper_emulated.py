@@ -44,10 +44,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
             setattr(module, name, number)
 
         def implementation(
-            phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, learned_slopes: bool = False
-        ) -> Any:
+            phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, learned_slopes: bool = False,
+            learned_captured: bool = False,
+        ) -> Any:  # fmt: skip
             if backend != "hopper":
-                return serve(phase, q, k, v, side, spec, backend, learned_slopes)
+                return serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
             reason = unsupported_reason(hopper_call(phase, q, k, v, side, spec, learned_slopes))
             if learned_slopes and phase == "backward":
                 return serve(phase, q, k, v, side, spec, "cpu", learned_slopes)  # any backward follows any forward

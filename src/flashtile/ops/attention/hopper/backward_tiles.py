@@ -22,7 +22,6 @@ from flashtile.ops.attention.hopper.pieces import (
     next_number,
     publish_tile,
     receive_tile,
-    take_number,
     tile_in_order,
     turn_of,
 )
@@ -194,7 +193,7 @@ def first_tile_number(counter_ptr, config):
     """
     number = gl.program_id(0)
     if config.ORDERED and config.PERSISTENT:
-        number = take_number(counter_ptr, "relaxed")
+        number = gl.atomic_add(counter_ptr, 1)
     return number
 
 
@@ -202,7 +201,7 @@ def first_tile_number(counter_ptr, config):
 def next_tile_number(number, counter_ptr, config):
     """The number of the next key tile of a persistent thread block."""
     if config.ORDERED:
-        following = take_number(counter_ptr, "relaxed")
+        following = gl.atomic_add(counter_ptr, 1)
     else:
         following = next_number(number, counter_ptr, 1)
     return following

@@ -467,9 +467,9 @@ def produce_tile(
             rings.v.fill(slot, tensors.v, HeadRows(at.sequence, head, v_begin, keys), row, BOUNDED)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                following = next_number(number, schedule.counter_ptr, schedule.dynamic)
+                following = next_number(number, schedule.counter_ptr, schedule.dynamic, config.EIGHT_BITS)
     else:
-        following = next_number(number, schedule.counter_ptr, schedule.dynamic)
+        following = next_number(number, schedule.counter_ptr, schedule.dynamic, config.EIGHT_BITS)
     return tiles_published, key_tiles, following
 
 

@@ -353,36 +353,42 @@ def locate_tile(
 
 
 @gluon.jit
-def take_number(counter_ptr, ORDER: gl.constexpr):
-    """What a counter in device memory holds, and one more in it: a scalar, for a caller that is one warp. `ORDER`: of
-    memory, as in PTX.
+def take_number(counter_ptr):
+    """What a counter in device memory holds, and one more in it: a scalar, for a caller that is one warp.
 
-    `gl.atomic_add` hands its scalar round through shared memory. In the 8-bit forward with three consumers a number got
-    lost there in half of the launches under a causal mask: its thread block ended, and nobody computed that tile
-    (docs/engineering_log/fp8.md). A reduction over the warp needs no memory, and its result is known to be a scalar.
+    `gl.atomic_add` hands its scalar round through shared memory. In the 8-bit forward with three consumers numbers got
+    lost there: thread blocks ended early, and nobody computed their tiles (docs/engineering_log/fp8.md). With a shuffle
+    from the thread that took the number to the others of its warp none did.
     """
     gl.static_assert(gl.num_warps() == 1)
-    return gl.inline_asm_elementwise(_take_number(ORDER), "=r,l", [counter_ptr], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.constexpr_function
-def _take_number(order):
-    return f"""{{
-        .reg .pred first;
-        .reg .b32 number;
-        elect.sync _|first, 0xffffffff;
-        mov.b32 number, 0;
-        @first atom.{order}.gpu.global.add.u32 number, [$1], 1;
-        redux.sync.or.b32 $0, number, 0xffffffff;
-    }}"""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .pred first;
+            .reg .b32 lane, number;
+            mov.u32 lane, %laneid;
+            setp.eq.u32 first, lane, 0;
+            @first atom.global.add.u32 number, [$1], 1;
+            shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
+        }""",
+        "=r,l",
+        [counter_ptr],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
-def next_number(number, counter_ptr, dynamic):
-    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn."""
+def next_number(number, counter_ptr, dynamic, SHUFFLES: gl.constexpr = False):
+    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn. `SHUFFLES`: the
+    number of the next one is taken as `take_number` does."""
     following = number + gl.num_programs(0)
     if dynamic != 0:
-        following = gl.num_programs(0) + take_number(counter_ptr, "relaxed")
+        if SHUFFLES:
+            taken = take_number(counter_ptr)
+        else:
+            taken = gl.atomic_add(counter_ptr, 1)
+        following = gl.num_programs(0) + taken
     return following
 
 
@@ -390,7 +396,7 @@ def next_number(number, counter_ptr, dynamic):
 def finish_numbers(counter_ptr, dynamic):
     """The last program to finish leaves both counters at 0, as it found them: a launch needs no memset."""
     if dynamic != 0:
-        finished = take_number(counter_ptr + 1, "acq_rel")
+        finished = gl.atomic_add(counter_ptr + 1, 1)
         if finished == gl.num_programs(0) - 1:
             gl.store(counter_ptr, 0)
             gl.store(counter_ptr + 1, 0)
