@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,14 +12,12 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import flashtile
 from flashtile.integrations.options import check_options
+from flashtile.integrations.substitute import Substitute
 
 #: The module of transformers that has FlexAttention, and the function there through which its models call it.
 _TRANSFORMERS, _ITS_FUNCTION = "transformers.integrations.flex_attention", "compile_friendly_flex_attention"
 
-_lock = threading.Lock()
-#: The functions of the contexts that are open, the latest last.
-_active: list[Callable[..., Any]] = []
-#: Modules and names whose functions stood there before the first of them, with these functions.
+#: Modules and names whose functions stood there before the first context was opened, with these functions.
 _before: list[tuple[Any, str, Callable[..., Any]]] = []
 
 
@@ -46,30 +43,29 @@ def use_flashtile_flex(*, backend: str = "auto", deterministic: bool = False) ->
         ValueError: there is no backend of that name.
     """
     check_options(backend, deterministic)
-    route = _route(backend, deterministic)
-    with _lock:
-        if not _active:
-            _before.append((torch_flex, "flex_attention", torch_flex.flex_attention))
-            if module := sys.modules.get(_TRANSFORMERS):
-                _before.append((module, _ITS_FUNCTION, getattr(module, _ITS_FUNCTION)))
-        _active.append(route)
-        _put(route)
-    try:
+    with _pytorchs_function.by(_route(backend, deterministic)):
         yield
-    finally:
-        with _lock:
-            del _active[len(_active) - 1 - _active[::-1].index(route)]
-            if _active:
-                _put(_active[-1])
-            else:
-                for module, name, function in _before:
-                    setattr(module, name, function)
-                _before.clear()
+
+
+def _begin() -> Callable[[], None]:
+    _before.append((torch_flex, "flex_attention", torch_flex.flex_attention))
+    if module := sys.modules.get(_TRANSFORMERS):
+        _before.append((module, _ITS_FUNCTION, getattr(module, _ITS_FUNCTION)))
+    return _restore
+
+
+def _restore() -> None:
+    for module, name, function in _before:
+        setattr(module, name, function)
+    _before.clear()
 
 
 def _put(route: Callable[..., Any]) -> None:
     for module, name, _ in _before:
         setattr(module, name, _without_training(route) if name == _ITS_FUNCTION else route)
+
+
+_pytorchs_function = Substitute(_begin, _put)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -13,12 +12,7 @@ from torch.nn import functional
 
 import flashtile
 from flashtile.integrations.options import check_options
-
-_lock = threading.Lock()
-#: The functions of the contexts that are open, the latest last.
-_active: list[Callable[..., Tensor]] = []
-#: What stood in their place before the first of them: PyTorch's function, and whether nn modules may pass it by.
-_before: tuple[Callable[..., Tensor], bool] | None = None
+from flashtile.integrations.substitute import Substitute
 
 
 @contextmanager
@@ -46,12 +40,8 @@ def use_flashtile_sdpa(*, backend: str = "auto", deterministic: bool = False) ->
         ValueError: there is no backend of that name.
     """
     check_options(backend, deterministic)
-    route = _route(backend, deterministic)
-    _open(route)
-    try:
+    with _pytorchs_function.by(_route(backend, deterministic)):
         yield
-    finally:
-        _close(route)
 
 
 @cache
@@ -80,23 +70,20 @@ def _route(backend: str, deterministic: bool) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
-def _open(route: Callable[..., Tensor]) -> None:
-    global _before
-    with _lock:
-        if _before is None:
-            _before = functional.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        _active.append(route)
-        functional.scaled_dot_product_attention = route
+def _begin() -> Callable[[], None]:
+    """nn modules may pass the function by; meanwhile they may not."""
+    function, fast = functional.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+
+    def restore() -> None:
+        functional.scaled_dot_product_attention = function
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+    return restore
 
 
-def _close(route: Callable[..., Tensor]) -> None:
-    global _before
-    with _lock:
-        del _active[len(_active) - 1 - _active[::-1].index(route)]
-        if _active:
-            functional.scaled_dot_product_attention = _active[-1]
-        elif _before is not None:
-            functional.scaled_dot_product_attention, fast = _before
-            torch.backends.mha.set_fastpath_enabled(fast)
-            _before = None
+def _put(route: Callable[..., Tensor]) -> None:
+    functional.scaled_dot_product_attention = route
+
+
+_pytorchs_function = Substitute(_begin, _put)
