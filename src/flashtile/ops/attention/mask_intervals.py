@@ -26,7 +26,7 @@ _ENTRIES_TOGETHER = 16
 
 
 def bounds_of(predicate: Predicate) -> Callable[[Tiles], Bounds]:
-    """What is known of tiles without looking at their pairs."""
+    """Returns a function that bounds all pairs of a tile at once, by interval arithmetic."""
     tables: dict[tuple[int, int], _Extremes] = {}
 
     def bounds(tiles: Tiles) -> Bounds:

@@ -27,8 +27,8 @@ class Table(NamedTuple):
 
 
 class BlockSizes(NamedTuple):
-    """What a plan needs to know of a block mask: how many numbers its lists have, how many patterns there are, and for
-    how many queries and keys it was built."""
+    """The sizes of a block mask: how many numbers its lists have, how many patterns there are, and for how many queries
+    and keys it was built."""
 
     numbers: int
     patterns: int

@@ -354,7 +354,7 @@ def locate_tile(
 
 @gluon.jit
 def take_number(counter_ptr):
-    """What a counter in device memory holds, and one more in it: a scalar, for a caller that is one warp.
+    """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
 
     `gl.atomic_add` hands its scalar round through shared memory. In the 8-bit forward with three consumers numbers got
     lost there: thread blocks ended early, and nobody computed their tiles (docs/engineering_log/fp8.md). With a shuffle
