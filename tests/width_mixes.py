@@ -2,7 +2,8 @@
 
 Three things decide how a tile lies in shared memory: its width up to 64 columns, which is its swizzle; whether it is
 wider than that; and whether it is copied there asynchronously or goes through registers. Tiles go through registers if
-rows do not begin at multiples of 4 bytes, which odd widths, strides and addresses cause, and if operands have 8 bits.
+rows do not begin at multiples of 4 bytes, which odd widths, strides and addresses cause. They also do if operands have
+8 bits, and if float32 is split into three parts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def _prefixed(name: str, calls: dict[str, Call]) -> dict[str, Call]:
 _MOVED = _CAUSAL._replace(misalignment=2)
 _PACKED = _CAUSAL._replace(sequences=3)
 _FP8 = _CAUSAL._replace(dtype=torch.float8_e4m3fn)
-_TF32 = _CAUSAL._replace(dtype=torch.float32, allow_tf32=True)
+_FP32 = _CAUSAL._replace(dtype=torch.float32)
+_TF32 = _FP32._replace(allow_tf32=True)
 
 #: Mixes of the forward: every combination through registers, dense and packed, and every swizzle for copies.
 FORWARD_MIXES = (
@@ -40,8 +42,13 @@ FORWARD_MIXES = (
     | _prefixed("moved", _calls([(64, 32), (16, 64)], _MOVED))
     | _prefixed("fp8", _calls([(64, 16), (32, 128)], _FP8))
     | _prefixed("tf32", _calls([(64, 16), (16, 64)], _TF32))
+    | _prefixed("fp32", _calls([(15, 31), (63, 15), (24, 129)], _FP32))
 )
 #: Mixes of dq and dk/dv, which keep all tiles of a step on chip together.
-BACKWARD_MIXES = _calls([*permutations(_NARROW, 2), (15, 129), (129, 15), (255, 63)])
+BACKWARD_MIXES = (
+    _calls([*permutations(_NARROW, 2), (15, 129), (129, 15), (255, 63)])
+    | _prefixed("tf32", _calls([(63, 15)], _TF32))
+    | _prefixed("fp32", _calls([(24, 40), (63, 15), (15, 129)], _FP32))
+)
 #: Mixes of the gradient of the bias, likewise.
-BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)])
+BIAS_MIXES = _calls([(15, 63), (63, 15), (129, 31)]) | _prefixed("fp32", _calls([(24, 40), (129, 31)], _FP32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import flashtile
-from flashtile import BlockMask, patterns
+from flashtile import patterns
 from flashtile.ops.attention import tile_lists
 from flashtile.testing import assert_same
 from mask_checks import check_mask, dense_of
@@ -428,20 +429,34 @@ def test_errors(build, error, message):
         build()
 
 
+_BUILT_ON_A_GPU = {
+    "causal": (700,),
+    "sliding_window": (700, 650, 100, 3, 70),
+    "strided": (700, 100),
+    "fixed": (700, 100),
+    "butterfly": (700, 16),
+    "big_bird": (700, 16, 3, 2, 3, 5, 2),
+    "documents": (),
+    "prefix_lm": (700, [3, 300]),
+    "dilated": (700, 90, 30, 3),
+    "neighborhood": ((20, 35), (5, 7), (2, 1)),
+    "tree": ([300, 200, 150, 50], [-1, 0, 1, 0]),
+    "tree_positions": ([300, 200, 150, 50], [-1, 0, 1, 0]),
+}
+
+
+def test_every_pattern_is_built_on_a_gpu():
+    assert sorted(_BUILT_ON_A_GPU) == sorted(patterns.__all__)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", patterns.__all__)
+@pytest.mark.parametrize("name", _BUILT_ON_A_GPU)
 def test_built_on_a_gpu(name):
-    arguments = {
-        "causal": (700,),
-        "sliding_window": (700, 650, 100, 3, 70),
-        "strided": (700, 100),
-        "fixed": (700, 100),
-        "butterfly": (700, 16),
-        "big_bird": (700, 16, 3, 2, 3, 5, 2),
-        "documents": (),
-        "prefix_lm": (700, [3, 300]),
-    }[name]
     options = {"lengths": [100, 300, 50]} if name == "documents" else {}
-    mask: BlockMask = getattr(patterns, name)(*arguments, **options, device="cuda")
-    assert mask.device.type == "cuda"
-    assert mask.cpu() == getattr(patterns, name)(*arguments, **options)
+    build = functools.partial(getattr(patterns, name), *_BUILT_ON_A_GPU[name], **options)
+    built, expected = build(device="cuda"), build()
+    assert built.device.type == "cuda"
+    if name == "tree_positions":
+        assert_same("positions", built.cpu(), expected)
+    else:
+        assert built.cpu() == expected

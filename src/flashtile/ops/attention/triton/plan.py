@@ -55,7 +55,7 @@ from flashtile.ops.attention.triton.configs import (
     drops_masks,
     is_long,
     situation_of,
-    tile_width,
+    tile_widths,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
@@ -300,6 +300,7 @@ def _scalars(call: _Facts) -> dict[str, Parameter]:
 def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
     (*_, head_dim), (*_, head_dim_v) = call.shapes[0], call.shapes[2]
     spec, side, tiles = call.spec, call.side, call.tiles
+    width, width_v = tile_widths(call.situation)
     bias = None if side.bias is None else side.bias.shape
     tile_q, tile_k = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     # Where a bias is the same for all batch entries, tiles that read the same of it follow one another.
@@ -307,8 +308,8 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
     return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": tile_width(head_dim),
-        "BLOCK_E": tile_width(head_dim_v),
+        "BLOCK_D": width,
+        "BLOCK_E": width_v,
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "CHUNK": tiles.chunk,
