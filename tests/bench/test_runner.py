@@ -22,6 +22,7 @@ from flashtile.bench.implementations import (
     select_implementations,
     torch_varlen_options,
 )
+from flashtile.bench.problem import AttentionProblem
 from flashtile.bench.record import commit, make_record, write_record
 from flashtile.bench.runner import run_case, run_cases
 from flashtile.bench.timing import CpuTimer, typical
@@ -257,11 +258,43 @@ def test_peers_say_why_they_have_no_speed(name, monkeypatch):
         == {
             "sdpa-flash": [mask, mask, cap, "has no gradient of a bias"],
             "sdpa-cudnn": [mask, mask, cap, "has no gradient of a bias"],
-            "sdpa-efficient": ["measured with a bias only"] * 3 + [None],
+            "sdpa-efficient": ["measured with a bias or with dropout only"] * 3 + [None],
             "sdpa-math": [None, None, cap, None],
             "fa4": [language, language, None, language],
         }[name]
     )
+
+
+_DROPPED = Case(2, 48, 2, 2, 16, 16, causal=True, dropout_p=0.3, dtype="fp32")
+
+
+def test_a_peer_with_dropout_bits_of_its_own_is_judged_without_dropout_and_timed_with_it():
+    rows = run_case(_DROPPED, [peer("flashtile-cpu"), peer("sdpa-math")], CPU)
+    assert len(rows) == 4 and all(row["ms"] for row in rows)
+    bound = AttentionProblem(_DROPPED, CPU).bind(peer("sdpa-math"))
+    first, second = bound.forward(), bound.forward()
+    assert not torch.equal(first, second), "other weights are dropped each time"
+
+
+def test_a_peer_that_drops_nothing_or_is_wrong_without_dropout_gets_no_speed():
+    def attend(case, inputs):
+        return lambda q, k, v: flashtile.attention(q, k, v, causal=True)
+
+    def wrong(case, inputs):
+        return lambda q, k, v: flashtile.attention(q, k, v, causal=True, dropout_p=case.dropout_p) + 1e-3
+
+    def why(build):
+        row = run_case(_DROPPED, [Implementation("sdpa-own", ("cpu",), build, own_dropout=True)], CPU)[0]
+        return row["why"]
+
+    assert why(attend) == "wrong result: nothing is dropped"
+    assert why(wrong).startswith("wrong result: out")
+
+
+def test_peers_without_dropout_say_so(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for name in ("flex", "fa4"):
+        assert peer(name).unsupported(replace(_DROPPED, S=2048), CPU) == "has no dropout"
 
 
 def test_flex_is_measured_at_few_lengths_of_what_others_have_too():

@@ -20,6 +20,7 @@ class Bound:
     """
 
     def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
+        self.implementation = implementation
         self._heads_first = implementation.heads_first
         self._function = implementation.build(case, inputs)
         own = [self.change_layout(t) for t in (inputs.q, inputs.k, inputs.v)]

@@ -44,6 +44,7 @@ class Implementation:
         heads_first: its layout is `[B, H, S, D]` instead of `[B, S, H, D]`. Not for packed batches.
         context: what must be entered around its calls.
         default: measured when no `--impl` is given.
+        own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Implementation:
     heads_first: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     default: bool = True
+    own_dropout: bool = False
 
     @property
     def ours(self) -> bool:
@@ -89,7 +91,9 @@ def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
         added = mask if bias is None else bias
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, is_causal=causal, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=added, dropout_p=case.dropout_p, is_causal=causal, enable_gqa=grouped
+        )
 
     return attend
 
@@ -135,11 +139,11 @@ def torch_varlen_options(case: Case, offered: Collection[str]) -> dict[str, Any]
 
 
 def _no_dropout(case: Case, device: torch.device) -> str | None:
-    return "its dropout bits are its own, so its result cannot be checked" if case.dropout_p else None
+    return "has no dropout" if case.dropout_p else None
 
 
 def _dense_only(case: Case, device: torch.device) -> str | None:
-    return "takes no packed batch" if case.lengths is not None else _no_dropout(case, device)
+    return "takes no packed batch" if case.lengths is not None else None
 
 
 def _sdpa_limits(case: Case, device: torch.device) -> str | None:
@@ -161,13 +165,15 @@ def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
 
 
 def _efficient_limits(case: Case, device: torch.device) -> str | None:
-    return "measured with a bias only" if case.bias is None else _sdpa_limits(case, device)
+    if case.bias is None and not case.dropout_p:
+        return "measured with a bias or with dropout only"
+    return _sdpa_limits(case, device)
 
 
 def _flex_limits(case: Case, device: torch.device) -> str | None:
     if case.lengths is None and not case.changes_scores and case.S not in _FLEX_LENGTHS:
         return f"compiles for each shape, so measured at S = {', '.join(map(str, _FLEX_LENGTHS))} only"
-    return _dense_only(case, device)
+    return _dense_only(case, device) or _no_dropout(case, device)
 
 
 def hopper_limits(case: Case, device: torch.device) -> str | None:
@@ -235,6 +241,7 @@ IMPLEMENTATIONS = (
         _no_mask_kernel,
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
+        own_dropout=True,
     ),
     Implementation(
         "sdpa-cudnn",
@@ -243,6 +250,7 @@ IMPLEMENTATIONS = (
         _no_mask_kernel,
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        own_dropout=True,
     ),
     Implementation(
         "sdpa-efficient",
@@ -251,6 +259,7 @@ IMPLEMENTATIONS = (
         _efficient_limits,
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
+        own_dropout=True,
     ),
     Implementation(
         "sdpa-math",
@@ -259,6 +268,7 @@ IMPLEMENTATIONS = (
         _plain_limits,
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.MATH),
+        own_dropout=True,
         default=False,
     ),
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),

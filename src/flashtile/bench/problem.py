@@ -3,8 +3,10 @@ results are judged. Attention's answers are here, those of the companion operati
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +107,14 @@ class AttentionProblem:
         self._inputs = make_inputs(case, device)
         self._oracle = Oracle(case, self._inputs)
 
+    @property
+    def _without_dropout(self) -> Case:
+        return replace(self._case, dropout_p=0.0)
+
+    @functools.cached_property
+    def _oracle_without_dropout(self) -> Oracle:
+        return Oracle(self._without_dropout, self._inputs)
+
     def offers(self, implementation: Implementation) -> bool:
         return True
 
@@ -115,7 +125,15 @@ class AttentionProblem:
         return Bound(implementation, self._case, self._inputs)
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return self._oracle.judge(phase, results)
+        """An implementation that drops weights by bits of its own is judged by what it computes without dropout."""
+        if not (self._case.dropout_p and bound.implementation.own_dropout):
+            return self._oracle.judge(phase, results)
+        with bound.implementation.context():
+            whole = Bound(bound.implementation, self._without_dropout, self._inputs).results(phase)
+        verdict = self._oracle_without_dropout.judge(phase, whole)
+        if all(torch.equal(results[name], tensor) for name, tensor in whole.items()):
+            return Verdict(verdict.error, "wrong result: nothing is dropped")
+        return verdict
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         return speed_of(self._case, phase, ms)
