@@ -59,6 +59,25 @@ def test_bias_is_read_and_its_gradient_written(bias, entries):
     assert biased.flops("fwd") == plain.flops("fwd") and biased.flops("bwd") == plain.flops("bwd")
 
 
+def test_keys_of_another_number_count_as_many():
+    cross = Case(3, 16, 2, 1, 8, 4, Sk=5)
+    assert cross.visible_pairs() == 3 * 16 * 5 and cross.keys == 5 and Case(1, 16, 2, 1, 8, 4).keys == 16
+    assert cross.bytes("fwd") == 2 * 3 * (16 * 2 + 5) * (8 + 4) and cross.bytes("bwd") == 2 * cross.bytes("fwd")
+    inputs = make_inputs(cross, CPU)
+    assert inputs.q.shape == (3, 16, 2, 8) and inputs.k.shape == (3, 5, 1, 8) and inputs.v.shape == (3, 5, 1, 4)
+
+
+def test_a_mask_that_is_a_tensor_shows_what_counts_as_work():
+    padding = Case(4, 16, 2, 2, 8, 8, mask="padding")
+    mask = make_inputs(padding, CPU).mask
+    assert mask.shape == (4, 1, 1, 16) and mask.sum((1, 2, 3)).tolist() == [16, 14, 12, 10]
+    assert padding.visible_pairs() == 16 * (16 + 14 + 12 + 10) and make_inputs(padding, CPU).block_mask is None
+    random = Case(2, 256, 2, 2, 8, 8, mask="random0.25")
+    shown = make_inputs(random, CPU).mask
+    assert shown.shape == (1, 1, 256, 256) and shown.any(-1).all() and abs(shown.float().mean() - 0.25) < 0.02
+    assert random.visible_pairs() == 2 * 256 * 64
+
+
 def test_packed_work_is_that_of_each_sequence():
     one_by_one = [Case(1, seq, 2, 2, 8, 8, causal=True) for seq in PACKED.lengths]
     for phase in ("fwd", "bwd"):
@@ -73,6 +92,7 @@ def test_name_tells_kinds_apart():
     assert Case(1, 512, 8, 8, 192, 128, causal=True).name == "d192:128-causal-s512-bf16"
     assert PACKED.name == "d8-causal-packed22-fp32"
     assert Case(1, 512, 8, 8, 64, 64, mask="tiles128:0.25").name == "d64-full-tiles128:0.25-s512-bf16"
+    assert Case(1, 512, 8, 8, 64, 64, mask="random0.5", Sk=77).name == "d64-full-random0.5-s512:77-bf16"
     assert Case(1, 512, 8, 8, 64, 64, softcap=30.0, bias="1HSS").name == "d64-full-cap30-bias1HSS-s512-bf16"
 
 
@@ -83,6 +103,7 @@ def test_name_tells_kinds_apart():
         Case(1, 8, 2, 1, 8, 4, window=(3, None)),
         Case(1, 64, 2, 1, 8, 4, mask="tiles16:0.5"),
         Case(1, 8, 2, 1, 8, 4, softcap=3.0, bias="BHSS"),
+        Case(1, 8, 2, 1, 8, 4, mask="padding", Sk=3),
     ],
     ids=lambda case: case.name,
 )

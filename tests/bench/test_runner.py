@@ -48,6 +48,10 @@ VARIANTS = [
     Case(2, 48, 2, 2, 16, 16, causal=True, dtype="fp32", softcap=2.0),
     Case(3, 48, 4, 2, 16, 16, dtype="fp32", bias="1HSS"),
     Case(2, 48, 2, 2, 16, 16, causal=True, dtype="fp32", softcap=2.0, bias="BHSS"),
+    Case(3, 40, 4, 2, 16, 16, dtype="fp32", mask="padding"),
+    Case(2, 40, 2, 2, 16, 8, dtype="bf16", mask="random0.5"),
+    Case(2, 40, 4, 2, 16, 16, dtype="fp32", Sk=7),
+    Case(2, 40, 2, 2, 16, 16, dtype="fp32", mask="padding", Sk=7),
 ]
 SCORED = [case for case in VARIANTS if case.changes_scores]
 
@@ -173,9 +177,9 @@ def test_oracle_is_the_same_in_blocks_of_queries(case, monkeypatch):
     tensors = {name: tensor.double() for name, tensor in named.items() if tensor is not None}
     if case.lengths is not None:
         tensors = {name: tensor.unsqueeze(0) for name, tensor in tensors.items()}
-    whole = verify._reference(case, tensors, inputs.dropout_seed)
-    monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.S * 20)
-    blocks = verify._reference(case, tensors, inputs.dropout_seed)
+    whole = verify._reference(case, tensors, inputs.dropout_seed, inputs.mask)
+    monkeypatch.setitem(verify._SCORES, "cpu", case.B * case.H * case.keys * 20)
+    blocks = verify._reference(case, tensors, inputs.dropout_seed, inputs.mask)
     for name, expected in whole.items():
         assert_same(blocks[name], expected, name)
 
@@ -248,17 +252,21 @@ def test_a_window_cannot_be_reached_through_sdpa(name):
 def test_peers_say_why_they_have_no_speed(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr(implementations, "device_memory", lambda device: None)
-    tiles, documents, _, capped, biased, _ = SCORED
+    tiles, documents, _, capped, biased, *_ = SCORED
     reasons = [peer(name).unsupported(case, torch.device("cuda")) for case in (tiles, documents, capped, biased)]
     mask = "sdpa has no argument for a mask, so a mask of this kernel cannot be reached through it"
     cap = "sdpa has no argument for a soft cap"
+    few = (
+        "measured with a bias, a tensor as mask or dropout, in float32, with heads over 256, or with at most 256 keys "
+        "only"
+    )
     language = "measured without masks and biases, which it takes as functions in a language of its own"
     assert (
         reasons
         == {
             "sdpa-flash": [mask, mask, cap, "has no gradient of a bias"],
             "sdpa-cudnn": [mask, mask, cap, "has no gradient of a bias"],
-            "sdpa-efficient": ["measured with a bias or with dropout only"] * 3 + [None],
+            "sdpa-efficient": [few, few, few, None],
             "sdpa-math": [None, None, cap, None],
             "fa4": [language, language, None, language],
         }[name]
@@ -300,7 +308,22 @@ def test_peers_without_dropout_say_so(monkeypatch):
 def test_flex_is_measured_at_few_lengths_of_what_others_have_too():
     unsupported = peer("flex").unsupported
     assert unsupported(SMALL, CPU) == "compiles for each shape, so measured at S = 2048, 8192, 16384 only"
-    assert [unsupported(case, CPU) for case in (*SCORED, replace(SMALL, S=8192))] == [None] * (len(SCORED) + 1)
+    served = [*(case for case in SCORED if not case.has_mask_tensor), replace(SMALL, S=8192)]
+    assert [unsupported(case, CPU) for case in served] == [None] * len(served)
+
+
+def test_a_mask_that_is_a_tensor_is_for_cudnn_and_the_memory_efficient_kernel():
+    padding, random = (case for case in SCORED if case.has_mask_tensor and case.Sk is None)
+    for name in ("sdpa-cudnn", "sdpa-efficient"):
+        assert [peer(name).unsupported(case, torch.device("cuda")) for case in (padding, random)] == [None, None]
+    assert peer("flex").unsupported(padding, CPU) == "measured without masks that are tensors"
+
+
+def test_the_memory_efficient_kernel_is_measured_where_others_refuse_or_keys_are_few():
+    plain = Case(1, 512, 2, 2, 64, 64)
+    served = [replace(plain, dtype="fp32"), replace(plain, D=512, Dv=512), replace(plain, Sk=77), replace(plain, S=49)]
+    unsupported = peer("sdpa-efficient").unsupported
+    assert [unsupported(case, CPU) is None for case in (plain, *served)] == [False, True, True, True, True]
 
 
 def test_torch_varlen_is_for_packed_batches():
@@ -348,7 +371,7 @@ def test_hopper_is_asked_about_what_changes_scores(case, monkeypatch):
 
     monkeypatch.setattr(flashtile, "explain", on_sm_90)
     half = replace(case, dtype="bf16")
-    served = case.mask in (None, "documents20")  # of block masks those with large tiles
+    served = not case.mask_shows_tiles  # of block masks those with large tiles
     assert (hopper_limits(half, CPU) is None) == served
 
 

@@ -83,11 +83,25 @@ def test_masks_table_has_every_kind():
 
 def test_features_lie_beside_the_same_without():
     cases = tables(CUDA)["features"]
-    changed = [case for case in cases if case.dropout_p or case.bias]
-    assert {replace(case, dropout_p=0.0, bias=None) for case in changed} == set(cases) - set(changed)
+    changed = [case for case in cases if case.dropout_p or case.bias or case.mask]
+    assert {replace(case, dropout_p=0.0, bias=None, mask=None) for case in changed} == set(cases) - set(changed)
     assert not any(case.dropout_p and case.bias for case in changed)
     assert {case.bias for case in cases} == {None, "1HSS", "BHSS"}
     assert {32, 64, 96, 128, 256} == {case.D for case in cases} and min(case.S for case in cases) == 49
+
+
+def test_shapes_have_what_no_other_table_has():
+    cases = tables(CUDA)["shapes"]
+    between = {72, 80, 96, 104, 112, 160, 192, 224, 256}
+    assert between == {case.D for case in cases if case.S == 4096 and not case.causal and 64 < case.D <= 256}
+    assert between == {case.D for case in cases if case.S == 4096 and case.causal and case.D <= 256}
+    assert {512, 320} < {case.D for case in cases} and {case.dtype for case in cases} == {"bf16", "fp32"}
+    assert (min(case.S for case in cases), max(case.S for case in cases)) == (49, 32768)
+    windows = [case for case in cases if case.window]
+    assert len(windows) == 4 and all(case.H > case.Hkv and case.causal for case in windows)
+    assert [case.name for case in cases if case.Sk] == ["d64-full-s4096:77-bf16"]
+    assert not any(case.changes_scores or case.dropout_p for case in cases)
+    assert len(cases) == len(set(cases)) == 47
 
 
 def test_documents_lie_beside_the_same_packed():
@@ -107,13 +121,14 @@ def test_quick_shows_every_kind_of_mask():
 
 
 def test_table_of_a_case():
-    """The first that has it: some cases of features, four of values and two of masks are others' too."""
+    """The first that has it: some cases of features, values, masks and shapes are others' too."""
     known = tables(CUDA)
     owners = {case: [name for name in known if case in known[name]] for cases in known.values() for case in cases}
     assert all(table_of(case) == names[0] for case, names in owners.items())
     shared = [names for names in owners.values() if len(names) > 1]
     expected = [["default", "masks"], *[["default", "values"]] * 4, ["varlen", "masks"]]
-    assert sorted(shared) == sorted([*[["default", "features"]] * 6, *expected])
+    shapes = [["default", "features", "shapes"], *[["default", "shapes"]] * 2, *[["features", "shapes"]] * 2]
+    assert sorted(shared) == sorted([*[["default", "features"]] * 6, *expected, *shapes])
     assert table_of(cpu_cases()[-1]) == "default"
 
 

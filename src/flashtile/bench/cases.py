@@ -43,11 +43,12 @@ def select_named(option: str, names: Sequence[str], known: Mapping[str, _Named],
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call with as many queries as keys. Field names are the keys of `case` in a record.
+    """One attention call. Field names are the keys of `case` in a record.
 
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
     `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
-    `1HSS` or `BHSS`. `values` names what the tensors hold (`values.py`).
+    `1HSS` or `BHSS`. `values` names what the tensors hold (`values.py`). `Sk` is the number of keys if it is not S, the
+    number of queries.
     """
 
     B: int
@@ -65,19 +66,24 @@ class Case:
     softcap: float | None = None
     bias: str | None = None
     values: str = NORMAL
+    Sk: int | None = None
 
     def __post_init__(self) -> None:
+        if self.Sk is not None:
+            assert not (self.causal or self.window or self.lengths or self.bias), "keys have positions of their own"
         if self.lengths is not None:
             assert (self.B, self.S) == (len(self.lengths), max(self.lengths))
             assert not (self.dropout_p or self.changes_scores), "the check of a packed batch has none of these"
         if self.mask is not None:
             assert self.window is None and not self.dropout_p, "a mask stands alone"
             if self.segments is None:
-                assert not self.causal and self.S % masks.parse_tiles(self.mask)[0] == 0, "tiles are whole"
+                assert not self.causal, "the mask holds all that is visible"
+            if self.mask_shows_tiles:
+                assert self.Sk is None and self.S % masks.parse_tiles(self.mask)[0] == 0, "tiles are whole"
         if self.bias is not None:
             assert self.bias in ("1HSS", "BHSS") and not self.dropout_p
             assert self.segments is None, "the check of a bias has one sequence in each batch entry"
-        assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv), (
+        assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv and self.Sk is None), (
             "other values are for plain calls"
         )
 
@@ -103,11 +109,25 @@ class Case:
         scores += "" if self.bias is None else f"-bias{self.bias}"
         scores += "" if self.values == NORMAL else f"-{self.values}"
         seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
+        seq += "" if self.Sk is None else f":{self.Sk}"
         return f"{head_dim}-{'causal' if self.causal else 'full'}{window}{group}{dropout}{scores}-{seq}-{self.dtype}"
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
+
+    @property
+    def keys(self) -> int:
+        """Keys of a batch entry, or of the longest sequence of a packed batch."""
+        return self.S if self.Sk is None else self.Sk
+
+    @property
+    def has_mask_tensor(self) -> bool:
+        return self.mask is not None and masks.is_tensor(self.mask)
+
+    @property
+    def mask_shows_tiles(self) -> bool:
+        return self.mask is not None and self.segments is None and not self.has_mask_tensor
 
     @property
     def tokens(self) -> int:
@@ -148,15 +168,17 @@ class Case:
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
         entries, sequences = (self.B if self.lengths is None else 1), self.segments
-        if self.mask is not None and sequences is None:
+        if self.mask is not None and self.has_mask_tensor:
+            return masks.visible_in_tensor(self.mask, self.B, self.S, self.keys)
+        if self.mask is not None and self.mask_shows_tiles:
             tile, density = masks.parse_tiles(self.mask)
             return entries * masks.visible_tiles(self.S // tile, density) * tile**2
         return entries * sum(count * self._pairs(seq) for seq, count in Counter(sequences or (self.S,)).items())
 
     def _pairs(self, seq: int) -> float:
-        """Pairs of one sequence: seq², by convention half of it if causal, the exact number for a window."""
+        """Pairs of one sequence: queries × keys, by convention half if causal, the exact number for a window."""
         if self.window is None:
-            return seq**2 / (2 if self.causal else 1)
+            return seq * (self.Sk or seq) / (2 if self.causal else 1)
         left, right = self.window
         left = seq if left is None else left
         right = 0 if self.causal else seq if right is None else right
@@ -171,9 +193,9 @@ class Case:
         """Bytes that must move at least: every input read once, every output written once."""
         q, out = self.H * self.D, self.H * self.Dv
         key_value = self.Hkv * (self.D + self.Dv)
-        elements = q + key_value + out if phase == "fwd" else 2 * (q + key_value + out)
-        bias = math.prod(self.bias_shape or (0,)) * (1 if phase == "fwd" else 2)
-        return (self.tokens * elements + bias) * self.torch_dtype.itemsize
+        key_rows = self.tokens if self.Sk is None else self.B * self.Sk
+        once = self.tokens * (q + out) + key_rows * key_value + math.prod(self.bias_shape or (0,))
+        return (once if phase == "fwd" else 2 * once) * self.torch_dtype.itemsize
 
 
 def packed_case(lengths: Sequence[int], heads: int, head_dim: int, causal: bool, dtype: str = "bf16") -> Case:
@@ -191,7 +213,8 @@ class Inputs:
         dropout_seed: `[2]` int64; None without dropout.
         cu_seqlens: `[B + 1]` int32, where each sequence of a packed batch starts; None unless packed.
         bias: `[1 or B, H, S, S]`; None without.
-        block_mask: the case's mask, causal where the case is; None without.
+        block_mask: the case's mask, causal where the case is; None without, or where it is a tensor.
+        mask: `[1 or B, 1, 1 or S, keys]` of booleans; None without.
     """
 
     q: Tensor
@@ -202,19 +225,22 @@ class Inputs:
     cu_seqlens: Tensor | None
     bias: Tensor | None
     block_mask: BlockMask | None
+    mask: Tensor | None = None
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Random normal inputs, drawn on the device, or what `case.values` makes of them."""
     generator = torch.Generator(device).manual_seed(seed)
     rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
+    key_rows = rows if case.Sk is None else (case.B, case.Sk)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
     layer = layer_of(case.values)
     if layer is None:
-        q, k, v = normal(*rows, case.H, case.D), normal(*rows, case.Hkv, case.D), normal(*rows, case.Hkv, case.Dv)
+        q = normal(*rows, case.H, case.D)
+        k, v = normal(*key_rows, case.Hkv, case.D), normal(*key_rows, case.Hkv, case.Dv)
         q, k, v = changed(case.values, q, k, v)
     else:
         q, k, v = (tensor.to(case.torch_dtype) for tensor in activations(device)[layer])
@@ -227,8 +253,23 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         dropout_seed=dropout_seed,
         cu_seqlens=None if case.lengths is None else cumulative(case.lengths, device),
         bias=None if case.bias_shape is None else normal(*case.bias_shape),
-        block_mask=None if case.mask is None else masks.block_mask(case.mask, case.S, case.causal, device),
+        block_mask=make_block_mask(case, device),
+        mask=make_mask_tensor(case, device),
     )
+
+
+def make_block_mask(case: Case, device: torch.device) -> BlockMask | None:
+    """A case's mask if it is a block mask."""
+    if case.mask is None or case.has_mask_tensor:
+        return None
+    return masks.block_mask(case.mask, case.S, case.causal, device)
+
+
+def make_mask_tensor(case: Case, device: torch.device) -> Tensor | None:
+    """A case's mask if it is a tensor of booleans."""
+    if case.mask is None or not case.has_mask_tensor:
+        return None
+    return masks.mask_tensor(case.mask, case.B, case.S, case.keys, device)
 
 
 def cumulative(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from flashtile.bench import breakdown
+from flashtile.bench.ahead import compile_ahead
 from flashtile.bench.cases import DTYPES, select_named
 from flashtile.bench.companions import implementations as companion_implementations
 from flashtile.bench.companions import tables as companion_tables
-from flashtile.bench.companions.ahead import compile_ahead
+from flashtile.bench.companions.ahead import compile_ahead as compile_companions_ahead
 from flashtile.bench.companions.problem import CompanionProblem
 from flashtile.bench.decode import cases as decode_cases
 from flashtile.bench.decode import implementations as decode_implementations
@@ -59,6 +60,7 @@ def bench_attention(
     *,
     table: Sequence[str] = (),
     seconds: float | None = None,
+    jobs: int = 0,
 ) -> Record:
     """Measures attention on this machine's device.
 
@@ -70,6 +72,7 @@ def bench_attention(
         on_case: called with index, number of cases, case and its rows after each case.
         table: names of tables, likewise, or "all"; the device's default table when empty.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
+        jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
@@ -77,6 +80,8 @@ def bench_attention(
     device = default_device()
     chosen_cases = select_cases(cases_of(device, _split(table), quick), _split(cases))
     chosen_implementations = select_implementations(_split(impl), device)
+    if jobs:
+        compile_ahead(chosen_cases, chosen_implementations, device, jobs)
     return _run(chosen_cases, chosen_implementations, device, output, on_case, seconds, AttentionProblem)
 
 
@@ -95,9 +100,8 @@ def bench_companions(
 
     Args:
         op: names of operations, each perhaps several with commas; all when empty.
-        cases, impl, output, on_case, seconds: as `bench_attention`.
+        cases, impl, output, on_case, seconds, jobs: as `bench_attention`.
         quick: the first case of each operation alone.
-        jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
@@ -106,7 +110,7 @@ def bench_companions(
     chosen_cases = select_cases(companion_tables.cases_of(device, _split(op), quick), _split(cases))
     chosen = companion_implementations.select_implementations(_split(impl), device)
     if jobs:
-        compile_ahead(chosen_cases, chosen, device, jobs)
+        compile_companions_ahead(chosen_cases, chosen, device, jobs)
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
 
 

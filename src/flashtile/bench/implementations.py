@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile.bench import masks
-from flashtile.bench.cases import Case, Inputs, select_named
+from flashtile.bench.cases import Case, Inputs, make_block_mask, make_mask_tensor, select_named
 from flashtile.bench.flex import build_flex, visible_in_band
 
 #: `(q, k, v) -> out`, or in a case with a bias `(q, k, v, bias) -> out`.
@@ -28,6 +27,10 @@ Attention = Callable[..., Tensor]
 
 #: torch.compile makes new FlexAttention kernels for every shape; of what others have too, these lengths are enough.
 _FLEX_LENGTHS = (2048, 8192, 16384)
+#: sdpa's memory-efficient kernel is slower than its others where those serve a case and there are more keys than this.
+_FEW_KEYS = 256
+#: The widest heads of FlashAttention and cuDNN.
+_FLASH_HEAD_DIM = 256
 #: Share of a device's memory that the N×N matrices of the plain computation may take.
 _PLAIN_MEMORY_SHARE = 0.4
 
@@ -45,6 +48,7 @@ class Implementation:
         context: what must be entered around its calls.
         default: measured when no `--impl` is given.
         own_dropout: it draws bits of dropout of its own, so no other implementation drops the same weights.
+        compiles: it compiles kernels when it is called first.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Implementation:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     default: bool = True
     own_dropout: bool = False
+    compiles: bool = True
 
     @property
     def ours(self) -> bool:
@@ -66,7 +71,7 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
         cu_seqlens = inputs.cu_seqlens
         if cu_seqlens is None:
-            arguments |= _mask_arguments(inputs.block_mask)
+            arguments |= _mask_arguments(inputs.block_mask, inputs.mask)
             return lambda q, k, v, bias=None: flashtile.attention(q, k, v, bias=bias, **arguments)
         arguments |= {"max_seqlen_q": case.S, "max_seqlen_k": case.S}
         return lambda q, k, v: flashtile.attention_varlen(q, k, v, cu_seqlens, **arguments)
@@ -74,14 +79,16 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
     return build
 
 
-def _mask_arguments(block_mask: flashtile.BlockMask | None) -> dict[str, Any]:
+def _mask_arguments(block_mask: flashtile.BlockMask | None, mask: Tensor | None) -> dict[str, Any]:
     """A block mask holds all that is visible, so that causal need not be said beside it."""
+    if mask is not None:
+        return {"mask": mask}
     return {} if block_mask is None else {"block_mask": block_mask, "causal": False}
 
 
 def _build_sdpa(case: Case, inputs: Inputs) -> Attention:
     grouped = case.H != case.Hkv
-    mask = None
+    mask = inputs.mask
     if inputs.block_mask is not None:
         mask = inputs.block_mask.to_dense()
     elif case.window is not None:
@@ -164,15 +171,26 @@ def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
     return _sdpa_limits(case, device)
 
 
+def _cudnn_limits(case: Case, device: torch.device) -> str | None:
+    return _sdpa_limits(case, device) if case.has_mask_tensor else _no_mask_kernel(case, device)
+
+
 def _efficient_limits(case: Case, device: torch.device) -> str | None:
-    if case.bias is None and not case.dropout_p:
-        return "measured with a bias or with dropout only"
+    added = case.bias is not None or case.has_mask_tensor or case.dropout_p > 0
+    plain = not case.changes_scores and case.window is None
+    if not (added or (plain and (case.dtype == "fp32" or case.D > _FLASH_HEAD_DIM or case.keys <= _FEW_KEYS))):
+        return (
+            "measured with a bias, a tensor as mask or dropout, in float32, with heads over "
+            f"{_FLASH_HEAD_DIM}, or with at most {_FEW_KEYS} keys only"
+        )
     return _sdpa_limits(case, device)
 
 
 def _flex_limits(case: Case, device: torch.device) -> str | None:
     if case.lengths is None and not case.changes_scores and case.S not in _FLEX_LENGTHS:
         return f"compiles for each shape, so measured at S = {', '.join(map(str, _FLEX_LENGTHS))} only"
+    if case.has_mask_tensor:
+        return "measured without masks that are tensors"
     return _dense_only(case, device) or _no_dropout(case, device)
 
 
@@ -181,15 +199,16 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return "its kernels are for sm_90"
     rows = (case.B, case.S) if case.lengths is None else (case.tokens,)
-    shapes = ((*rows, case.H, case.D), (*rows, case.Hkv, case.D), (*rows, case.Hkv, case.Dv))
+    key_rows = rows if case.Sk is None else (case.B, case.Sk)
+    shapes = ((*rows, case.H, case.D), (*key_rows, case.Hkv, case.D), (*key_rows, case.Hkv, case.Dv))
     q, k, v = (torch.empty(shape, dtype=case.torch_dtype, device="meta") for shape in shapes)
     packed: dict[str, Any] = {}
     if case.lengths is not None:
         cu_seqlens = torch.empty(case.B + 1, dtype=torch.int32, device="meta")
         packed = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
     arguments = {**case.arguments(), **packed}
-    if case.mask is not None:
-        arguments |= _mask_arguments(masks.block_mask(case.mask, case.S, case.causal, device).to("meta"))
+    block_mask, mask = make_block_mask(case, device), make_mask_tensor(case, device)
+    arguments |= _mask_arguments(block_mask and block_mask.to("meta"), None if mask is None else mask.to("meta"))
     if case.bias_shape is not None:
         arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
     answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
@@ -233,6 +252,7 @@ def device_memory(device: torch.device) -> int | None:
 IMPLEMENTATIONS = (
     Implementation("flashtile-hopper", ("cuda",), build_flashtile("hopper"), hopper_limits),
     Implementation("flashtile-triton", ("cuda",), build_flashtile("triton")),
+    Implementation("flashtile-auto", ("cuda",), build_flashtile("auto"), default=False),
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
     Implementation(
         "sdpa-flash",
@@ -242,15 +262,17 @@ IMPLEMENTATIONS = (
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         own_dropout=True,
+        compiles=False,
     ),
     Implementation(
         "sdpa-cudnn",
         ("cuda",),
         _build_sdpa,
-        _no_mask_kernel,
+        _cudnn_limits,
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
         own_dropout=True,
+        compiles=False,
     ),
     Implementation(
         "sdpa-efficient",
@@ -260,6 +282,7 @@ IMPLEMENTATIONS = (
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION),
         own_dropout=True,
+        compiles=False,
     ),
     Implementation(
         "sdpa-math",
@@ -269,6 +292,7 @@ IMPLEMENTATIONS = (
         heads_first=True,
         context=lambda: sdpa_kernel(SDPBackend.MATH),
         own_dropout=True,
+        compiles=False,
         default=False,
     ),
     Implementation("flex", ("cuda",), build_flex, _flex_limits, heads_first=True),

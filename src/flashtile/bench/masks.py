@@ -1,7 +1,9 @@
 """The masks that cases name: which pairs they show, and how many, as layout, as lengths and as a `BlockMask`.
 
 `tiles128:0.1` shows random tiles of 128 queries and 128 keys, about a tenth of them. `documents768` shows each token
-the tokens of its own document; their lengths have the median 768 and a long tail.
+the tokens of its own document; their lengths have the median 768 and a long tail. These two are block masks. The others
+are tensors of booleans: `padding` hides the last keys of each batch entry, up to half of them, and `random0.5` shows
+half of all pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from flashtile import BlockMask, patterns
 
 _DOCUMENTS = "documents"
 _TILES = "tiles"
+_RANDOM = "random"
+#: The mask of keys that pad short sequences.
+PADDING = "padding"
 
 
 def long_tailed_lengths(total: int = 65536, median: int = 768) -> list[int]:
@@ -39,6 +44,42 @@ def document_lengths(mask: str | None, seq: int) -> tuple[int, ...] | None:
     if mask is None or not mask.startswith(_DOCUMENTS):
         return None
     return tuple(long_tailed_lengths(seq, int(mask.removeprefix(_DOCUMENTS))))
+
+
+def padded_lengths(batch: int, keys: int) -> list[int]:
+    """How many keys each batch entry has under the mask of padding: all of them, down to a little more than half."""
+    return [keys - keys * entry // (2 * batch) for entry in range(batch)]
+
+
+def random_pairs(density: float) -> str:
+    """The name of a mask of random pairs."""
+    return f"{_RANDOM}{density:g}"
+
+
+def is_tensor(mask: str) -> bool:
+    """Whether a mask is a tensor of booleans, not a block mask."""
+    return mask == PADDING or mask.startswith(_RANDOM)
+
+
+def visible_in_tensor(mask: str, batch: int, queries: int, keys: int) -> int:
+    """Pairs that a tensor shows over the batch; of random pairs, how many are expected."""
+    if mask == PADDING:
+        return queries * sum(padded_lengths(batch, keys))
+    return round(batch * queries * keys * float(mask.removeprefix(_RANDOM)))
+
+
+def mask_tensor(mask: str, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """Bool `[batch, 1, 1, keys]` of padding, `[1, 1, queries, keys]` of random pairs; true is visible.
+
+    Every query sees a key.
+    """
+    if mask == PADDING:
+        lengths = torch.tensor(padded_lengths(batch, keys), device=device)
+        return (torch.arange(keys, device=device) < lengths[:, None])[:, None, None]
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.rand(queries, keys, generator=generator, device=device) < float(mask.removeprefix(_RANDOM))
+    drawn[:, 0] = True
+    return drawn[None, None]
 
 
 def random_tiles(density: float, tile: int = 128) -> str:

@@ -2,8 +2,8 @@
 
 Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
 ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
-"varlen" (packed batches), "masks" (block masks and all else that changes scores) and "features" (dropout and biases in
-the shapes of models).
+"varlen" (packed batches), "masks" (block masks and all else that changes scores), "features" (dropout, biases and masks
+in the shapes of models) and "shapes" (head sizes, lengths and windows that no other table has).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from flashtile.bench.cases import Case, packed_case
 from flashtile.bench.errors import ChoiceError
-from flashtile.bench.masks import documents, long_tailed_lengths, random_tiles
+from flashtile.bench.masks import PADDING, documents, long_tailed_lengths, random_pairs, random_tiles
 from flashtile.bench.problem import AnyCase
 from flashtile.bench.values import BATCH, MADE, MODEL, NORMAL, trained
 
@@ -131,7 +131,7 @@ def mask_cases() -> list[Case]:
 
 
 def feature_cases() -> list[Case]:
-    """Dropout and biases in the shapes of models that have them, each beside the same call without."""
+    """Dropout, biases and masks in the shapes of models that have them, each beside the same call without."""
     with_dropout = [
         Case(8, 1024, 12, 12, 64, 64, causal=True, dropout_p=0.1),  # GPT-2
         Case(16, 512, 16, 16, 64, 64, dropout_p=0.1),  # BERT-large
@@ -150,8 +150,58 @@ def feature_cases() -> list[Case]:
         Case(4, 2048, 16, 16, 96, 96, bias="1HSS"),
         Case(4, 2048, 8, 8, 256, 256, bias="1HSS"),
     ]
-    plain = [replace(case, dropout_p=0.0, bias=None) for case in (*with_dropout, *biases)]
-    return [*with_dropout, *biases, *dict.fromkeys(plain)]
+    hidden = [Case(8, 2048, 32, 32, 64, 64, mask=mask) for mask in (PADDING, random_pairs(0.5))]
+    plain = [replace(case, dropout_p=0.0, bias=None, mask=None) for case in (*with_dropout, *biases, *hidden)]
+    return [*with_dropout, *biases, *hidden, *dict.fromkeys(plain)]
+
+
+def shape_cases() -> list[Case]:
+    """Shapes of models that the other tables do not have. What few implementations serve comes last."""
+    between = [
+        *(_of_size(head_dim, 4096, causal) for head_dim in _BETWEEN for causal in (False, True)),
+        *(Case(16, 729, 16, 16, head_dim, head_dim) for head_dim in (72, 80)),  # SigLIP and ViT
+        *(
+            _of_size(head_dim, 1024, causal)
+            for head_dim, causal in ((80, False), (96, True), (192, False), (256, True))
+        ),
+        *(_of_size(head_dim, 16384, causal) for head_dim, causal in ((80, True), (96, False), (224, True))),
+    ]
+    windows = [
+        Case(1, 32768, 16, 2, 128, 128, causal=True, window=(4096, 0)),
+        Case(1, 16384, 32, 8, 128, 128, causal=True, window=(1024, 0)),
+        Case(1, 16384, 32, 4, 128, 128, causal=True, window=(1024, 0)),
+        Case(2, 8192, 64, 8, 64, 64, causal=True, window=(127, 0)),
+    ]
+    lengths = [
+        Case(1, 32768, 16, 16, 128, 128, causal=True),
+        Case(128, 128, 16, 16, 128, 128, causal=True),
+        Case(128, 128, 32, 32, 64, 64),
+        Case(1, 1000, 32, 8, 128, 128, causal=True),
+        Case(64, 128, 12, 12, 64, 64, causal=True),
+        Case(64, 197, 12, 12, 64, 64),  # ViT
+        Case(4, 4096, 10, 10, 64, 64, Sk=77),  # cross attention of images on text
+        Case(4096, 49, 6, 6, 32, 32),  # windows of Swin
+    ]
+    wide = [
+        *(Case(4, seq, 4, 4, 512, 512, causal=causal) for seq in (1024, 4096) for causal in (False, True)),
+        Case(4, 1024, 4, 4, 320, 320),
+        Case(4, 4096, 4, 4, 320, 320, causal=True),
+    ]
+    float32 = [
+        Case(4, 2048, 1024 // head_dim, 1024 // head_dim, head_dim, head_dim, causal=True, dtype="fp32")
+        for head_dim in (64, 128)
+    ]
+    return [*between, *windows, *lengths, *wide, *float32]
+
+
+#: Sizes of heads between the powers of two, and the widest that the kernels for Hopper serve.
+_BETWEEN = (72, 80, 96, 104, 112, 160, 192, 224, 256)
+
+
+def _of_size(head_dim: int, seq: int, causal: bool) -> Case:
+    """16,384 tokens of 16 heads, or 8 wide ones."""
+    heads = 16 if head_dim < 128 else 8
+    return Case(16384 // seq, seq, heads, heads, head_dim, head_dim, causal=causal)
 
 
 def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
@@ -171,6 +221,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "varlen": varlen_cases(),
         "masks": mask_cases(),
         "features": feature_cases(),
+        "shapes": shape_cases(),
     }
 
 
@@ -218,7 +269,7 @@ def _few(cases: list[Case], device: torch.device) -> list[Case]:
 
 def _kind(case: Case) -> tuple[bool, ...]:
     """What a case has of all that not every case has."""
-    parts = case.window, case.lengths, case.mask, case.softcap, case.bias
+    parts = case.window, case.lengths, case.mask, case.softcap, case.bias, case.Sk
     return tuple(part is not None for part in parts)
 
 

@@ -51,8 +51,9 @@ class Oracle:
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "bias": inputs.bias}
         picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
         exact = {name: tensor.double() for name, tensor in picked.items()}
-        self._exact = _reference(case, exact, inputs.dropout_seed)
-        self._eager = _reference(case, picked, inputs.dropout_seed)
+        mask = self._pick_mask(inputs.mask)
+        self._exact = _reference(case, exact, inputs.dropout_seed, mask)
+        self._eager = _reference(case, picked, inputs.dropout_seed, mask)
 
     def judge(self, phase: str, results: dict[str, Tensor]) -> Verdict:
         """Compares the tensors of phase "fwd" or "bwd", in flashtile's layout."""
@@ -86,11 +87,17 @@ class Oracle:
         batch, head = self._heads // key_heads, self._heads % key_heads
         return grouped.transpose(1, 2)[batch, head]
 
+    def _pick_mask(self, mask: Tensor | None) -> Tensor | None:
+        """What the batch entries of the chosen heads see: `[1 or n, 1, 1 or S, keys]`."""
+        if mask is None or mask.shape[0] == 1:
+            return mask
+        return mask[self._heads // self._case.Hkv]
+
 
 def _choose_heads(case: Case, device: torch.device) -> Tensor:
     """Indices of the key/value heads to check: `batch * Hkv + head`, or `head` of a packed batch and with a bias."""
     batch = case.B if case.lengths is None else 1
-    pairs = sum(seq**2 for seq in case.segments or (case.S,))
+    pairs = case.S * case.keys if case.segments is None else sum(seq**2 for seq in case.segments)
     if case.bias is not None:
         batch, pairs = 1, pairs * case.B
     affordable = max(2, _SCORES[device.type] // (pairs * (case.H // case.Hkv)))
@@ -100,10 +107,12 @@ def _choose_heads(case: Case, device: torch.device) -> Tensor:
     return torch.linspace(0, total - 1, min(affordable, total), device=device).round().long()
 
 
-def _reference(case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
+def _reference(
+    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None
+) -> dict[str, Tensor]:
     """Output and gradients of the eager reference in the tensors' dtype, by sequences or documents where there are."""
     if case.segments is None:
-        return _reference_in_blocks(case, tensors, dropout_seed)
+        return _reference_in_blocks(case, tensors, dropout_seed, mask)
     parts = {name: tensor.split(case.segments, 1) for name, tensor in tensors.items()}
     results = [
         _reference_in_blocks(case, dict(zip(parts, part, strict=True)), dropout_seed)
@@ -112,7 +121,9 @@ def _reference(case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | No
     return {name: torch.cat([result[name] for result in results], 1) for name in results[0]}
 
 
-def _reference_in_blocks(case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None) -> dict[str, Tensor]:
+def _reference_in_blocks(
+    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None = None
+) -> dict[str, Tensor]:
     """The same for `[n, S, heads, D]`, by blocks of queries."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
@@ -123,7 +134,7 @@ def _reference_in_blocks(case: Case, tensors: dict[str, Tensor], dropout_seed: T
         if "bias" in tensors:
             block_inputs["bias"] = tensors["bias"][..., rows, keys]
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in block_inputs.items()}
-        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": _shown(case, rows, q.device)}
+        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": _shown(case, rows, mask, q.device)}
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
         dq, dk, dv, *dbias = torch.autograd.grad(out, list(leaves.values()), tensors["dout"][:, rows])
         outs.append(out.detach())
@@ -143,16 +154,19 @@ def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
     """
     batch, seq, heads, _ = q.shape
     whole = case.dropout_p or (case.window is not None and not case.causal)
-    block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * seq))
+    keys = case.Sk or seq
+    block = seq if whole else max(1, _SCORES[q.device.type] // (batch * heads * keys))
     left = None if case.window is None or whole else case.window[0]
     for start in range(0, seq, block):
         stop = min(start + block, seq)
         first = 0 if left is None else max(0, start - left)
-        yield slice(start, stop), slice(first, stop if case.causal else seq)
+        yield slice(start, stop), slice(first, stop if case.causal else keys)
 
 
-def _shown(case: Case, rows: slice, device: torch.device) -> Tensor | None:
-    """What a mask of tiles shows some queries, made from its layout; documents are computed one by one instead."""
-    if case.mask is None or case.segments is not None:
+def _shown(case: Case, rows: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """What some queries see, of tiles made from their layout; documents are computed one by one instead."""
+    if mask is not None:
+        return mask if mask.shape[2] == 1 else mask[:, :, rows]
+    if case.mask is None or not case.mask_shows_tiles:
         return None
     return tile_rows(case.S, case.mask, range(rows.start, rows.stop), device)[None, None]

@@ -42,6 +42,7 @@ _Cases = Annotated[
 ]
 _Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all.")]
 _Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
+_Jobs = Annotated[int | None, typer.Option(min=1, help="Processes that compile before anything is measured.")]
 _Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
 _Record = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file for the record.")]
 _Compare = Annotated[
@@ -62,13 +63,14 @@ def bench_attention(
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
+    jobs: _Jobs = None,
     output: _Record = None,
     compare: _Compare = None,
     against: _Against = None,
     show: _Show = False,
 ) -> None:
     """Forward and backward of attention, ours beside the peers; wrong results get no speed."""
-    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds}
+    choice = {"table": table, "cases": cases, "impl": impl, "quick": quick, "seconds": seconds, "jobs": jobs}
     _measure("attention", choice, output, compare, against, show)
 
 
@@ -81,7 +83,7 @@ def bench_companions(
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Processes that compile before anything is measured.")] = None,
+    jobs: _Jobs = None,
     output: _Record = None,
     compare: _Compare = None,
     against: _Against = None,

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from flashtile.bench.companions import ahead
 from flashtile.bench.companions.ahead import call_once, compile_ahead
 from flashtile.bench.companions.case import Way
 from flashtile.bench.companions.implementations import select_implementations
@@ -45,12 +44,3 @@ def test_failures_are_left_to_the_measuring_process(calls, monkeypatch):
     monkeypatch.setattr(RMSNorm, "flashtile", lambda case, backend, others: 1 / 0)
     call_once(CASES[0], ["flashtile-cpu", "eager"], "cpu")
     assert len(calls) == 2
-
-
-def test_processes_do_not_start_compilers_of_their_own():
-    from torch._inductor import config
-
-    # By its own means: pytest's monkeypatch would leave the setting deleted.
-    with config.patch(compile_threads=7):
-        ahead._share_cores()
-        assert config.compile_threads == 1

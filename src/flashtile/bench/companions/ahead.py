@@ -1,19 +1,13 @@
-"""Compiling before measuring: every case is called once in one of several processes.
-
-What they compile goes to the caches on disk of Triton, of `torch.compile` and of the peers, where the measuring process
-finds it. Compilation takes most of the time of a first run otherwise.
-"""
+"""Compiling companion operations before they are measured, as `bench/ahead.py` says."""
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Sequence
 
 import torch
 
+from flashtile.bench.ahead import Pool, run_in_processes
 from flashtile.bench.companions.bound import Bound
 from flashtile.bench.companions.case import Case, Random
 from flashtile.bench.companions.implementations import IMPLEMENTATIONS, Implementation
@@ -24,7 +18,7 @@ def compile_ahead(
     implementations: Sequence[Implementation],
     device: torch.device,
     jobs: int,
-    pool: Callable[[int], Executor] | None = None,
+    pool: Pool | None = None,
 ) -> None:
     """Calls every implementation of every case once.
 
@@ -38,9 +32,7 @@ def compile_ahead(
         pool: makes the pool of so many workers; by default of new processes.
     """
     names = [each.name for each in implementations]
-    with contextlib.suppress(BrokenProcessPool), (pool or _processes)(jobs) as workers:
-        for task in [workers.submit(call_once, case, names, device.type) for case in cases]:
-            task.result()
+    run_in_processes(call_once, [(case, names, device.type) for case in cases], jobs, pool)
 
 
 def call_once(case: Case, names: Sequence[str], device: str) -> None:
@@ -56,14 +48,3 @@ def call_once(case: Case, names: Sequence[str], device: str) -> None:
             for phase in case.phases:
                 if case.lacks(implementation.name, phase) is None:
                     bound.results(phase)
-
-
-def _processes(jobs: int) -> Executor:
-    return ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _share_cores)
-
-
-def _share_cores() -> None:
-    """The processes are as many as the cores bear: none starts compilers of its own."""
-    import torch._inductor.config
-
-    torch._inductor.config.compile_threads = 1

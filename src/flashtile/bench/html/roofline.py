@@ -61,7 +61,7 @@ def _case_of(row: Row) -> Case | None:
         case = Case.from_record(row["case"])
     except TypeError:
         return None
-    return case if case.lengths is None and not case.changes_scores else None
+    return case if case.lengths is None and case.Sk is None and not case.changes_scores else None
 
 
 def _bytes(case: Case, device: io_model.Device, backend: str, phase: str) -> float | None:

@@ -56,6 +56,11 @@ def _mask(value: Any, case: Case) -> str:
     tiles = re.fullmatch(r"tiles(\d+):([\d.]+)", value)
     if tiles:
         return f"{float(tiles[2]):.0%} of the tiles of {tiles[1]}"
+    pairs = re.fullmatch(r"random([\d.]+)", value)
+    if pairs:
+        return f"mask of {float(pairs[1]):.0%} of the pairs"
+    if value == "padding":
+        return "mask of padded keys"
     documents = re.fullmatch(r"documents(\d+)", value)
     return f"documents of {documents[1]} tokens (median)" if documents else f"mask {value}"
 
@@ -102,6 +107,7 @@ _WORDS: dict[str, Callable[[Any, Case], str] | None] = {
     "activation": _activation,
     "gated": lambda value, case: "gated",
     "S": _length,
+    "Sk": _count("keys"),
     "lengths": None,
     "Sq": lambda value, case: "one query" if value == 1 else f"{value:,} queries",
     "page": lambda value, case: f"pages of {value}",

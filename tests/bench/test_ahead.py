@@ -1,0 +1,67 @@
+"""Compiling attention before it is measured: every case is called in every way that compiles something."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile.bench import ahead
+from flashtile.bench.ahead import call_once, compile_ahead
+from flashtile.bench.cases import Case
+from flashtile.bench.implementations import Implementation, build_flashtile
+
+CPU = torch.device("cpu")
+CASES = [Case(1, seq, 1, 1, head_dim, head_dim, dtype="fp32") for head_dim in (8, 16) for seq in (5, 6)]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The calls of implementations that note them, of which one fails and one compiles nothing."""
+    calls = []
+
+    def build(case, inputs):
+        attend = build_flashtile("reference")(case, inputs)
+
+        def noted(q, k, v):
+            calls.append((case.D, case.S))
+            return attend(q, k, v)
+
+        return noted
+
+    def fail(case, inputs):
+        raise RuntimeError("a peer's error")
+
+    known = [Implementation("noted", ("cpu",), build), Implementation("failing", ("cpu",), fail)]
+    known.append(Implementation("ready", ("cpu",), build, compiles=False))
+    monkeypatch.setattr(ahead, "IMPLEMENTATIONS", known)
+    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
+    yield known, calls
+    os.environ.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", None)
+
+
+def test_every_case_is_called_where_something_is_compiled(seen):
+    known, calls = seen
+    compile_ahead(CASES, known, CPU, 2, ThreadPoolExecutor)
+    assert sorted(set(calls)) == sorted((case.D, case.S) for case in CASES) and len(calls) == 2 * len(CASES)
+    assert os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+
+
+def test_cases_of_the_same_kernels_do_not_follow_one_another():
+    assert [(case.D, case.S) for case in ahead._alike_apart(CASES)] == [(8, 5), (16, 5), (8, 6), (16, 6)]
+    causal = replace(CASES[1], causal=True)
+    assert ahead._alike_apart([CASES[0], CASES[1], causal]) == [CASES[0], causal, CASES[1]]
+
+
+def test_a_failure_is_left_to_the_measuring_process(seen):
+    call_once(CASES[0], "failing", "cpu")
+
+
+def test_processes_do_not_start_compilers_of_their_own():
+    from torch._inductor import config
+
+    # By its own means: pytest's monkeypatch would leave the setting deleted.
+    with config.patch(compile_threads=7):
+        ahead._share_cores()
+        assert config.compile_threads == 1
