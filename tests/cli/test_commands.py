@@ -333,8 +333,11 @@ def test_bench_draws_a_bar_in_a_terminal():
     for terminal in (True, False):
         file = StringIO()
         with progress(Console(file=file, force_terminal=terminal, width=200)) as on_case:
+            on_case(0, 3, case, None)
             on_case(0, 3, case, [])
-        assert ("1/3" in file.getvalue().replace("[1/3", "")) == terminal and "no speed" in file.getvalue()
+        written = file.getvalue()
+        assert ("1/3" in written.replace("[1/3", "")) == terminal and "no speed" in written
+        assert ("measuring d64" in written) == terminal and ("measuring 3 cases" in written) != terminal
 
 
 @needs_no_gpu

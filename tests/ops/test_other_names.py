@@ -54,6 +54,8 @@ def test_every_function_refuses_names_that_it_does_not_have(function: Callable[.
         ("attention", "enable_gqa", "leave it out, k and v may have fewer heads than q"),
         ("attention", "return_attn_probs", "flashtile.attention_probs computes"),
         ("attention", "dropuot_p", r"did you mean dropout_p\?"),
+        ("attention", "query", "here it is q$"),
+        ("attention", "cu_seqlens_q", "flashtile.attention_varlen takes packed sequences"),
         ("attention_varlen", "s_aux", "here it is sinks$"),
         ("attention_varlen", "page_table", "there are q, k, v, cu_seqlens_q, "),
         ("attention_with_kv_cache", "cache_seqlens", "here it is cache_lengths$"),

@@ -39,11 +39,11 @@ _HOST_TIME_DEFAULT = {
     "cpu": ["flashtile-cpu", "sdpa-flash"],
 }
 
-#: Called with index, number of cases, case and its rows after each case.
-OnCase = Callable[[int, int, Any, list[Row]], None]
+#: Called with index, number of cases and case: before a case is measured with None, and afterwards with its rows.
+OnCase = Callable[[int, int, Any, list[Row] | None], None]
 
 
-def _nothing(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
+def _nothing(index: int, total: int, case: AnyCase, rows: list[Row] | None) -> None:
     pass
 
 
@@ -69,7 +69,7 @@ def bench_attention(
         impl: names of implementations, likewise; the device's defaults when empty.
         quick: a few cases instead of the tables.
         output: file for the record, rewritten after every case, so that a run that is cut short leaves its rows.
-        on_case: called with index, number of cases, case and its rows after each case.
+        on_case: called before and after each case, see `OnCase`.
         table: names of tables, likewise, or "all"; the device's default table when empty.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
         jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
@@ -101,14 +101,15 @@ def bench_companions(
     Args:
         op: names of operations, each perhaps several with commas; all when empty.
         cases, impl, output, on_case, seconds, jobs: as `bench_attention`.
-        quick: the first case of each operation alone.
+        quick: the first case of each operation alone, and on a CPU without the peer that torch.compile makes, because
+            compiling takes most of the time.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
     """
     device = default_device()
     chosen_cases = select_cases(companion_tables.cases_of(device, _split(op), quick), _split(cases))
-    chosen = companion_implementations.select_implementations(_split(impl), device)
+    chosen = companion_implementations.select_implementations(_split(impl), device, quick)
     if jobs:
         compile_companions_ahead(chosen_cases, chosen, device, jobs)
     return _run(chosen_cases, chosen, device, output, on_case, seconds, CompanionProblem)
@@ -183,13 +184,14 @@ def _run(
     """Runs cases into a record."""
     record = make_record(device, command_line(), [])
 
-    def after_case(index: int, case: Any, rows: list[Row]) -> None:
-        record["rows"] += rows
-        if output is not None:
-            write_record(record, output)
+    def keep_rows(index: int, case: Any, rows: list[Row] | None) -> None:
+        if rows is not None:
+            record["rows"] += rows
+            if output is not None:
+                write_record(record, output)
         on_case(index, len(cases), case, rows)
 
-    run_cases(cases, implementations, device, after_case, seconds, problem)
+    run_cases(cases, implementations, device, keep_rows, seconds, problem)
     return record
 
 
@@ -300,7 +302,7 @@ _MEASURES: dict[str, Callable[..., Record]] = {
     "breakdown": bench_breakdown,
 }
 #: Those without cases that follow one another.
-_WITHOUT_CASES = ("host-time", "breakdown")
+WITHOUT_CASES = ("host-time", "breakdown")
 
 
 def measure(command: str, options: Mapping[str, Any], output: Path | None, on_case: OnCase) -> Record:
@@ -312,7 +314,7 @@ def measure(command: str, options: Mapping[str, Any], output: Path | None, on_ca
     require_writable(output)
     _check_seconds(options.get("seconds"))
     given = {name: value for name, value in options.items() if value is not None}
-    if command not in _WITHOUT_CASES:
+    if command not in WITHOUT_CASES:
         given["on_case"] = on_case
     return _MEASURES[command](output=output, **given)
 

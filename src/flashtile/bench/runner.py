@@ -56,7 +56,7 @@ def run_cases(
     cases: Sequence[Any],
     implementations: Sequence[AnyImplementation],
     device: torch.device,
-    on_case: Callable[[int, Any, list[Row]], None] = lambda index, case, rows: None,
+    on_case: Callable[[int, Any, list[Row] | None], None] = lambda index, case, rows: None,
     seconds: float | None = None,
     problem: Callable[[Any, torch.device], Problem] = AttentionProblem,
 ) -> list[Row]:
@@ -66,13 +66,14 @@ def run_cases(
         cases: what is measured.
         implementations: in which ways.
         device: where.
-        on_case: called with the index, the case and its rows after each.
+        on_case: called with the index and the case, before it is measured with None, and afterwards with its rows.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
         problem: makes the tensors of a case; which operation's cases they are.
     """
     rows: list[Row] = []
     with side_stream(device):
         for index, case in enumerate(cases):
+            on_case(index, case, None)
             case_rows = run_case(case, implementations, device, seconds, problem)
             rows += case_rows
             on_case(index, case, case_rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-from flashtile.bench.numpy_warning import silence_numpy_warning
+from flashtile.bench.before_torch import silence_numpy_warning
 
 
 def main(*command: str) -> None:

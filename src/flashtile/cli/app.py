@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import flashtile
+from flashtile.bench.before_torch import wait_without_spinning
 from flashtile.cli.bench_app import bench
 from flashtile.cli.console import make_console, print_table, print_text, run_command
 
@@ -87,6 +88,7 @@ def doctor(
     """
 
     def work() -> bool:
+        wait_without_spinning()
         from flashtile.cli import doctor as module
 
         console = make_console()
@@ -111,12 +113,13 @@ def _check_kernels(console: Console) -> bool:
     backends = module.backends_to_check()
     results = []
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task(
-            "checking kernels", total=sum(len(module.kernel_checks(backend)) for backend in backends)
-        )
+        total = sum(len(module.kernel_checks(backend)) for backend in backends)
+        first = "" if module.default_device().type == "cpu" else ", which compiles their kernels first"
+        print_text(console, f"Checking {total} calls of {' and '.join(backends)}{first}.")
+        bar = progress.add_task("checking kernels", total=total)
         for result in module.check_kernels(backends):
             results.append(result)
-            progress.advance(bar)
+            progress.update(bar, advance=1, description=f"checked {result.check.operation}")
     print_table(console, module.kernels_table(results))
     for result in results:
         if result.problem:

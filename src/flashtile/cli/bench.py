@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ def measure(
             report = compare_with_commit(command, options, against, output, advance)
     else:
         earlier = None if compare is None else read_record(compare)
-        with progress(make_console(stderr=True)) as on_case:
+        stderr = make_console(stderr=True)
+        waiting = command in commands.WITHOUT_CASES
+        with stderr.status(f"measuring {command}") if waiting else nullcontext(), progress(stderr) as on_case:
             record = commands.measure(command, options, output, on_case)
         report = report_of(record, earlier)
     show_report(console, report, output)
@@ -57,16 +59,24 @@ def measure(
 
 @contextmanager
 def progress(console: Console) -> Iterator[OnCase]:
-    """A bar over the cases, and a line about each that was measured; where nobody looks on, the lines alone."""
+    """A bar that names the case being measured, and a line about each that was; where nobody looks on, lines alone."""
     begin = time.perf_counter()
     with _bar(console) as advance:
 
-        def on_case(index: int, total: int, case: AnyCase, rows: list[Row]) -> None:
-            line = describe_progress(index, total, case, rows, time.perf_counter() - begin)
-            console.print(line, style="dim", markup=False, soft_wrap=True)
+        def on_case(index: int, total: int, case: AnyCase, rows: list[Row] | None) -> None:
+            if rows is None:
+                advance(f"measuring {case.name}", index, total)
+                if index == 0 and not console.is_terminal:
+                    _print_line(console, f"measuring {total} {'case' if total == 1 else 'cases'}; a line follows each")
+                return
+            _print_line(console, describe_progress(index, total, case, rows, time.perf_counter() - begin))
             advance(case.name, index + 1, total)
 
         yield on_case
+
+
+def _print_line(console: Console, line: str) -> None:
+    console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
 @contextmanager
@@ -75,7 +85,7 @@ def _bar(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with bar:
         task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total, refresh=True)
 
 
 def show_report(console: Console, report: Report, output: Path | None) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from flashtile.bench.before_torch import wait_without_spinning
 from flashtile.cli.console import make_console, run_command
 
 bench = typer.Typer(
@@ -40,7 +41,7 @@ _Impl = Annotated[
 _Cases = Annotated[
     list[str] | None, typer.Option(metavar="PATTERNS", help="Patterns of case names, such as '*-causal-*'.")
 ]
-_Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all.")]
+_Quick = Annotated[bool, typer.Option("--quick", help="A few cases instead of all: about a minute on two CPU cores.")]
 _Seconds = Annotated[float | None, typer.Option(help="Time for each phase of each implementation in each case.")]
 _Jobs = Annotated[int | None, typer.Option(min=1, help="Processes that compile before anything is measured.")]
 _Show = Annotated[bool, typer.Option("--list", help="Print the cases and implementations, and stop.")]
@@ -183,6 +184,8 @@ def _measure(
     """Measures, or with `show` lists what there is to measure."""
 
     def work() -> bool:
+        if choice.get("quick"):
+            wait_without_spinning()
         from flashtile.cli import bench as module
 
         console = make_console()

@@ -36,6 +36,9 @@ def examine(backend: str) -> Diagnosis:
     device = default_device()
     if _explained(backend, device).backend is None and _explained(backend, _CPU).backend is not None:
         device = _CPU
+    explained = _explained(backend, device)
+    if explained.backend is None:
+        return Diagnosis(backend, device, explained.reason)
     case = testing.AttentionCase(
         seq_q=96, seq_k=96, head_dim=32, head_dim_v=32, dtype=_dtype(device), arguments={"causal": True}
     )

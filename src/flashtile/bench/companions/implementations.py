@@ -49,8 +49,12 @@ IMPLEMENTATIONS = (
 )
 
 
-def select_implementations(names: Sequence[str], device: torch.device) -> list[Implementation]:
-    """The named implementations, or all of a device.
+#: Left out of a quick run on a CPU: torch.compile takes longer there than all measurements.
+_SLOW_TO_START = "compile"
+
+
+def select_implementations(names: Sequence[str], device: torch.device, quick: bool = False) -> list[Implementation]:
+    """The named implementations, or all of a device; with `quick` on a CPU, all but torch.compile.
 
     Raises:
         ChoiceError: a name is unknown, or not for this device.
@@ -60,4 +64,5 @@ def select_implementations(names: Sequence[str], device: torch.device) -> list[I
         for implementation in IMPLEMENTATIONS
         if device.type in implementation.devices
     }
-    return select_named("--impl", names or list(here), here, device.type)
+    left_out = _SLOW_TO_START if quick and device.type == "cpu" else None
+    return select_named("--impl", names or [name for name in here if name != left_out], here, device.type)

@@ -15,11 +15,16 @@ _MASK = {"mask": "bool, True = visible", "bias": "numbers to add to the scores"}
 _PADDING = {"key_lengths": "how many keys of each sequence are there", "mask": "bool, True = visible"}
 _WEIGHTS = "flashtile.attention_probs computes the weights of chosen rows"
 _FEWER_HEADS = "leave it out, k and v may have fewer heads than q"
+#: How names of arguments begin that say where packed sequences lie.
+_OF_PACKED = ("cu_seq", "max_seqlen", "max_length_")
 _BY_THE_WEIGHT = "leave it out, the last dimension is normalized"
 
 #: An argument of PyTorch, flash-attn, xFormers, transformers, JAX or FlashInfer -> the arguments of flashtile that mean
 #: the same, with what they take; or what to do where there is none.
 OTHER_NAMES: dict[str, dict[str, str] | str] = {
+    "query": {"q": ""},
+    "key": {"k": ""},
+    "value": {"v": ""},
     "attn_mask": _MASK,
     "attention_mask": _MASK,
     "attn_bias": {"bias": "numbers to add to the scores", "mask": "bool, True = visible"},
@@ -95,6 +100,8 @@ def _explained(function: Callable[..., Any], name: str) -> str:
         remedy = known
     elif names := [f"{our} ({what})" if what else our for our, what in known.items() if our in ours]:
         remedy = f"here it is {' or '.join(names)}"
+    elif name.startswith(_OF_PACKED) and function.__name__ == "attention":
+        remedy = "flashtile.attention_varlen takes packed sequences"
     elif close := difflib.get_close_matches(name, ours, 1):
         remedy = f"did you mean {close[0]}?"
     else:
