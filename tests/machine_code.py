@@ -31,7 +31,6 @@ from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, 
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import LONG, Kernel
-from flashtile.testing.cases import RelativeScore
 from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
@@ -73,7 +72,7 @@ class Call(NamedTuple):
         misalignment: the addresses of all inputs modulo 16.
         hides_rows: lengths or the band may hide all keys from a row; of what else may, the call itself tells.
         descales: with factors of 8-bit inputs.
-        score_mod: with `RelativeScore`, whose table learns.
+        score_mod: a score function; all that it captures and that learns gets its gradient.
     """
 
     head_dim: int = 64
@@ -107,7 +106,7 @@ class Call(NamedTuple):
     origin: Origin | None = None
     max_scores: bool = False
     descales: bool = False
-    score_mod: bool = False
+    score_mod: flashtile.ScoreFunction | None = None
 
 
 def described(source: KernelSource) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
             call.sums_slopes,
             kernel == "dq" and _hides_rows(call),
             call.allow_tf32,
-            (True,) if kernel == "dq" and call.score_mod else (),
+            _learned(call) if kernel == "dq" else (),
         )
 
 
@@ -169,7 +168,7 @@ def _side(call: Call) -> SideShape:
         call.sinks,
         _block_sizes(call),
         descales=_descale_strides(call),
-        captured=(CapturedShape(torch.float32, (call.heads, 33)),) if call.score_mod else (),
+        captured=tuple(CapturedShape(tensor.dtype, tuple(tensor.shape)) for tensor in _captured(call)),
     )
 
 
@@ -184,18 +183,22 @@ def _spec(call: Call) -> AttentionSpec:
         block_shape=_block_shape(call),
         origin=call.origin,
         returns_max_scores=call.max_scores,
-        score_program=_score_program(call),
+        score_program=None if call.score_mod is None else call.score_mod.program,
     )
 
 
-def _score_program(call: Call) -> str | None:
-    return flashtile.trace_score_mod(RelativeScore(torch.zeros(call.heads, 33))).program if call.score_mod else None
+def _captured(call: Call) -> tuple[torch.Tensor, ...]:
+    return () if call.score_mod is None else tuple(call.score_mod.captured)
+
+
+def _learned(call: Call) -> tuple[bool, ...]:
+    return tuple(tensor.requires_grad for tensor in _captured(call))
 
 
 def _hides_rows(call: Call) -> bool:
     """As `may_hide_rows` of the tensors, but for lengths and the band."""
-    changes = call.key_lengths_dtype, call.mask, call.bias, call.block_tile
-    return call.hides_rows or call.score_mod or any(change is not None for change in changes)
+    changes = call.key_lengths_dtype, call.mask, call.bias, call.block_tile, call.score_mod
+    return call.hides_rows or any(change is not None for change in changes)
 
 
 def _block_shape(call: Call) -> tuple[int, int, int, int] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from flashtile.bench.cases import Case, Inputs
 from flashtile.bench.implementations import Implementation
 from flashtile.bench.memory import peak_facts
+from flashtile.bench.timing import Uncaptured
 
 
 class Bound:
@@ -21,6 +22,7 @@ class Bound:
 
     def __init__(self, implementation: Implementation, case: Case, inputs: Inputs) -> None:
         self.implementation = implementation
+        self._own_dropout = implementation.own_dropout and case.dropout_p > 0
         self._heads_first = implementation.heads_first
         self._function = implementation.build(case, inputs)
         own = [self.change_layout(t) for t in (inputs.q, inputs.k, inputs.v)]
@@ -49,8 +51,11 @@ class Bound:
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """What is timed in each phase."""
-        return {"fwd": self.forward, "bwd": self.backward}
+        """What is timed in each phase.
+
+        PyTorch keeps the seed of a forward outside a graph on the host, where a captured backward cannot read it.
+        """
+        return {"fwd": self.forward, "bwd": Uncaptured(self.backward) if self._own_dropout else self.backward}
 
     def results(self, phase: str) -> dict[str, Tensor]:
         """Runs phase "fwd" or "bwd"; the tensors that the oracle judges, in flashtile's layout."""

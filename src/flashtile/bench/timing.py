@@ -32,13 +32,23 @@ class Timer(Protocol):
         """Milliseconds of single calls, as many as fit into `seconds`, but at least one."""
 
 
+class Uncaptured:
+    """A call that a CUDA graph must not hold, because its replay would fail."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+
+    def __call__(self) -> Any:
+        return self._function()
+
+
 def make_timer(function: Callable[[], Any], device: torch.device) -> Timer:
     """The timer of a function that was called before, so that its kernels are compiled."""
     if device.type != "cuda":
         return CpuTimer(function)
     events = EventTimer(function)
     estimate_ms = events.estimate_ms
-    if estimate_ms >= _GRAPH_BELOW_MS:
+    if estimate_ms >= _GRAPH_BELOW_MS or isinstance(function, Uncaptured):
         return events
     calls = math.ceil(_GRAPH_BELOW_MS / max(estimate_ms, 1e-3))
     try:

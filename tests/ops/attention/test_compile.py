@@ -19,10 +19,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+import flashtile
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
+from flashtile.testing.cases import RelativeScore
 from machine_code import Call, compile_call, described, differing, plan, sass, serialises_products
 from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
 
@@ -137,6 +139,7 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
 
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
+_RELATIVE = flashtile.trace_score_mod(RelativeScore(torch.zeros(Call().heads, 33, requires_grad=True)))
 _TABLE = {
     "bias_ptr": "*bf16 % 16", "stride_bias_row": "i64 % 8", "bias_rows": None, "bias_columns": None,
     "STRIDE_BIAS_COLUMN": 1, "BATCH_FIRST": True, "SHARED_ROWS": False, "SHARED_COLUMNS": False, "MODIFIED": True,
@@ -292,9 +295,9 @@ _FEATURES = {
         Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"TILE_Q": 128, "PACKED": True, "WHOLE": False}
     ),
     "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
-    "score_mod": _Feature(Call(score_mod=True), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
+    "score_mod": _Feature(Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
     "score_mod_and_more": _Feature(
-        Call(score_mod=True, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
+        Call(score_mod=_RELATIVE, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
         {"captured.tensor0": "*fp32"},
     ),
     "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"HAS_LEFT": True}),

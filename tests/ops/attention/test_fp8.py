@@ -109,9 +109,9 @@ class Problem:
         original = reference._scores
         factors = iter(self._score_factors())
 
-        def scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
+        def scores(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec, *more: Any) -> Tensor:
             product = next(factors) * _product(q, k)
-            return original(product, torch.eye(k.shape[-2], device=k.device), side, spec)
+            return original(product, torch.eye(k.shape[-2], device=k.device), side, spec, *more)
 
         q, k = (x.float() for x in self.qkv[:2])
         arguments = {**self.arguments, "return_lse": True, "backend": "reference"}
@@ -181,6 +181,15 @@ cases = pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, c
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_every_number_stands_for_itself_times_its_factor(case: Case, backend: str) -> None:
     check(case, backend)
+
+
+@cases
+def test_eager_products_of_8_bits_are_those_of_the_numbers(case: Case) -> None:
+    problem = Problem(case)
+    for name, found, exact, near in zip(
+        ("out", "lse"), problem.eager(), problem.computed(torch.float64), problem.computed(torch.float32)
+    ):
+        assert_close(name, found, exact, near)
 
 
 @pytest.mark.interpreter

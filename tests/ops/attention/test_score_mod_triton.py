@@ -113,7 +113,22 @@ def test_a_source_reads_like_the_function() -> None:
     source = function_source(text)
     assert "v0 = score * 2.0\n" in source
     assert "v2 = tl.load(captured.tensor0 + (at2_0 * sizes.size0_1 + at2_1), mask=at2_inside, other=0)" in source
-    assert "tl.atomic_add(sums.sum0" in derivative_source(text)
+    assert "tl.atomic_add(sums.sum0" in derivative_source(text, (True,))
+    assert "sums." not in derivative_source(text)
+
+
+@pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="compiles kernels")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_compile_with_the_gradients_that_they_want(name: str) -> None:
+    from machine_code import Call, compile_call, sass
+
+    tables = _tables("cpu")
+    traced = flashtile.trace_score_mod(lambda s, b, h, q, k: FUNCTIONS[name](s, b, h, q, k, tables))
+    binary = compile_call(
+        "dq", "sm_90", Call(32, 32, seq_q=SEQ, seq_k=SEQ, heads=HEADS, heads_kv=HEADS, score_mod=traced)
+    )
+    wanted = any(tensor.requires_grad for tensor in traced.captured)
+    assert wanted == ("RED" in sass(binary))
 
 
 def test_operations_that_the_kernels_lack_are_named() -> None:

@@ -211,6 +211,7 @@ def _plan(
     }
     constants = {
         **_constants(call, has_dlse),
+        **_score_functions(kernel, spec.score_program, summed),
         **{f"STRIDE_{name.upper()}_ROW": row for name, (_, row, _) in zip(_STRIDED[kernel], triples)},
     }
     check_programs("q", programs * shares)
@@ -325,7 +326,6 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
         "HAS_DLSE": has_dlse,
         "PRECISION": call.situation.precision,
         "MODIFIED": spec.softcap > 0 or side.modified or spec.score_program is not None,
-        **_score_functions(call),
         "STRIDE_BIAS_COLUMN": _column_stride(side.bias),
         "STRIDE_MASK_COLUMN": _column_stride(side.mask),
         "TILE_Q": tile_q,
@@ -337,12 +337,11 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
     }
 
 
-def _score_functions(call: _Facts) -> dict[str, Any]:
-    """The user's function and its derivative."""
-    text, backward = call.spec.score_program, call.kernel in ("dq", "dkdv")
+def _score_functions(kernel: Kernel, text: str | None, summed: tuple[bool, ...]) -> dict[str, Any]:
+    """The user's function and its derivative. `summed`: the captured tensors whose gradients the kernel adds up."""
     return {
         "SCORE_FUNCTION": None if text is None else function_of(text),
-        "SCORE_DERIVATIVE": derivative_of(text) if text is not None and backward else None,
+        "SCORE_DERIVATIVE": derivative_of(text, summed) if text is not None and kernel in ("dq", "dkdv") else None,
     }
 
 

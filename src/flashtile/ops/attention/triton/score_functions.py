@@ -25,9 +25,9 @@ def function_of(text: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_of(text: str) -> Any:
+def derivative_of(text: str, summed: tuple[bool, ...] = ()) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
-    return _compiled(derivative_source(text))
+    return _compiled(derivative_source(text, summed))
 
 
 def _compiled(source: str) -> Any:

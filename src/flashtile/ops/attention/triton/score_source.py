@@ -95,30 +95,31 @@ def function_source(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_source(text: str) -> str:
+def derivative_source(text: str, summed: tuple[bool, ...] = ()) -> str:
     """`score_derivative(score, batch, head, q_index, k_index, upstream, hidden, captured, sizes, sums)`: the gradient
-    of the score. `hidden`: the pairs whose derivative does not count. `sums`: where the gradients of captured tensors
-    are added up, with a field `sum<number>` that is None for one without; None where that is another kernel's task."""
+    of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured tensors the function
+    adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's task."""
     gradient = derivative(text, torch.float32)
     writer = _Writer(gradient.program)
     lines = list(writer.lines)
     for captured, indices, value in gradient.loads:
+        if not (captured < len(summed) and summed[captured]):
+            continue
         total = f"sums.sum{captured}"
         inputs = frozenset().union(*(writer.inputs_of(index) for index in indices))
         pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
-        written = [f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)"]
+        lines.append(f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)")
         # Elements of a tile that belong to one entry are added up before they go to memory.
         if _Q_INDEX not in inputs:
-            written.append("gradient = tl.sum(gradient, 0)[None, :]")
+            lines.append("gradient = tl.sum(gradient, 0)[None, :]")
         if _K_INDEX not in inputs:
-            written.append("gradient = tl.sum(gradient, 1)[:, None]")
+            lines.append("gradient = tl.sum(gradient, 1)[:, None]")
         if indices:
             more, offset, inside = writer.place(captured, indices, "at")
-            written += more
+            lines += more
             pointers = f"{total} + {offset} + tl.zeros(gradient.shape, tl.int32)"
             inside = f", mask={inside} & (tl.zeros(gradient.shape, tl.int32) == 0)"
-        written.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
-        lines += ["if sums is not None:", f"    if {total} is not None:", *("        " + line for line in written)]
+        lines.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
     result = "tl.zeros_like(score)"
     if gradient.score is not None:
         result = f"tl.where(hidden, 0.0, {writer.name_of(gradient.score)}) + tl.zeros_like(score)"
