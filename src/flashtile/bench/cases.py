@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashtile import BlockMask
-from flashtile.bench import masks
+from flashtile.bench import functions, masks
 from flashtile.bench.errors import ChoiceError
 from flashtile.bench.values import NORMAL, activations, changed, layer_of
 
@@ -48,7 +48,8 @@ class Case:
     With `lengths` the batch is packed: B sequences of these lengths, the longest of them S. `mask` names a mask of
     `masks.py`; that of documents is causal where the case is. `bias` is the shape of one that wants its gradient,
     `1HSS` or `BHSS`. `values` names what the tensors hold (`values.py`). `Sk` is the number of keys if it is not S, the
-    number of queries.
+    number of queries. `function` names a function of scores or a mask of `functions.py`; such a mask is all that is
+    visible, and `causal` says whether it is.
     """
 
     B: int
@@ -67,6 +68,7 @@ class Case:
     bias: str | None = None
     values: str = NORMAL
     Sk: int | None = None
+    function: str | None = None
 
     def __post_init__(self) -> None:
         if self.Sk is not None:
@@ -83,6 +85,14 @@ class Case:
         if self.bias is not None:
             assert self.bias in ("1HSS", "BHSS") and not self.dropout_p
             assert self.segments is None, "the check of a bias has one sequence in each batch entry"
+        if self.function is not None:
+            assert self.B == 1 and self.H == self.Hkv and self.lengths is None, "the check picks heads of one sequence"
+            others = self.mask, self.bias, self.softcap, self.window, self.Sk
+            assert all(part is None for part in others) and not self.dropout_p, "a function stands alone"
+            if self.function in functions.MASKS:
+                assert self.causal == functions.MASKS[self.function].causal
+            else:
+                assert self.function in functions.SCORES
         assert self.values == NORMAL or (self.lengths is None and self.H == self.Hkv and self.Sk is None), (
             "other values are for plain calls"
         )
@@ -107,6 +117,7 @@ class Case:
         scores = "" if self.mask is None else f"-{self.mask}"
         scores += "" if self.softcap is None else f"-cap{self.softcap:g}"
         scores += "" if self.bias is None else f"-bias{self.bias}"
+        scores += "" if self.function is None else f"-{self.function}"
         scores += "" if self.values == NORMAL else f"-{self.values}"
         seq = f"s{self.S}" if self.lengths is None else f"packed{self.tokens}"
         seq += "" if self.Sk is None else f":{self.Sk}"
@@ -137,11 +148,15 @@ class Case:
     @property
     def changes_scores(self) -> bool:
         """Whether there is more to the scores than product, band and dropout."""
-        return self.mask is not None or self.softcap is not None or self.bias is not None
+        changes = self.mask, self.softcap, self.bias, self.function
+        return any(part is not None for part in changes)
 
     @property
     def segments(self) -> tuple[int, ...] | None:
         """Lengths of the parts that do not see each other: of a packed batch, or of each batch entry's documents."""
+        if self.function in functions.MASKS:
+            parts = functions.MASKS[self.function].parts
+            return None if parts is None else parts(self.S)
         return masks.document_lengths(self.mask, self.S) if self.lengths is None else self.lengths
 
     @property
@@ -154,7 +169,10 @@ class Case:
             "window": None if self.window is None else list(self.window),
             "lengths": None if self.lengths is None else list(self.lengths),
         }
-        return {**asdict(self), **lists}
+        record = {**asdict(self), **lists}
+        if self.function is None:
+            del record["function"]  # so that cases without one compare with those of earlier records
+        return record
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `flashtile.attention`, without tensors and masks."""
@@ -167,6 +185,8 @@ class Case:
 
     def visible_pairs(self) -> float:
         """(query, key) pairs of one head, over the batch, that count as work."""
+        if self.function in functions.MASKS:
+            return functions.MASKS[self.function].pairs(self.S)
         entries, sequences = (self.B if self.lengths is None else 1), self.segments
         if self.mask is not None and self.has_mask_tensor:
             return masks.visible_in_tensor(self.mask, self.B, self.S, self.keys)
@@ -215,6 +235,7 @@ class Inputs:
         bias: `[1 or B, H, S, S]`; None without.
         block_mask: the case's mask, causal where the case is; None without, or where it is a tensor.
         mask: `[1 or B, 1, 1 or S, keys]` of booleans; None without.
+        tables: the tensors that the case's function of scores reads.
     """
 
     q: Tensor
@@ -226,6 +247,7 @@ class Inputs:
     bias: Tensor | None
     block_mask: BlockMask | None
     mask: Tensor | None = None
+    tables: tuple[Tensor, ...] = ()
 
 
 def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -255,14 +277,15 @@ def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
         bias=None if case.bias_shape is None else normal(*case.bias_shape),
         block_mask=make_block_mask(case, device),
         mask=make_mask_tensor(case, device),
+        tables=functions.tables(case.function, case.H, case.S, generator),
     )
 
 
 def make_block_mask(case: Case, device: torch.device) -> BlockMask | None:
     """A case's mask if it is a block mask."""
-    if case.mask is None or case.has_mask_tensor:
-        return None
-    return masks.block_mask(case.mask, case.S, case.causal, device)
+    if case.mask is None:
+        return functions.block_mask(case.function, case.S, device)
+    return None if case.has_mask_tensor else masks.block_mask(case.mask, case.S, case.causal, device)
 
 
 def make_mask_tensor(case: Case, device: torch.device) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from flashtile.bench.decode import cases as decode_cases
 from flashtile.bench.decode import implementations as decode_implementations
 from flashtile.bench.decode.problem import problem_of as decode_problem
 from flashtile.bench.errors import ChoiceError
+from flashtile.bench.first_call import first_calls
 from flashtile.bench.host_time import run_host_time
 from flashtile.bench.implementations import IMPLEMENTATIONS, select_implementations
-from flashtile.bench.problem import AnyCase, AnyImplementation, AttentionProblem, Problem
+from flashtile.bench.problem import AnyCase, AnyImplementation, Problem
 from flashtile.bench.record import Record, make_record, require_writable, write_record
 from flashtile.bench.runner import Row, run_cases
 from flashtile.bench.summary import is_ours
@@ -72,17 +74,22 @@ def bench_attention(
         on_case: called before and after each case, see `OnCase`.
         table: names of tables, likewise, or "all"; the device's default table when empty.
         seconds: time for the samples of one phase of one implementation; None for the device's default.
-        jobs: processes that compile before anything is measured; 0 = each case compiles when its turn comes.
+        jobs: processes that compile before anything is measured, and that measure first calls of cases with a function;
+            0 = each case compiles when its turn comes.
 
     Raises:
         ChoiceError: a pattern or a name matches nothing.
     """
     device = default_device()
+    if jobs is None:
+        jobs = (os.cpu_count() or 2) // 2 if device.type == "cuda" else 0
     chosen_cases = select_cases(cases_of(device, _split(table), quick), _split(cases))
     chosen_implementations = select_implementations(_split(impl), device)
-    if jobs:
-        compile_ahead(chosen_cases, chosen_implementations, device, jobs)
-    return _run(chosen_cases, chosen_implementations, device, output, on_case, seconds, AttentionProblem)
+    without = [case for case in chosen_cases if case.function is None]
+    if jobs and without:
+        compile_ahead(without, chosen_implementations, device, jobs)
+    with first_calls(chosen_cases, chosen_implementations, device, jobs) as problem:
+        return _run(chosen_cases, chosen_implementations, device, output, on_case, seconds, problem)
 
 
 def bench_companions(

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from flashtile import BlockMask, patterns
+from flashtile.bench import functions
 from flashtile.bench.cases import Case, Inputs
+from flashtile.bench.functions import ScoreMod, Visible
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
-Visible = Callable[[Tensor, Tensor], Tensor]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-
 
 def build_flex(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
-    """The compiled function `(q, k, v) -> out`, or `(q, k, v, bias) -> out`.
+    """The compiled function `(q, k, v) -> out`, with a bias or with the tables of a function behind v.
 
     `fullgraph` makes an error of what torch.compile does not trace, and of its limit on recompilations.
     """
@@ -44,8 +43,11 @@ def flex_of(case: Case, inputs: Inputs) -> Callable[..., Tensor]:
 
     lists, grouped = _block_mask(case, inputs), case.H != case.Hkv
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
-        score_mod = _score_mod(case, bias)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        if case.function in functions.SCORES:
+            score_mod: ScoreMod | None = functions.SCORES[case.function].make(more or inputs.tables, case.S)
+        else:
+            score_mod = _score_mod(case, more[0] if more else None)
         return flex_attention(q, k, v, score_mod=score_mod, block_mask=lists, enable_gqa=grouped)
 
     return attend
@@ -71,12 +73,12 @@ def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
     device = inputs.q.device
-    if case.mask is None and not case.causal and case.window is None:
+    if inputs.block_mask is None and not case.causal and case.window is None:
         return None
     lists = (inputs.block_mask or _band(case, device)).to_flex()
     if case.mask is not None and case.segments is None:
         return lists  # all of its tiles are full
-    visible = visible_in_band(case) if case.segments is None else _visible_in_documents(case, case.segments, device)
+    visible = _visible(case, device)
 
     def mask_mod(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return visible(row, column)
@@ -84,6 +86,12 @@ def _block_mask(case: Case, inputs: Inputs) -> FlexBlockMask | None:
     blocks = (lists.kv_num_blocks, lists.kv_indices, lists.full_kv_num_blocks, lists.full_kv_indices)
     seq_lengths = (case.S, case.S)
     return FlexBlockMask.from_kv_blocks(*blocks, lists.BLOCK_SIZE, mask_mod, seq_lengths)
+
+
+def _visible(case: Case, device: torch.device) -> Visible:
+    if case.function in functions.MASKS:
+        return functions.visible(case.function, case.S, device)
+    return visible_in_band(case) if case.segments is None else _visible_in_documents(case, case.segments, device)
 
 
 def _band(case: Case, device: torch.device) -> BlockMask:

@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashtile
-from flashtile.bench.cases import Case, Inputs, make_block_mask, make_mask_tensor, select_named
+from flashtile.bench import functions
+from flashtile.bench.cases import Case, Inputs, cumulative, make_block_mask, make_mask_tensor, select_named
 from flashtile.bench.flex import build_flex, visible_in_band
 
-#: `(q, k, v) -> out`, or in a case with a bias `(q, k, v, bias) -> out`.
+#: `(q, k, v) -> out`; in a case with a bias `(q, k, v, bias) -> out`, and with the tables of a function behind v where
+#: it learns them.
 Attention = Callable[..., Tensor]
 
 #: torch.compile makes new FlexAttention kernels for every shape; of what others have too, these lengths are enough.
@@ -70,6 +72,8 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
     def build(case: Case, inputs: Inputs) -> Attention:
         arguments = {**case.arguments(), "dropout_seed": inputs.dropout_seed, "backend": backend}
         cu_seqlens = inputs.cu_seqlens
+        if case.function in functions.SCORES:
+            return _with_score_mod(case, inputs, arguments)
         if cu_seqlens is None:
             arguments |= _mask_arguments(inputs.block_mask, inputs.mask)
             return lambda q, k, v, bias=None: flashtile.attention(q, k, v, bias=bias, **arguments)
@@ -77,6 +81,41 @@ def build_flashtile(backend: str) -> Callable[[Case, Inputs], Attention]:
         return lambda q, k, v: flashtile.attention_varlen(q, k, v, cu_seqlens, **arguments)
 
     return build
+
+
+def _with_score_mod(case: Case, inputs: Inputs, arguments: dict[str, Any]) -> Attention:
+    """A call with the case's function, which reads the tables that it is given, or those of the inputs."""
+    assert case.function is not None
+    make = functions.SCORES[case.function].make
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *tables: Tensor) -> Tensor:
+        return flashtile.attention(q, k, v, score_mod=make(tables or inputs.tables, case.S), **arguments)
+
+    return attend
+
+
+def _build_builtin(case: Case, inputs: Inputs) -> Attention:
+    """The case by an argument of flashtile instead of a function."""
+    if case.function == "documents":
+        lengths = functions.document_lengths(case.S)
+        cu_seqlens, longest = cumulative(lengths, inputs.q.device), max(lengths)
+        packed: dict[str, Any] = {"causal": True, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return lambda q, k, v: flashtile.attention_varlen(q[0], k[0], v[0], cu_seqlens, **packed)[None]
+    arguments: dict[str, Any] = {"causal": case.causal}
+    if case.function == "alibi":
+        arguments["alibi_slopes"] = inputs.tables[0]
+    elif case.function == "softcap":
+        arguments["softcap"] = functions.SOFTCAP
+    else:
+        arguments["window"] = (functions.window_left(case.S), 0)
+    return lambda q, k, v: flashtile.attention(q, k, v, **arguments)
+
+
+def _no_builtin(case: Case, device: torch.device) -> str | None:
+    if case.function is None:
+        return "measured beside functions only"
+    known = case.function in ("alibi", "softcap", "documents", "window")
+    return None if known else "flashtile has no argument for it"
 
 
 def _mask_arguments(block_mask: flashtile.BlockMask | None, mask: Tensor | None) -> dict[str, Any]:
@@ -155,6 +194,8 @@ def _dense_only(case: Case, device: torch.device) -> str | None:
 
 def _sdpa_limits(case: Case, device: torch.device) -> str | None:
     """Why no kernel of sdpa serves a case; None if one may."""
+    if case.function is not None:
+        return "measured without functions"
     if case.softcap is not None:
         return "sdpa has no argument for a soft cap"
     if case.bias is not None and (case.causal or case.window is not None or case.mask is not None):
@@ -165,6 +206,8 @@ def _sdpa_limits(case: Case, device: torch.device) -> str | None:
 def _no_mask_kernel(case: Case, device: torch.device) -> str | None:
     if case.bias is not None:
         return "has no gradient of a bias"
+    if case.function is not None:
+        return "measured without functions"
     for what in ("window", "mask"):
         if getattr(case, what) is not None and device.type == "cuda":
             return f"sdpa has no argument for a {what}, so a {what} of this kernel cannot be reached through it"
@@ -209,10 +252,19 @@ def hopper_limits(case: Case, device: torch.device) -> str | None:
     arguments = {**case.arguments(), **packed}
     block_mask, mask = make_block_mask(case, device), make_mask_tensor(case, device)
     arguments |= _mask_arguments(block_mask and block_mask.to("meta"), None if mask is None else mask.to("meta"))
+    if case.function in functions.SCORES:
+        arguments["score_mod"] = _score_mod_on_meta(case)
     if case.bias_shape is not None:
         arguments["bias"] = torch.empty(case.bias_shape, dtype=case.torch_dtype, device="meta")
     answer = flashtile.explain(q, k, v, **arguments, backend="hopper", device=device)
     return answer.reason if answer.backend is None else None
+
+
+def _score_mod_on_meta(case: Case) -> functions.ScoreMod:
+    assert case.function is not None
+    tables = functions.tables(case.function, case.H, case.S, torch.Generator())
+    meta = [table.to("meta").requires_grad_(functions.learns(case.function)) for table in tables]
+    return functions.SCORES[case.function].make(meta, case.S)
 
 
 def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
@@ -226,7 +278,7 @@ def _torch_varlen_limits(case: Case, device: torch.device) -> str | None:
 def _fa4_missing(case: Case, device: torch.device) -> str | None:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "flash_attn.cute is not installed"
-    if case.mask is not None or case.bias is not None:
+    if not (case.mask is case.bias is case.function is None):
         return "measured without masks and biases, which it takes as functions in a language of its own"
     return _no_dropout(case, device)
 
@@ -254,6 +306,7 @@ IMPLEMENTATIONS = (
     Implementation("flashtile-triton", ("cuda",), build_flashtile("triton")),
     Implementation("flashtile-auto", ("cuda",), build_flashtile("auto"), default=False),
     Implementation("flashtile-cpu", ("cpu",), build_flashtile("cpu")),
+    Implementation("flashtile-builtin", ("cuda", "cpu"), _build_builtin, _no_builtin, default=False),
     Implementation(
         "sdpa-flash",
         ("cuda", "cpu"),

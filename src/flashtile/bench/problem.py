@@ -100,8 +100,10 @@ class AttentionProblem:
     op = "attention"
     phases: tuple[str, ...] = ("fwd", "bwd")
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, first_calls: Mapping[str, float] | None = None) -> None:
+        """`first_calls`: for implementations, the milliseconds of a first call in a new process."""
         self._case = case
+        self._first_calls = first_calls or {}
         if case.values != NORMAL:
             self.phases = ("fwd",)  # a backward reads finished statistics: its time depends on no values
         self._inputs = make_inputs(case, device)
@@ -122,7 +124,7 @@ class AttentionProblem:
         return implementation.unsupported(self._case, self._inputs.q.device)
 
     def bind(self, implementation: Implementation) -> Bound:
-        return Bound(implementation, self._case, self._inputs)
+        return Bound(implementation, self._case, self._inputs, self._first_calls.get(implementation.name))
 
     def judge(self, bound: Bound, phase: str, results: dict[str, Tensor]) -> Verdict:
         """An implementation that drops weights by bits of its own is judged by what it computes without dropout."""

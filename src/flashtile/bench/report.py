@@ -55,8 +55,8 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
 
     Attention in TFLOP/s. Companion operations in TFLOP/s where they are products, in GB/s where memory bounds them,
     then with the share of a copy's speed that ours reaches; so is decoding, by the bytes of its cache. Training in
-    tokens each second. Where rows have them, also tables of the memory that they take, and of the share of the GPU's
-    peak.
+    tokens each second. Where rows have them, also tables of the memory that they take, of first calls, and of the share
+    of the GPU's peak.
     """
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
@@ -68,6 +68,10 @@ def speed_tables(rows: Sequence[Row]) -> list[Table]:
     memory = [row for row in rows if "peak_mib" in row]
     if memory:
         found.append(_figures("Memory beside what stays (MiB)", memory, lambda row: f"{row['peak_mib']:.0f}"))
+    first = [row for row in rows if "first_call_ms" in row]
+    if first:
+        figure = _figures("First call in a new process (s)", first, lambda row: f"{row['first_call_ms'] / 1e3:.2f}")
+        found.append(figure)
     shares = [row for row in rows if row.get("mfu") is not None]
     if shares:
         found.append(

@@ -3,7 +3,8 @@
 Every device has the tables "default" and "grouped" (heads). On a GPU there are also "values" (other numbers than normal
 ones, forward alone) and more kinds of attention next to the plain one: "mla" (head sizes 192 and 128), "window",
 "varlen" (packed batches), "masks" (block masks and all else that changes scores), "features" (dropout, biases and masks
-in the shapes of models) and "shapes" (head sizes, lengths and windows that no other table has).
+in the shapes of models), "shapes" (head sizes, lengths and windows that no other table has) and "functions" (scores and
+masks as Python functions).
 """
 
 from __future__ import annotations
@@ -204,6 +205,26 @@ def _of_size(head_dim: int, seq: int, causal: bool) -> Case:
     return Case(16384 // seq, seq, heads, heads, head_dim, head_dim, causal=causal)
 
 
+def function_cases() -> list[Case]:
+    """Scores and masks as functions, each with 16 heads in one sequence; documents and trees are packed ones."""
+    return [
+        _sixteen_heads(1, seq, head_dim, causal=causal, function=name)
+        for head_dim in (128, 64)
+        for name, seq, causal in (
+            ("relative", 4096, False),
+            ("alibi", 8192, True),
+            ("softcap", 8192, True),
+            ("waves", 4096, True),
+            ("documents", 65536, True),
+            ("window", 8192, True),
+            ("prefix-lm", 8192, False),
+            ("dilated", 8192, True),
+            ("neighborhood", 8192, False),
+            ("tree", 65536, True),
+        )
+    ]
+
+
 def _sixteen_heads(batch: int, seq: int, head_dim: int, **more: Any) -> Case:
     return Case(batch, seq, 16, 16, head_dim, head_dim, **more)
 
@@ -222,6 +243,7 @@ def tables(device: torch.device) -> dict[str, list[Case]]:
         "masks": mask_cases(),
         "features": feature_cases(),
         "shapes": shape_cases(),
+        "functions": function_cases(),
     }
 
 
@@ -267,10 +289,10 @@ def _few(cases: list[Case], device: torch.device) -> list[Case]:
     return few
 
 
-def _kind(case: Case) -> tuple[bool, ...]:
+def _kind(case: Case) -> tuple[Any, ...]:
     """What a case has of all that not every case has."""
     parts = case.window, case.lengths, case.mask, case.softcap, case.bias, case.Sk
-    return tuple(part is not None for part in parts)
+    return *(part is not None for part in parts), case.function
 
 
 def select_cases(cases: list[_AnyCase], patterns: list[str]) -> list[_AnyCase]:

@@ -5,7 +5,8 @@ The oracle is `flashtile.attention(backend="reference")` in float64, and the tol
 sums over all queries. Where all heads would be too much work, evenly spaced ones are, the first and the last of the
 batch among them. With dropout they are the first heads of the first batch entry, since the random bits depend on a
 head's index. In a packed batch, the chosen heads of every sequence and every document are checked, one by one. With a
-bias the chosen heads are checked in every batch entry, because its gradient may sum over them.
+bias the chosen heads are checked in every batch entry, because its gradient may sum over them. A mask of a function is
+evaluated for every pair that is checked, and a function of scores reads the tables of the chosen heads.
 Queries go through in blocks, so that no fp64 matrix grows past `_SCORES`.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,13 +22,14 @@ from torch import Tensor
 
 import flashtile
 from flashtile import testing
+from flashtile.bench import functions
 from flashtile.bench.cases import Case, Inputs
 from flashtile.bench.masks import tile_rows
 
 #: Elements of one fp64 score matrix that the check may hold at once.
 _SCORES = {"cuda": 2**27, "cpu": 2**23}
 
-TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias")}
+TENSORS = {"fwd": ("out",), "bwd": ("out", "dq", "dk", "dv", "dbias", "dtable0", "dtable1")}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Oracle:
         self._case = case
         self._heads = _choose_heads(case, inputs.q.device)
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": inputs.dout, "bias": inputs.bias}
+        tensors |= {f"table{number}": table for number, table in enumerate(inputs.tables)}
         picked = {name: self._pick(name, tensor) for name, tensor in tensors.items() if tensor is not None}
         exact = {name: tensor.double() for name, tensor in picked.items()}
         mask = self._pick_mask(inputs.mask)
@@ -72,9 +76,11 @@ class Oracle:
     def _pick(self, name: str, tensor: Tensor) -> Tensor:
         """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`.
 
-        With a bias `[B, S, n · heads, D]`, and of the bias `[1 or B, n · heads, S, S]`.
+        With a bias `[B, S, n · heads, D]`, and of the bias `[1 or B, n · heads, S, S]`. Of a table `[n, ...]`.
         """
         tensor, key_heads = tensor.detach(), self._case.Hkv
+        if name.lstrip("d").startswith("table"):
+            return tensor[self._heads]
         if name in ("bias", "dbias"):
             return tensor.unflatten(1, (key_heads, -1))[:, self._heads].flatten(1, 2)
         grouped = tensor.unflatten(-2, (key_heads, -1))  # [..., Hkv, group or 1, D]
@@ -114,36 +120,58 @@ def _reference(
     if case.segments is None:
         return _reference_in_blocks(case, tensors, dropout_seed, mask)
     parts = {name: tensor.split(case.segments, 1) for name, tensor in tensors.items()}
+    starts = accumulate(case.segments, initial=0)
     results = [
-        _reference_in_blocks(case, dict(zip(parts, part, strict=True)), dropout_seed)
-        for part in zip(*parts.values(), strict=True)
+        _reference_in_blocks(case, dict(zip(parts, part, strict=True)), dropout_seed, start=start)
+        for start, part in zip(starts, zip(*parts.values(), strict=True))
     ]
     return {name: torch.cat([result[name] for result in results], 1) for name in results[0]}
 
 
 def _reference_in_blocks(
-    case: Case, tensors: dict[str, Tensor], dropout_seed: Tensor | None, mask: Tensor | None = None
+    case: Case,
+    tensors: dict[str, Tensor],
+    dropout_seed: Tensor | None,
+    mask: Tensor | None = None,
+    start: int = 0,
 ) -> dict[str, Tensor]:
-    """The same for `[n, S, heads, D]`, by blocks of queries."""
+    """The same for `[n, S, heads, D]`, by blocks of queries. `start`: where this part of the sequence starts."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
+    tables, learns = [name for name in tensors if name.startswith("table")], functions.learns(case.function)
     found = {name: torch.zeros_like(tensors[name[1:]]) for name in ("dq", "dbias") if name[1:] in tensors}
-    sums = {name: torch.zeros(t.shape, dtype=torch.float64, device=t.device) for name, t in (("dk", k), ("dv", v))}
+    summed = ("k", "v", *(tables if learns else ()))
+    sums = {name: torch.zeros(tensors[name].shape, dtype=torch.float64, device=q.device) for name in summed}
     outs = []
     for rows, keys in _blocks(case, q):
         block_inputs = {"q": q[:, rows], "k": k[:, keys], "v": v[:, keys]}
         if "bias" in tensors:
             block_inputs["bias"] = tensors["bias"][..., rows, keys]
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in block_inputs.items()}
-        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": _shown(case, rows, mask, q.device)}
+        read = [tensors[name].clone().requires_grad_(learns) for name in tables]
+        shown = _shown(case, rows, keys, mask, q.device, start)
+        arguments: dict[str, Any] = {**leaves, **case.arguments(), "mask": shown}
+        if case.function in functions.SCORES:
+            arguments["score_mod"] = _of_chosen_heads(case, read, rows.start)
         out = flashtile.attention(**arguments, dropout_seed=dropout_seed, backend="reference")
-        dq, dk, dv, *dbias = torch.autograd.grad(out, list(leaves.values()), tensors["dout"][:, rows])
+        wanted = [*leaves.values(), *(read if learns else ())]
+        dq, dk, dv, *more = torch.autograd.grad(out, wanted, tensors["dout"][:, rows])
         outs.append(out.detach())
         found["dq"][:, rows] = dq
-        sums["dk"][:, keys] += dk
-        sums["dv"][:, keys] += dv
-        if dbias:
-            found["dbias"][..., rows, keys] = dbias[0]
-    return {"out": torch.cat(outs, 1), **found, "dk": sums["dk"].to(k.dtype), "dv": sums["dv"].to(v.dtype)}
+        sums["k"][:, keys] += dk
+        sums["v"][:, keys] += dv
+        if "bias" in tensors:
+            found["dbias"][..., rows, keys] = more.pop(0)
+        for name, dtable in zip(tables, more):
+            sums[name] += dtable
+    of_sums = {f"d{name}": total.to(tensors[name].dtype) for name, total in sums.items()}
+    return {"out": torch.cat(outs, 1), **found, **of_sums}
+
+
+def _of_chosen_heads(case: Case, tables: list[Tensor], first_row: int) -> functions.ScoreMod:
+    """The case's function for a block of queries: the chosen heads, to which the tables belong, are batch entries."""
+    assert case.function is not None
+    whole = functions.SCORES[case.function].make(tables, case.S)
+    return lambda score, batch, head, q_index, k_index: whole(score, head, batch, q_index + first_row, k_index)
 
 
 def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -163,10 +191,16 @@ def _blocks(case: Case, q: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(first, stop if case.causal else keys)
 
 
-def _shown(case: Case, rows: slice, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """What some queries see, of tiles made from their layout; documents are computed one by one instead."""
+def _shown(
+    case: Case, rows: slice, keys: slice, mask: Tensor | None, device: torch.device, start: int
+) -> Tensor | None:
+    """What some queries see: of tiles made from their layout, of a function of the indices evaluated. Other documents
+    are computed one by one instead."""
     if mask is not None:
         return mask if mask.shape[2] == 1 else mask[:, :, rows]
+    if case.function in functions.MASKS:
+        q_index, k_index = (range(start + part.start, start + part.stop) for part in (rows, keys))
+        return functions.shown(case.function, case.S, q_index, k_index, device)[None, None]
     if case.mask is None or not case.mask_shows_tiles:
         return None
     return tile_rows(case.S, case.mask, range(rows.start, rows.stop), device)[None, None]

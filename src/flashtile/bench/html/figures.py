@@ -250,7 +250,7 @@ def _others(named: Named) -> list[Row]:
 
 def _is_plain(row: Row) -> bool:
     """Whether a row of attention has no mask but the causal one."""
-    absent = ("window", "lengths", "mask", "softcap", "bias", "dropout_p", "Sk")
+    absent = ("window", "lengths", "mask", "softcap", "bias", "function", "dropout_p", "Sk")
     return not any(row["case"].get(key) for key in absent) and row["case"].get("values", "normal") == "normal"
 
 

@@ -69,6 +69,16 @@ def _bias(value: Any, case: Case) -> str:
     return {"1HSS": "bias for each head", "BHSS": "bias for each sequence and head"}.get(value, f"bias {value}")
 
 
+def _function(value: Any, case: Case) -> str:
+    return {
+        "relative": "function: relative position", "alibi": "function: ALiBi", "softcap": "function: soft cap",
+        "waves": "function with torch.sin and two tables", "documents": "mask function: documents",
+        "window": "mask function: window", "prefix-lm": "mask function: prefix-LM",
+        "dilated": "mask function: dilated window", "neighborhood": "mask function: 2-D neighbourhood",
+        "tree": "mask function: tree",
+    }.get(value, f"function {value}")  # fmt: skip
+
+
 def _values(value: Any, case: Case) -> str:
     named = {"normal": "normal values", "shifted": "q + 3 and k + 3", "growing-keys": "keys that grow"}
     for pattern, words in (
@@ -95,6 +105,7 @@ _WORDS: dict[str, Callable[[Any, Case], str] | None] = {
     "mask": _mask,
     "softcap": lambda value, case: f"soft cap {value:g}",
     "bias": _bias,
+    "function": _function,
     "dropout_p": lambda value, case: f"dropout {value:g}",
     "rows": _count("rows"),
     "columns": _count("columns"),
@@ -184,6 +195,7 @@ IMPLEMENTATIONS = {
     "flashtile-hopper": "flashtile's kernels for Hopper GPUs",
     "flashtile-triton": "flashtile's portable kernels",
     "flashtile-cpu": "flashtile on a CPU",
+    "flashtile-builtin": "flashtile, by an argument instead of a function",
     "flashtile-compile": "flashtile in a model under torch.compile",
     "flashtile-fused-loss": "flashtile in a model, its last layer computed with the loss",
     "flashtile-packed": "flashtile on packed sequences",

@@ -1,0 +1,142 @@
+"""Cases with a function: what it shows and scores, FlexAttention's way, the oracle, and first calls."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashtile.bench import flex, functions
+from flashtile.bench.cases import Case, make_inputs
+from flashtile.bench.first_call import first_calls
+from flashtile.bench.implementations import IMPLEMENTATIONS, Implementation, build_flashtile
+from flashtile.bench.problem import AttentionProblem
+from flashtile.bench.report import speed_tables
+from flashtile.bench.runner import run_case, side_stream
+from flashtile.bench.tables import cases_of, tables
+from flashtile.bench.verify import Oracle
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def case_of(name: str) -> Case:
+    causal = functions.MASKS[name].causal if name in functions.MASKS else name != "relative"
+    return Case(1, 128, 2, 2, 16, 16, causal=causal, dtype="fp32", function=name)
+
+
+CASES = [case_of(name) for name in (*functions.SCORES, *functions.MASKS)]
+
+
+def named(*names: str) -> list[Implementation]:
+    return [each for each in IMPLEMENTATIONS if each.name in names]
+
+
+def test_the_table_has_every_function_at_two_head_sizes():
+    cases = tables(CUDA)["functions"]
+    assert {(case.function, case.D) for case in cases} == {(case.function, d) for case in CASES for d in (64, 128)}
+    assert all(case.H == 16 and case.S in (4096, 8192, 65536) and case.dtype == "bf16" for case in cases)
+    assert [case.D for case in cases] == sorted((case.D for case in cases), reverse=True)
+    assert {case.function for case in cases_of(CUDA, ["functions"], quick=True)} >= {"alibi", "tree", "window"}
+
+
+@pytest.mark.parametrize("seq", [128, 2048])
+@pytest.mark.parametrize("name", functions.MASKS)
+def test_masks_show_what_the_oracle_is_told(name, seq):
+    dense = functions.MASKS[name].pattern(seq, CPU).to_dense()[0, 0]
+    assert torch.equal(functions.shown(name, seq, range(20, 90), range(seq), CPU), dense[20:90])
+    assert torch.equal(functions.shown(name, seq, range(seq), range(10, 100), CPU), dense[:, 10:100])
+    case = replace(case_of(name), S=seq)
+    assert int(dense.sum()) == case.visible_pairs() and not (case.causal and dense.triu(1).any())
+    if case.segments is not None:
+        apart = torch.block_diag(*(torch.ones(length, length) for length in case.segments)) == 0
+        assert sum(case.segments) == seq and not (dense & apart).any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_ours_are_right(case):
+    for row in run_case(case, named("flashtile-cpu", "flashtile-builtin", "sdpa-flash"), CPU, seconds=0):
+        expected = {"flashtile-builtin": "flashtile has no argument for it", "sdpa-flash": "measured without functions"}
+        assert row["ms"] is not None or row["why"] == expected[row["impl"]], row
+        assert row["ms"] is None or row["impl"] != "sdpa-flash"
+
+
+def test_the_same_by_an_argument_where_there_is_one():
+    rows = [row for case in CASES for row in run_case(case, named("flashtile-builtin"), CPU, seconds=0)]
+    found = {row["case"]["function"] for row in rows if row["ms"] is not None}
+    assert found == {"alibi", "softcap", "documents", "window"}
+    (builtin,) = named("flashtile-builtin")
+    assert builtin.unsupported(Case(1, 16, 2, 2, 8, 8), CPU) == "measured beside functions only"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_flex_computes_the_case(case):
+    """Traced in one piece, as for its kernels, which a CPU has not for the backward."""
+    inputs = make_inputs(case, CPU)
+    tensors = [t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v)]
+    tensors += inputs.tables if functions.learns(case.function) else ()
+    torch.compiler.reset()
+    attend = torch.compile(flex.only_compiled(flex.flex_of(case, inputs)), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        out = attend(*tensors).transpose(1, 2)
+    assert Oracle(case, inputs).judge("fwd", {"out": out}).why is None
+
+
+@pytest.mark.parametrize("name", ["relative", "waves"])
+def test_a_wrong_gradient_of_a_table_is_found(name):
+    def build(case, inputs):
+        attend = build_flashtile("cpu")(case, inputs)
+
+        def wrong(q, k, v, *tables):
+            *others, last = tables
+            return attend(q, k, v, *others, last.detach() + 1.5 * (last - last.detach()))
+
+        return wrong
+
+    forward, backward = run_case(case_of(name), [Implementation("wrong", ("cpu",), build)], CPU, seconds=0)
+    assert forward["ms"] is not None and backward["ms"] is None
+    assert f"dtable{0 if name == 'relative' else 1}" in backward["why"]
+
+
+def test_a_mask_with_one_pair_too_many_is_found():
+    case = case_of("prefix-lm")
+
+    def build(case, inputs):
+        mask = functions.shown(case.function, case.S, range(case.S), range(case.S), CPU)
+        mask[40, 100] = True
+        bias = torch.zeros(1, 1, case.S, case.S).masked_fill(~mask, -torch.inf)
+        return lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    rows = run_case(case, [Implementation("wrong", ("cpu",), build, heads_first=True)], CPU, seconds=0)
+    assert all(row["ms"] is None and "wrong result" in row["why"] for row in rows)
+
+
+def test_first_calls_are_measured_in_processes_of_their_own(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", "before")
+    ours, case = named("flashtile-cpu"), case_of("softcap")
+    with first_calls([case], ours, CPU, jobs=1) as problem:
+        rows = run_case(case, ours, CPU, 0, problem)
+    assert [row["impl"] for row in rows if "first_call_ms" in row] == ["flashtile-cpu"]
+    assert 0 < rows[0]["first_call_ms"] < 300_000
+    titles = [table.title for table in speed_tables(rows)]
+    assert "First call in a new process (s)" in titles
+    assert os.environ["TRITON_CACHE_DIR"] == "before"
+
+
+def test_no_first_calls_without_functions_or_processes():
+    for cases, jobs in (([case_of("alibi")], 0), ([Case(1, 16, 2, 2, 8, 8)], 2)):
+        with first_calls(cases, named("flashtile-cpu"), CPU, jobs) as problem:
+            assert problem is AttentionProblem
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_on_a_gpu(case):
+    """A gradient of a table that FlexAttention sums otherwise may be found wrong; nothing may fail."""
+    case = replace(case, S=1024, D=64, Dv=64, dtype="bf16")
+    with side_stream(CUDA):
+        rows = run_case(case, named("flashtile-triton", "flashtile-builtin", "flex"), CUDA, seconds=0)
+    for row in rows:
+        fine = row["ms"] is not None or row["impl"] == "flashtile-builtin" or "dtable" in row["why"]
+        assert fine and (row["ms"] is not None or row["impl"] != "flashtile-triton"), row
