@@ -124,8 +124,9 @@ def test_first_calls_are_measured_in_processes_of_their_own(monkeypatch):
 
 
 def test_no_first_calls_without_functions_or_processes():
-    for cases, jobs in (([case_of("alibi")], 0), ([Case(1, 16, 2, 2, 8, 8)], 2)):
-        with first_calls(cases, named("flashtile-cpu"), CPU, jobs) as problem:
+    ours, alibi = named("flashtile-cpu"), case_of("alibi")
+    for cases, implementations, jobs in (([alibi], ours, 0), ([Case(1, 16, 2, 2, 8, 8)], ours, 2), ([alibi], [], 2)):
+        with first_calls(cases, implementations, CPU, jobs) as problem:
             assert problem is AttentionProblem
 
 

@@ -52,12 +52,12 @@ def first_calls(
         jobs: processes at a time; 0 = none, and the problems have no first calls.
     """
     named = [case for case in cases if case.function is not None]
-    if not named or not jobs:
+    tasks = [(case, each) for case in named for each in _measured(case, implementations, device)] if jobs else []
+    if not tasks:
         yield AttentionProblem
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _environment_kept():
         folders = {case: Path(folder) / str(number) for number, case in enumerate(named)}
-        tasks = [(case, each) for case in named for each in _measured(case, implementations, device)]
         with ThreadPoolExecutor(jobs) as pool:
             before = Path(folder) / "before"
             list(pool.map(partial(_in_process, _BEFORE, device, before), {each.name for _, each in tasks}))
