@@ -120,6 +120,7 @@ class Value:
     __and__, __rand__ = _operator(torch.bitwise_and)
     __or__, __ror__ = _operator(torch.bitwise_or)
     __xor__, __rxor__ = _operator(torch.bitwise_xor)
+    __lshift__ = _operator(torch.bitwise_left_shift)[0]
     __rshift__ = _operator(torch.bitwise_right_shift)[0]
     __lt__, __gt__ = _operator(torch.lt, gives=int1)
     __le__, __ge__ = _operator(torch.le, gives=int1)

@@ -9,9 +9,9 @@ import torch
 
 from flashtile.io_model.devices import Device
 
-#: Integer operations of a call of Philox, which draws four words: ten rounds of two 64-bit products (two operations
-#: each), two triple exclusive-ors and two additions to the key.
-PHILOX_INTEGERS = 80
+#: Integer operations of a call of Philox, which draws the bits of four weights: seven rounds of a 64-bit product (two
+#: operations), a triple exclusive-or and an addition to the key.
+PHILOX_INTEGERS = 28
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import flashtile
-from flashtile.ops.attention.philox import keep_threshold, keep_tile, philox_words
+from flashtile.ops.attention.philox import keep_threshold, keep_tile, pair_words
+from flashtile.ops.common.philox import philox_words
 
 SEED = torch.tensor([123456789, 42])
 
@@ -40,12 +41,29 @@ def test_known_answers(counter: Words, key: tuple[int, int], words: Words) -> No
     assert tuple(word.item() & 0xFFFFFFFF for word in found) == words
 
 
+# The same, philox2x32 with 7 rounds.
+KNOWN_PAIRS = [
+    ((0, 0), 0, (0x257A3673, 0xCD26BE2A)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), 0xFFFFFFFF, (0xAB302C4D, 0x3DC9D239)),
+    ((0x243F6A88, 0x85A308D3), 0x13198A2E, (0xBEDBBE6B, 0xE4C770B3)),
+]
+
+
+@pytest.mark.parametrize("counter, key, words", KNOWN_PAIRS, ids=["zeros", "ones", "pi"])
+def test_known_pairs(counter: tuple[int, int], key: int, words: tuple[int, int]) -> None:
+    left, right = counter
+    found = pair_words(torch.tensor(key), (torch.tensor(left), torch.tensor(right)))
+    assert tuple(word.item() for word in found) == words
+
+
 def mask_by_hand(seed: Tensor, p: float, sequence_head: int, row: int, column: int) -> bool:
     """One element of the mask, by the formula in the module's docstring."""
-    groups = (column // 16 * 8 + column % 8, row // 16 * 8 + row % 8, sequence_head, seed[1].item())
-    words = philox_words(seed[0], tuple(torch.tensor(c) for c in groups))
-    word = words[2 * (row // 8 % 2) + column // 8 % 2].item() & 0xFFFFFFFF
-    return word - 2**32 * (word >= 2**31) >= keep_threshold(p)
+    counter = tuple(map(torch.tensor, (sequence_head, 0, 0, seed[1].item())))
+    key, first_column, first_row = (word & 0xFFFFFFFF for word in philox_words(seed[0], counter)[:3])
+    column_group, row_group = column // 16 * 8 + column % 8, row // 16 * 8 + row % 8
+    words = pair_words(key, (column_group ^ first_column, row_group ^ first_row))
+    bits = words[row // 8 % 2].item() >> 16 * (column // 8 % 2) & 0xFFFF
+    return bits - 2**16 * (bits >= 2**15) >= keep_threshold(p) / 2**16
 
 
 def test_mask_is_the_documented_formula() -> None:
@@ -105,12 +123,13 @@ def test_backend_drops_the_same_weights_forward_and_backward(p: float, options: 
 THRESHOLDS = [
     (0.0, -(2**31)),
     (1e-12, -(2**31)),
-    (2**-32, -(2**31) + 1),
+    (2**-16, -(2**31) + 2**16),
+    (0.1, -(2**31) + 6554 * 2**16),
     (0.25, -(2**30)),
     (0.5, 0),
     (0.75, 2**30),
-    (1 - 1e-12, 2**31 - 1),
-    (math.nextafter(1, 0), 2**31 - 1),
+    (1 - 1e-12, 2**31 - 2**16),
+    (math.nextafter(1, 0), 2**31 - 2**16),
 ]
 
 

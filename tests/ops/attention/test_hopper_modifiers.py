@@ -91,14 +91,14 @@ def _kept_kernel(
 @pytest.mark.parametrize("transposed", [False, True], ids=["scores", "transposed"])
 @pytest.mark.parametrize("rows, columns", [(64, 128), (128, 64), (128, 128)], ids=str)
 def test_random_words_are_computed_once_where_they_are_needed(rows: int, columns: int, transposed: bool) -> None:
-    """Ten rounds for four weights, and no word moves to another thread."""
+    """Seven rounds for four weights and ten for the head, and no word moves to another thread."""
     numbers = dict.fromkeys(("threshold", "query", "key", "heads"), Parameter("i32"))
     parameters = {"seed_ptr": pointer_to(torch.int64), "out_ptr": pointer_to(torch.float32, 16), **numbers}
     constants = {"ROWS": rows, "COLUMNS": columns, "TRANSPOSED": transposed}
     compiled = compile_source(specialise(_kept_kernel, parameters, constants, num_warps=4), _SM_90)
     text = instructions(compiled.asm)
     used = collections.Counter(re.findall(r"(IMAD\.WIDE|IMAD\.HI|SHFL|BAR|LDS|STS)\b", text))
-    products = 2 * 10 * rows * columns // 4 // 128
+    products = 7 * rows * columns // 4 // 128 + 20
     wide, halves = used.pop("IMAD.WIDE"), used.pop("IMAD.HI", 0)
     assert 0.75 * products < wide < 1.05 * products and halves < 0.1 * products
     assert not used, "words move"

@@ -1,13 +1,17 @@
-"""Dropout bits: Philox4x32-10 as a pure function of (seed, offset, batch, head, row, column).
+"""Dropout bits: a pure function of (seed, offset, batch, head, row, column), by Philox.
 
-Every backend keeps or drops the same weights. One Philox call yields four 32-bit words, which serve the four
-elements `(r, c), (r, c+8), (r+8, c), (r+8, c+8)`: in a tensor-core fragment one thread owns exactly these four,
-of `S` as well as of `Sᵀ`, so no bits are computed twice and none have to move::
+Every backend keeps or drops the same weights. One call of Philox2x32-7 yields 64 bits, which serve the four elements
+`(r, c), (r, c+8), (r+8, c), (r+8, c+8)` with 16 each: in a tensor-core fragment one thread owns exactly these four,
+of `S` as well as of `Sᵀ`, so no bits are computed twice and none have to move. The key, and where the counters begin,
+are the first three words of one call of Philox4x32-10 for each head::
 
-    counter = (column_group, row_group, batch * heads + head, offset)      key = seed (64 bits)
+    key, first_column, first_row, _ = Philox4x32-10(counter = (batch * heads + head, 0, 0, offset), key = seed)
     row_group = (row // 16) * 8 + row % 8          column_group = (column // 16) * 8 + column % 8
-    word      = 2 * (row // 8 % 2) + (column // 8 % 2)
-    kept      ⇔ int32(word) >= keep_threshold(dropout_p)
+    words     = Philox2x32-7(counter = (column_group ^ first_column, row_group ^ first_row), key = key)
+    bits      = 16 bits of words[row // 8 % 2], the upper ones if column // 8 % 2
+    kept      ⇔ int16(bits) >= keep_threshold(dropout_p) / 2¹⁶
+
+So the probability of dropping is `dropout_p` to within 2⁻¹⁷.
 
 Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 """
@@ -19,7 +23,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.common.checks import check_count, check_dropout_seed, resolve_dropout
-from flashtile.ops.common.philox import draw_dropout_seed, keep_threshold, philox_words
+from flashtile.ops.common.philox import draw_dropout_seed, philox_words
 
 __all__ = [
     "draw_dropout_seed",
@@ -27,10 +31,42 @@ __all__ = [
     "keep_rows",
     "keep_threshold",
     "keep_tile",
-    "philox_words",
+    "pair_words",
     "positions",
     "sequence_heads",
 ]
+
+
+_ROUNDS = 7
+_MULTIPLIER, _WEYL, _MASK32 = 0xD256D193, 0x9E3779B9, 0xFFFFFFFF
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """The int32 below which a word drops its element: a multiple of 2¹⁶, because 16 bits of the word decide."""
+    return (min(round(dropout_p * 2**16), 2**16 - 1) - 2**15) * 2**16
+
+
+def pair_words(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Philox2x32-7 in int64 arithmetic: two words for each broadcast counter, in the low 32 bits."""
+    left, right = counter
+    for number in range(_ROUNDS):
+        # A product of two 32-bit numbers fills the 64 bits, sign included, so both its halves are exact.
+        product = left * _MULTIPLIER
+        mixed = right ^ (key + number * _WEYL)
+        high = product >> 32
+        left = (high.bitwise_xor_(mixed) if high.shape == mixed.shape else high ^ mixed).bitwise_and_(_MASK32)
+        right = product
+    return left, right.bitwise_and_(_MASK32)
+
+
+def _group_words(seed: Tensor, sequence_head: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+    """For groups `rows` and `columns` of each matrix `[n, rows, columns]`: int64 words whose bits 16 to 31 decide on
+    the elements `(r, c), (r, c+8), (r+8, c), (r+8, c+8)`."""
+    zero = torch.zeros_like(sequence_head)
+    key, first_column, first_row, _ = philox_words(seed[0], (sequence_head, zero, zero, seed[1] + zero))
+    key, first_column, first_row = (word[:, None, None] & _MASK32 for word in (key, first_column, first_row))
+    top, bottom = pair_words(key, (columns[None, None, :] ^ first_column, rows[None, :, None] ^ first_row))
+    return top << 16, top, bottom << 16, bottom
 
 
 def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range, columns: range) -> Tensor:
@@ -52,18 +88,12 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     row_groups, column_groups = (
         torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=seed.device) for span in (rows, columns)
     )
-    counters = (
-        column_groups[None, None, :],
-        row_groups[None, :, None],
-        sequence_head[:, None, None],
-        seed[1],
-    )
     threshold = keep_threshold(dropout_p)
     matrices, bands, blocks = len(sequence_head), len(row_groups) // 8, len(column_groups) // 8
     kept = torch.empty(matrices, bands, 2, 8, blocks, 2, 8, dtype=torch.bool, device=seed.device)
     # Eight neighbours are moved as one number of 64 bits: [matrices, bands, row half, 8, blocks, column half].
     eights = kept.view(torch.int64).squeeze(-1)
-    for number, word in enumerate(philox_words(seed[0], counters)):
+    for number, word in enumerate(_group_words(seed, sequence_head, row_groups, column_groups)):
         of_word = (word.to(torch.int32) >= threshold).contiguous().view(torch.int64)
         eights[:, :, number // 2, :, :, number % 2] = of_word.view(matrices, bands, 8, blocks)
     kept = kept.view(matrices, 16 * bands, 16 * blocks)
@@ -85,8 +115,7 @@ def keep_rows(
     """
     groups = torch.arange(first_column // 16 * 8, (first_column + columns + 15) // 16 * 8, device=seed.device)
     row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
-    counters = groups[None, None, :], row_groups[None, :, None], sequence_head[:, None, None], seed[1]
-    words = philox_words(seed[0], counters)
+    words = _group_words(seed, sequence_head, row_groups, groups)
     lower = (rows % 16 >= 8)[:, None]
     halves = torch.where(lower, words[2], words[0]), torch.where(lower, words[3], words[1])  # columns c and c + 8
     kept = torch.stack([word.to(torch.int32) >= keep_threshold(dropout_p) for word in halves])

@@ -1,19 +1,19 @@
 """Dropout in the Hopper kernels: which weights of a tile are kept.
 
-Bits are those of `flashtile.ops.attention.philox`. One call of Philox gives four words, for the weights `(r, c)`,
+Bits are those of `flashtile.ops.attention.philox`. One call of Philox2x32-7 gives two words, for the weights `(r, c)`,
 `(r, c+8)`, `(r+8, c)` and `(r+8, c+8)`. In the result of a product, one thread holds all four, of `S` as well as of
 `Sᵀ`. So the counters of a tile `[R, C]` are a tensor `[R/2, C/2]` in the layout in which each thread has the calls of
 its own weights, and no word moves.
 
-A call takes ten rounds of two wide multiplications and two exclusive ors. In the first round one of the products
-belongs to the head alone, and in the second one belongs to a row.
+A call takes seven rounds of one wide multiplication and one exclusive or of three numbers.
 """
 
 from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon
 
-_ROUNDS = gl.constexpr(10)
+_ROUNDS, _HEAD_ROUNDS = gl.constexpr(7), gl.constexpr(10)
+_MULTIPLIER = gl.constexpr(0xD256D193)
 _MULTIPLIER_A, _MULTIPLIER_B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57)
 _WEYL_A, _WEYL_B = gl.constexpr(0x9E3779B9), gl.constexpr(0xBB67AE85)
 
@@ -33,13 +33,12 @@ class Dropout(NamedTuple):
 
 
 class HeadDropout(NamedTuple):
-    """Dropout of one head of one sequence: the key of Philox in two words, the counters that the head and the call
-    give, and the number of the first row and column in a larger call."""
+    """Dropout of one head of one sequence: the key of Philox and what its counters begin with, and the number of the
+    first row and column in a larger call."""
 
-    key_a: Any
-    key_b: Any
-    matrix: Any
-    offset: Any
+    key: Any
+    first_column: Any
+    first_row: Any
     threshold: Any
     row: Any
     column: Any
@@ -57,10 +56,10 @@ def dropout_of_head(dropout, sequence, head, heads):
         matrix = dropout.origin_matrix + sequence * dropout.origin_heads + head
         row = dropout.origin_row
         column = dropout.origin_column
-    return HeadDropout(
-        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), matrix.to(gl.uint32), offset.to(gl.uint32), dropout.threshold,
-        row, column,
-    )  # fmt: skip
+    key, first_column, first_row = _head_words(
+        seed.to(gl.uint32), (seed >> 32).to(gl.uint32), matrix.to(gl.uint32), offset.to(gl.uint32)
+    )
+    return HeadDropout(key, first_column, first_row, dropout.threshold, row, column)
 
 
 @gluon.jit
@@ -80,15 +79,16 @@ def kept_weights(
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, calls)))[None, None, :]
     query_group = (first_query + dropout.row) // 16 * 8
     key_group = (first_key + dropout.column) // 16 * 8
-    # The word of a weight is number 2 · (its query's half of sixteen) + (its key's half).
+    # The upper half of sixteen queries has the first word, the lower one the second; keys of the first half have its
+    # lower bits, which are moved to where the comparison looks.
     if TRANSPOSED:
         queries = within + query_group + 8 * eight
-        near, next_key, next_query, both = _philox(dropout, queries.to(gl.uint32), (down + key_group).to(gl.uint32))
-        left, right = gl.join(near, next_key), gl.join(next_query, both)
+        upper, lower = _pair_words(dropout, queries.to(gl.uint32), (down + key_group).to(gl.uint32))
+        left, right = gl.join(upper << 16, upper), gl.join(lower << 16, lower)
     else:
         keys = within + key_group + 8 * eight
-        near, next_key, next_query, both = _philox(dropout, (down + query_group).to(gl.uint32), keys.to(gl.uint32))
-        left, right = gl.join(near, next_query), gl.join(next_key, both)
+        upper, lower = _pair_words(dropout, (down + query_group).to(gl.uint32), keys.to(gl.uint32))
+        left, right = gl.join(upper << 16, lower << 16), gl.join(upper, lower)
     # (row / 16, row % 8, column / 16, column % 8, row + 8?, column + 8?) -> (rows, columns)
     joined = gl.reshape(gl.join(left, right), [ROWS // 16, 8, COLUMNS // 16, 8, 2, 2])
     joined = gl.reshape(gl.permute(joined, [0, 4, 1, 2, 5, 3]), [ROWS, COLUMNS])
@@ -108,22 +108,34 @@ def _calls_layout(ROWS, COLUMNS):
 
 
 @gluon.jit
-def _philox(dropout, query_group, key_group):
-    """Philox4x32-10: the four words of each call. Counters broadcast to the calls of a tile."""
-    c0 = key_group
-    c1 = query_group
-    c2 = dropout.matrix
-    c3 = dropout.offset
-    key_a = dropout.key_a
-    key_b = dropout.key_b
+def _pair_words(dropout, query_group, key_group):
+    """Philox2x32-7: the two words of each call. Counters broadcast to the calls of a tile."""
+    left = key_group ^ dropout.first_column
+    right = query_group ^ dropout.first_row
+    key = dropout.key
     for _ in gl.static_range(_ROUNDS):
         # Both halves of a product are one instruction this way, and two as a product and its upper half.
+        product = left.to(gl.int64) * _MULTIPLIER
+        left = (product >> 32).to(gl.uint32) ^ key ^ right
+        right = product.to(gl.uint32)
+        key += _WEYL_A
+    return left, right
+
+
+@gluon.jit
+def _head_words(seed_a, seed_b, matrix, offset):
+    """Philox4x32-10: the first three words of a head."""
+    c0 = matrix
+    c1 = matrix * 0
+    c2 = matrix * 0
+    c3 = offset
+    for _ in gl.static_range(_HEAD_ROUNDS):
         product_a = c0.to(gl.int64) * _MULTIPLIER_A
         product_b = c2.to(gl.int64) * _MULTIPLIER_B
-        c0 = (product_b >> 32).to(gl.uint32) ^ key_a ^ c1
-        c2 = (product_a >> 32).to(gl.uint32) ^ key_b ^ c3
+        c0 = (product_b >> 32).to(gl.uint32) ^ seed_a ^ c1
+        c2 = (product_a >> 32).to(gl.uint32) ^ seed_b ^ c3
         c1 = product_b.to(gl.uint32)
         c3 = product_a.to(gl.uint32)
-        key_a += _WEYL_A
-        key_b += _WEYL_B
-    return c0, c1, c2, c3
+        seed_a += _WEYL_A
+        seed_b += _WEYL_B
+    return c0, c1, c2

@@ -165,17 +165,11 @@ def dot_precision(dtype: torch.dtype, device: DeviceFacts, allow_tf32: bool) -> 
 
 
 def tile_widths(situation: Situation) -> tuple[int, int]:
-    """Columns of the tiles of q and k, and of those of v.
-
-    Products that are split into six keep the parts of all tiles in one place on chip, one after another. There, tiles
-    with different swizzles make ptxas 12.8 compute wrong addresses (see `swizzles_differ`), so the narrower tile is
-    made as wide as its swizzle has to be.
-    """
+    """Columns of tiles of q and k, and of v. The parts of split operands take turns in one place, where two swizzles
+    make ptxas 12.8 compute wrong addresses (`swizzles_differ`), so the narrower tile is made wider."""
     width, width_v = tile_width(situation.head_dim), tile_width(situation.head_dim_v)
-    if situation.precision == "bf16x6":
-        least = min(max(width, width_v), 64)
-        return max(width, least), max(width_v, least)
-    return width, width_v
+    least = min(max(width, width_v), 64) if situation.precision == "bf16x6" else 0
+    return max(width, least), max(width_v, least)
 
 
 def _width(situation: Situation) -> int:
@@ -184,9 +178,7 @@ def _width(situation: Situation) -> int:
 
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
-    width, width_v = tile_widths(situation)
-    if kernel == "column_sums":
-        width_v = 0
+    width, width_v = tile_widths(situation)[0], 0 if kernel == "column_sums" else tile_widths(situation)[1]
     scores = tiles.block_m * tiles.block_n
     moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
     # A tile is split when its turn comes, and those that move take turns in one place. Ahead of that they are whole.

@@ -317,10 +317,9 @@ def kept_weights(
         column = (first_column + tl.arange(0, BLOCK_N))[None, :]
         row_group = row // 16 * 8 + row % 8
         column_group = column // 16 * 8 + column % 8
-    zeros = row_group * 0 + column_group * 0  # [M / 2, N / 2], [M, N] where not aligned
-    top_left, top_right, bottom_left, bottom_right = tl.philox(
-        seed, zeros + column_group, zeros + row_group, zeros + dropout.matrix, zeros + offset
-    )
+    # [M / 2, N / 2], [M, N] where not aligned
+    top, bottom = _pair_words(seed, offset, dropout.matrix, row_group.to(tl.uint32), column_group.to(tl.uint32))
+    top_left, top_right, bottom_left, bottom_right = top << 16, top, bottom << 16, bottom
     if ALIGNED:
         top = tl.join(_kept_words(top_left, dropout.threshold), _kept_words(top_right, dropout.threshold))
         bottom = tl.join(_kept_words(bottom_left, dropout.threshold), _kept_words(bottom_right, dropout.threshold))
@@ -332,6 +331,22 @@ def kept_weights(
         right = tl.where(row // 8 % 2 == 0, top_right, bottom_right)
         kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), dropout.threshold)
     return kept != 0
+
+
+@triton.jit
+def _pair_words(seed, offset, matrix, row_group, column_group):
+    """The two words of each call of Philox2x32-7, with the key and the first counters of the matrix."""
+    key, first_column, first_row, _ = tl.philox(seed, matrix, matrix * 0, matrix * 0, offset)
+    left = column_group ^ first_column.to(tl.uint32)
+    right = row_group ^ first_row.to(tl.uint32)
+    key = key.to(tl.uint32)
+    for _ in tl.static_range(7):
+        # Both halves of a product are one instruction this way, and two as a product and its upper half.
+        product = left.to(tl.uint64) * 0xD256D193
+        left = (product >> 32).to(tl.uint32) ^ key ^ right
+        right = product.to(tl.uint32)
+        key += 0x9E3779B9
+    return left, right
 
 
 @triton.jit
