@@ -58,10 +58,11 @@ def pretend_gpu() -> None:
     from flashtile.ops.attention import select
     from flashtile.ops.common import backends
 
-    def implementation(phase, q, k, v, side, spec, backend, learned_slopes=False):  # type: ignore[no-untyped-def]
+    def implementation(phase, q, k, v, side, spec, backend, *learned):  # type: ignore[no-untyped-def]
         packed, lengths = side.cu_seqlens_q is not None, side.key_lengths is not None
         tables = side.bias is not None or side.mask is not None
-        facts = q.shape, k.shape, v.shape, aligned(q, k, v), packed, lengths, tables, learned_slopes, spec
+        slopes, captured = learned or (False, False)
+        facts = q.shape, k.shape, v.shape, aligned(q, k, v), packed, lengths, tables, slopes, spec, None, captured
         return select.BACKENDS.implementation(backend, phase, gpu, q.dtype, *facts)
 
     gpu = torch.device("cuda", 0)
