@@ -16,6 +16,7 @@ import torch.utils.deterministic
 
 import flashtile
 import selection
+from flashtile.ops.attention.calls import forget_calls
 
 _POISONED_TESTS = Path(__file__).parent / "ops"
 
@@ -117,6 +118,12 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture(autouse=True)
+def forgotten_calls() -> None:
+    """A test may change what calls of attention are decided by; so each decides anew about its own."""
+    forget_calls()
 
 
 # Every kernel compiles in a run with --complete; test_selection.py looks at the names

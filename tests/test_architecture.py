@@ -47,6 +47,7 @@ WITHIN_OPERATION = {
     "__init__": set(),
     "api": {
         "block_mask",
+        "calls",
         "checks",
         "linear",
         "linear_operator",
@@ -66,8 +67,10 @@ WITHIN_OPERATION = {
     "backend": {"spec"},
     "partial": {"api", "checks", "operator", "options", "spec"},
     "arguments": {"spec"},
+    "calls": {"checks", "select", "spec"},
     "operator": {
         "arguments",
+        "calls",
         "checks",
         "cpu",
         "forward_mode",
@@ -85,7 +88,7 @@ WITHIN_OPERATION = {
     "forward_mode": {"row_weights", "score_program", "score_tracing", "spec"},
     "row_weights": {"block_mask", "philox", "score_program", "spec"},
     "inspection": {"api", "checks", "column_sums", "operator", "options", "row_weights", "spec"},
-    "column_sums": {"arguments", "checks", "operator", "select", "spec"},
+    "column_sums": {"arguments", "calls", "checks", "operator", "select", "spec"},
     "plans": {"spec", "tile_lists"},
     "philox": {"spec"},
     "fp8": {"spec"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,3 +30,17 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, 
     if fast and not torch._C._get_deterministic_algorithms():
         return _empty_strided_cuda(shape, strides, dtype)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def allocator(
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
+) -> Callable[[], list[Tensor]]:
+    """A function that gives memory of each layout, as `empty` does, anew in each call."""
+    index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
+
+    def allocate() -> list[Tensor]:
+        if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
+            return [_empty_strided_cuda(shape, strides, dtype) for shape, strides, dtype in layouts]
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
+
+    return allocate

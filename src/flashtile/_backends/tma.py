@@ -7,7 +7,7 @@ What is outside the tensor is read as zero and never written.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,16 @@ def chunks_maker(
     @functools.lru_cache(maxsize=64)
     def make(address: int) -> tuple:
         return tuple(part for maker in makers for part in ((None,) if maker is None else maker(address)))
+
+    return make
+
+
+def joined(makers: Sequence[Callable[[int], tuple]]) -> Callable[..., tuple]:
+    """A function from the addresses of several tensors to all that their makers make."""
+
+    @functools.lru_cache(maxsize=64)
+    def make(*addresses: int) -> tuple:
+        return tuple(part for maker, address in zip(makers, addresses, strict=True) for part in maker(address))
 
     return make
 

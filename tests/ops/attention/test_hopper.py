@@ -1093,7 +1093,7 @@ def test_rows_of_gradients_can_be_written_by_tma(shape: tuple[int, ...]) -> None
 def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch: pytest.MonkeyPatch) -> None:
     q, out = (torch.zeros(2, 5, 3, width, dtype=torch.bfloat16) for width in (65, 64))
     padded = torch.empty_strided(q.shape, configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
-    monkeypatch.setattr(operator, "_backward", lambda *_: Gradients(padded, padded, out))
+    monkeypatch.setattr(operator, "serve_backward", lambda *_: Gradients(padded, padded, out))
     arguments = (out, None, q, q, out, out, torch.zeros(2, 3, 5), *SideInputs(None, None, 5, 5), *AttentionSpec(1.0))
     dq, dk, _, *_ = torch.ops.flashtile.attention_backward(*arguments, *Wanted(), "hopper")
     assert dq.is_contiguous() and dk.is_contiguous() and torch.equal(dq, padded)
@@ -1145,7 +1145,6 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         SimpleNamespace(utils=SimpleNamespace(fill_tma_descriptor=lambda at, *_: at)),
     )
     monkeypatch.setattr(tma, "TRITON_3_6", True)
-    monkeypatch.setattr(backward_launch, "empty", lambda *layout: torch.empty_strided(*layout[:2], dtype=layout[2]))
     outer = (100,) if packed else (2, 50)
     q, k = (torch.zeros(*outer, 2, -(-head_dim // 8) * 8, dtype=torch.bfloat16)[..., :head_dim] for _ in range(2))
     v, dout, out = (torch.zeros(*outer, 2, head_dim_v, dtype=torch.bfloat16) for _ in range(3))

@@ -27,7 +27,7 @@ from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.backend import Phase
 from flashtile.ops.attention.hopper import backward_launch, configs, launch
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted, plain_side
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
 
@@ -204,6 +204,58 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
     assert arguments["lse_ptr"] == lse.data_ptr()
     sizes = [arguments[name] for name in ("heads", "group", "rows_q", "rows_k")]
     assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
+
+
+@given(_calls((torch.float16, torch.bfloat16, FP8)))
+def test_a_prepared_forward_passes_the_same(launched: dict[str, _Launched], call: _Call) -> None:
+    q, k, v, _, side, spec = call
+    if not _served("forward", call) or not plain_side(side):
+        return
+    launch.forward(q, k, v, side, spec)
+    expected = launched["attention_forward_kernel"]
+    prepared = launch.prepare_forward(q, k, v, side, spec)
+    assert (prepared is None) == (spec.scale <= 0 or q.dtype is FP8)
+    if prepared is not None:
+        out, lse = prepared(q.data_ptr(), k.data_ptr(), v.data_ptr())
+        programs, arguments = launched["attention_forward_kernel"]
+        outputs = {"lse_ptr": lse.data_ptr()}
+        for name in ("out_desc", "out_tail_desc"):
+            if arguments[name] is not None:
+                outputs[name] = expected.arguments[name]._replace(address=out.data_ptr())
+        assert programs == expected.programs and arguments == {**expected.arguments, **outputs}
+
+
+@given(_calls((torch.float16, torch.bfloat16)), st.booleans())
+def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], call: _Call, has_dlse: bool) -> None:
+    q, k, v, dout, side, spec = call
+    if not _served("backward", call) or not plain_side(side):
+        return
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
+    backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    expected = dict(launched)
+    prepared = launch.prepare_backward(dout, has_dlse, q, k, v, side, spec)
+    assert (prepared is None) == (spec.scale <= 0)
+    if prepared is None:
+        return
+    of_dlse = 0 if dlse is None else dlse.data_ptr()
+    addresses = [t.data_ptr() for t in (q, k, v, out, lse)]
+    dq, dk, dv = prepared(dout.data_ptr(), of_dlse, *addresses)
+    end, main = launched["attention_end_kernel"].arguments, launched["attention_backward_kernel"].arguments
+    assert end["dq_ptr"] == dq.data_ptr()
+    assert all(
+        main[f"{name}_desc"].is_of(tensor) for name, tensor in {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}.items()
+    )
+    moved = main["sums_ptr"] - expected["attention_backward_kernel"].arguments["sums_ptr"]
+    for name, (programs, arguments) in expected.items():
+        assert programs == launched[name].programs
+        for parameter, value in arguments.items():
+            given = launched[name].arguments[parameter]
+            in_scratch = parameter in ("statistics_ptr", "sums_ptr", "turns_ptr", "counter_ptr", "masked_dout_ptr")
+            if in_scratch and value is not None:
+                assert given == value + moved
+            elif not isinstance(value, _Descriptor) and parameter != "dq_ptr":
+                assert given == value, parameter
 
 
 @given(_calls((torch.float16, torch.bfloat16)), st.booleans())

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashtile
-from flashtile.ops.attention import api
+from flashtile.ops.attention import cpu
 from flashtile.ops.attention.operator import run_attention
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.testing import assert_same
@@ -771,14 +771,13 @@ def test_operator_is_not_differentiable_by_itself() -> None:
 @pytest.mark.unpoisoned
 def test_pytorchs_deterministic_mode_is_that_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    build = api.AttentionSpec
+    forward = cpu.forward
 
-    def noted(*fields: Any) -> AttentionSpec:
-        spec = build(*fields)
-        asked.append(spec.deterministic)
-        return spec
+    def noted(*call: Any) -> Any:
+        asked.append(call[-1].deterministic)
+        return forward(*call)
 
-    monkeypatch.setattr(api, "AttentionSpec", noted)
+    monkeypatch.setattr(cpu, "forward", noted)
     q = torch.randn(1, 8, 2, 16)
     for mode in (False, True, False):
         torch.use_deterministic_algorithms(mode)

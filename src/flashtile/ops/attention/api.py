@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import checks, select
+from flashtile.ops.attention import calls, checks, select
 from flashtile.ops.attention.block_mask import BlockMask
-from flashtile.ops.attention.operator import run_attention, run_unrecorded
+from flashtile.ops.attention.operator import run_attention, run_plain, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, VarlenOptions, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
 from flashtile.ops.attention.score_program import UNCHANGED
@@ -151,6 +151,17 @@ def attention(
     """
     if other_names:
         refuse_other_names(attention, other_names)
+    key = None
+    # A call without other tensors may be like an earlier one.
+    if (
+        key_lengths is None and bias is None and alibi_slopes is None and mask is None and block_mask is None
+        and score_mod is None and sinks is None and descale_q is None and descale_k is None and descale_v is None
+        and dropout_seed is None and type(dropout_p) is float and not dropout_p and not return_max_scores
+    ):  # fmt: skip
+        key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+        if key is not None and (call := calls.found(key)) is not None:
+            out, lse = run_plain(q, k, v, call)
+            return (out, lse) if return_lse else out
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -170,7 +181,10 @@ def attention(
     if return_max_scores:
         results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
         return results if return_lse else results[::2]
-    out, lse = run_attention(q, k, v, side, spec, backend)
+    if key is None:
+        out, lse = run_attention(q, k, v, side, spec, backend)
+    else:
+        out, lse = run_plain(q, k, v, calls.new_call(key, side, spec, backend))
     return (out, lse) if return_lse else out
 
 
@@ -324,25 +338,12 @@ def checked_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v after the checks of their shapes, dtypes and devices, under autocast in its dtype."""
     try:
-        q, k, v = autocast(q, k, v)
+        q, k, v = checks.autocast(q, k, v)
         checks.check_qkv(q, k, v, layout, eight_bits)
     except AttributeError:
         # Looked into only now, so that a call with tensors does not pay for it.
         checks.check_tensors(q=q, k=k, v=v)
         raise
-    return q, k, v
-
-
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
-    if not torch._C._is_any_autocast_enabled():
-        return q, k, v
-    device_type = q.device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device_type)
-    # float64 stays, as it does in PyTorch, and so does what stands for other numbers.
-    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in (torch.float64, FP8) else t for t in (q, k, v))
     return q, k, v
 
 

@@ -34,7 +34,9 @@ def side_tensors(side: SideInputs) -> tuple[Tensor | None, ...]:
 
 
 def saved_side(saved: Sequence[Tensor | None], max_seqlens: tuple[int, int]) -> SideInputs:
-    """The side inputs from their `side_tensors` and lengths."""
+    """The side inputs from their `side_tensors` and lengths. Nothing is saved of a call without such tensors."""
+    if not saved:
+        return SideInputs(None, None, *max_seqlens)
     rest: list[Any] = [*saved[2 : SIDE - 3], tuple(saved[SIDE - 3 :])]
     return SideInputs(saved[0], saved[1], *max_seqlens, *rest)
 

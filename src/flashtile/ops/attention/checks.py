@@ -29,6 +29,8 @@ from flashtile.ops.common.score_checks import (
 )
 
 __all__ = [
+    "autocast",
+    "autocast_casts",
     "check_block_mask",
     "check_choice",
     "check_cu_seqlens",
@@ -111,6 +113,28 @@ def _raise_rank_dtype_device(q: Tensor, k: Tensor, v: Tensor, layout: Sequence[s
             raise TypeError(f"{name}: expected the dtype of q, {q.dtype}, got {tensor.dtype}; cast one of them")
         if tensor.device != q.device:
             raise ValueError(f"{name}: expected the device of q, {q.device}, got {tensor.device}; move one of them")
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under `torch.autocast`, attention runs in the autocast dtype, as PyTorch's own does."""
+    if not torch._C._is_any_autocast_enabled():
+        return q, k, v
+    device_type = q.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    # float64 stays, as it does in PyTorch, and so does what stands for other numbers.
+    q, k, v = (t.to(dtype) if t.is_floating_point() and t.dtype not in (torch.float64, FP8) else t for t in (q, k, v))
+    return q, k, v
+
+
+def autocast_casts(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `autocast` may change a tensor on a GPU or CPU."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return False
+    dtype = torch.get_autocast_dtype(device_type)
+    return not (q.dtype is k.dtype is v.dtype is dtype)
 
 
 def check_forward_only(q: Tensor, k: Tensor, v: Tensor, side: SideInputs) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.arguments import (
     LEARNED,
     SIDE,
@@ -27,6 +26,7 @@ from flashtile.ops.attention.arguments import (
     unflatten,
     unflatten_backward,
 )
+from flashtile.ops.attention.calls import NOTHING_WANTED, PlainCall, serve_backward, serve_forward
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, out_dtype, plain_side
 from flashtile.ops.common import dispatch
 
@@ -50,7 +50,6 @@ _library.define(
 _forward_op = torch.ops.flashtile.attention_forward.default
 _backward_op = torch.ops.flashtile.attention_backward.default
 
-_NOTHING_WANTED = Wanted()
 # Gradients that a backward has of single tensors.
 _SINGLE_GRADIENTS = len(Gradients._fields) - 1
 
@@ -71,6 +70,14 @@ def run_attention(
             # Autograd sees only tensors that are arguments themselves.
             return _apply(q, k, v, *flat(side, spec, backend)) if learned else _apply(q, k, v, side, spec, backend)
     return _run_forward(q, k, v, side, spec, backend)
+
+
+def run_plain(q: Tensor, k: Tensor, v: Tensor, call: PlainCall) -> tuple[Tensor, ...]:
+    """Runs a call that has a key (`calls.key_of`), recorded by autograd where a gradient is wanted. Returns (out,
+    lse)."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _apply_plain(q, k, v, call)
+    return call.forward(q, k, v)
 
 
 def _wanted(side: SideInputs) -> tuple[bool, ...]:
@@ -94,7 +101,7 @@ def _run_forward(
 ) -> tuple[Tensor, ...]:
     plain = plain_side(side)
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
-        return _forward(q, k, v, side, spec, backend, plain)
+        return serve_forward(q, k, v, side, spec, backend, plain)
     return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
 
 
@@ -103,7 +110,7 @@ def run_unrecorded(
 ) -> tuple[Tensor, Tensor]:
     """Runs the forward within another operator, where neither autograd nor the dispatcher has to see it. Returns (out,
     lse)."""
-    out, lse = _forward(q, k, v, side, spec, backend, plain_side(side))
+    out, lse = serve_forward(q, k, v, side, spec, backend, plain_side(side))
     return out, lse
 
 
@@ -122,7 +129,7 @@ def run_backward(
 ) -> Gradients:
     """Runs the backward from given results, which autograd does not record."""
     if dispatch.unobserved(q, k, v, dout, dlse, out, lse, *side_tensors(side)):
-        return _backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
+        return serve_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, backend)
     grads = _backward_op(dout, dlse, q, k, v, out, lse, *side, *spec, *wanted, backend)
     return _gradients(grads[:-1], grads[-1], wanted)
 
@@ -158,10 +165,14 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, *of_max_scores):
-        q, k, v, out, lse, *rest = ctx.saved_tensors
+        return _Attention.gradients(ctx, dout, dlse, ctx.saved_tensors)
+
+    @staticmethod
+    def gradients(ctx, dout, dlse, saved):
+        q, k, v, out, lse, *rest = saved
         max_seqlens, spec, backend, other_arguments = ctx.scalars
         side = saved_side(rest, max_seqlens)
-        wanted = Wanted(captured=(False,) * len(side.captured)) if side.captured else _NOTHING_WANTED
+        wanted = Wanted(captured=(False,) * len(side.captured)) if side.captured else NOTHING_WANTED
         if other_arguments > 3:
             needs = ctx.needs_input_grad[3:]
             wanted = Wanted(*(needs[index] for index in LEARNED), tuple(needs[SPEC + 1 :]))
@@ -183,19 +194,41 @@ class _Attention(torch.autograd.Function):
             operator = torch.ops.flashtile.attention_backward_single.default
             grads = _gradients(operator(*tensors, *side[:-1], *spec, *wanted[:-1], backend), (), wanted)
         elif dispatch.unobserved(q, k, v, dout, dlse, *(() if plain_side(side) else side_tensors(side))):
-            grads = _backward(*tensors, side, spec, wanted, backend)
+            grads = serve_backward(*tensors, side, spec, wanted, backend)
         else:
             grads = _backward_op(*tensors, *side, *spec, *wanted, backend)
             grads = _gradients(grads[:-1], grads[-1], wanted)
-        if other_arguments == 3:
-            return grads.q, grads.k, grads.v, None, None, None
+        if other_arguments <= 3:
+            return grads.q, grads.k, grads.v, *(None,) * other_arguments
         before, between = (None,) * LEARNED[0], (None,) * (SPEC + 1 - LEARNED[2] - 1)
         of_side = (*before, grads.bias, None, grads.alibi_slopes, grads.sinks, *between)
         return grads.q, grads.k, grads.v, *of_side, *grads.captured
 
 
+class _PlainAttention(_Attention):
+    """The same of a `PlainCall`, which comes in the place of side inputs, spec and backend."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        out, lse = call.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.call = call
+        ctx.scalars = call.scalars
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        saved = ctx.saved_tensors
+        given = saved[:3] + ((dout,) if dlse is None else (dout, dlse))
+        if torch.is_grad_enabled() or not dispatch.plain_eager(*given) or dispatch.batched(dout, dlse):
+            return _Attention.gradients(ctx, dout, dlse, saved)
+        return *ctx.call.backward(dout, dlse, *saved), None
+
+
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
 _apply = super(torch.autograd.Function, _Attention).apply
+_apply_plain = super(torch.autograd.Function, _PlainAttention).apply
 
 
 class _TransformedAttention(_Attention):
@@ -330,49 +363,17 @@ def _reference_backward(ctx) -> tuple[Callable, tuple[Tensor, ...]]:
     return first_order, (dout, dlse, q, k, v, *reference.learned_inputs(side, ctx.wanted))
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, plain: bool
-) -> tuple[Tensor, ...]:
-    """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v."""
-    if not plain:
-        checks.check_values(side, q.shape[0], k.shape[0])
-    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
-    implementation = select.implementation("forward", q, k, v, side, spec, backend)
-    return implementation.forward(q, k, v, side if plain else readable_side(side), spec)
-
-
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    side: SideInputs,
-    spec: AttentionSpec,
-    wanted: Wanted,
-    backend: str,
-) -> Gradients:
-    """Runs the backward of the backend that serves the call."""
-    dout, q, k, v = (rows_contiguous(t) for t in (dout, q, k, v))
-    learned = wanted.alibi_slopes, any(wanted.captured)
-    implementation = select.implementation("backward", q, k, v, side, spec, backend, *learned)
-    side = side if plain_side(side) else readable_side(side)
-    return implementation.backward(dout, dlse, q, k, v, out, lse, side, spec, wanted)
-
-
 def _forward_implementation(q, k, v, *rest):
     with torch.no_grad():
         side, spec, backend = unflatten(rest)
-        results = _forward(q, k, v, side, spec, backend, plain_side(side))
+        results = serve_forward(q, k, v, side, spec, backend, plain_side(side))
         return results if spec.returns_max_scores else (*results, q.new_empty(0, dtype=lse_dtype(q.dtype)))
 
 
 def _backward_implementation(*arguments):
     tensors, side, spec, wanted, backend = unflatten_backward(arguments)
     with torch.no_grad():
-        grads = _backward(*tensors, side, spec, wanted, backend)
+        grads = serve_backward(*tensors, side, spec, wanted, backend)
 
     # Contiguous, as the fake says: rows of a gradient may be padded.
     def returned(grad: Tensor | None) -> Tensor:
@@ -413,22 +414,6 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def rows_contiguous(tensor: Tensor) -> Tensor:
-    """Kernels take any strides whose last dimension is contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def readable_side(side: SideInputs) -> SideInputs:
-    """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias, mask and
-    factors may have any strides."""
-    tensors: dict[str, Any] = {
-        name: entry.contiguous()
-        for name, entry in side._asdict().items()
-        if isinstance(entry, Tensor) and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
-    }
-    return side._replace(**tensors, captured=tuple(tensor.contiguous() for tensor in side.captured))
 
 
 def _vmap_rule(op: Callable, first_side: int) -> Callable:

@@ -18,7 +18,6 @@ from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
     add_score_inputs,
-    autocast,
     build_spec,
     resolve_dropout,
 )
@@ -102,7 +101,7 @@ def attention_part(
     """
     given = take(attention_part, options, _PART_NAMES)
     checks.check_tensors(q=q, k=k, v=v)
-    q, k, v = autocast(q, k, v)
+    q, k, v = checks.autocast(q, k, v)
     side, spec = _described(q, k, v, part, cu_seqlens, max_seqlen, given)
     spec = spec._replace(returns_max_scores=return_max_scores)
     return run_attention(q, k, v, side, spec, given.backend)

@@ -30,6 +30,20 @@ def unobserved(*tensors: Tensor | None) -> bool:
             return False
     first = tensors[0]
     assert first is not None
+    return _passed_on(first)
+
+
+def plain_eager(*tensors: Tensor) -> bool:
+    """The same for arguments that may be no tensors; and no forward-mode differentiation is active."""
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or tensor.is_neg():
+            return False
+    return forward_ad._current_level < 0 and _passed_on(tensors[0])
+
+
+def _passed_on(first: Tensor) -> bool:
     if torch._C._get_tracing_state() is not None:
         _refuse_onnx("an operator of flashtile")
         return False

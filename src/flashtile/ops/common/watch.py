@@ -24,9 +24,14 @@ CHECK_NAN = observe.switch("FLASHTILE_CHECK_NAN")
 _log = logging.getLogger("flashtile.check_nan")
 
 
+def watching() -> bool:
+    """Whether calls are watched."""
+    return observe.NVTX or CHECK_NAN
+
+
 def watched(operation: str, backend: str, module: ModuleType) -> ModuleType:
     """The module of a backend, or where calls are watched something that looks like it."""
-    if not (observe.NVTX or CHECK_NAN):
+    if not watching():
         return module
     return _Watched(operation, backend, module)
 

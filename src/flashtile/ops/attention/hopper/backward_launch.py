@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import aligned, used_strides
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
     KernelSource,
@@ -25,7 +24,7 @@ from flashtile._backends.launch import (
     specialise,
 )
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_layout, strided_layout
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
@@ -68,7 +67,7 @@ from flashtile.ops.attention.plans import (
     sum_of_shares,
     tiles_of,
 )
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
 from flashtile.ops.attention.triton.launch import backward_bias
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
@@ -79,10 +78,12 @@ class BackwardPlan(NamedTuple):
     Attributes:
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
-        scratch: one float32 buffer for the sums of dq, the statistics, where rows may see no key the dout without them,
-            the counter of tiles that were taken and where walks meet, where dq is added up in order the turns, and
-            beside sinks the parts of their gradient.
-        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in it those begin, in bytes.
+        allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
+            no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
+            up in order the turns, and beside sinks the parts of their gradient.
+        statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes.
+        has_empty_rows: rows may see no key.
+        ordered: dq is added up in order.
     """
 
     begin: Plan
@@ -90,13 +91,15 @@ class BackwardPlan(NamedTuple):
     end: Plan
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
+    allocate: Callable[[], list[Tensor]]
     shares: int
-    scratch: Layout
     statistics_at: int
     masked_dout_at: int
     counter_at: int
     turns_at: int
     sink_sums_at: int
+    has_empty_rows: bool
+    ordered: bool
 
 
 def backward(
@@ -126,44 +129,12 @@ def backward(
         k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    plan = _plan(
-        q.dtype,
-        q.device,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride(), dout.stride()),
-        side_shape(side),
-        spec,
-        dlse is not None,
-        has_empty_rows,
-        wanted.bias,
-    )
-    dq, dk, dv = (empty(*layout, q.device) for layout in plan.outputs)
-    scratch = empty(*plan.scratch, q.device)
-    sums = scratch.data_ptr()
-    statistics = sums + plan.statistics_at
-    turns = sums + plan.turns_at if spec.deterministic else None
-    counter = sums + plan.counter_at
-    masked_dout = sums + plan.masked_dout_at if has_empty_rows else None
-    sink_sums = sums + plan.sink_sums_at if side.sinks is not None else None
-    cu_seqlens_q, cu_seqlens_k = map(pointer, (side.cu_seqlens_q, side.cu_seqlens_k))
-    slopes, lists = map(pointer, (side.alibi_slopes, block_lists(side)))
-    modifiers = map(pointer, (side.key_lengths, side.dropout_seed, side.bias, side.mask))
+    plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted.bias)
     row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
-    plan.begin.launch(
-        out.data_ptr(), dout.data_ptr(), lse.data_ptr(), pointer(dlse), statistics, sums, turns,
-        counter, masked_dout, pointer(side.sinks), sink_sums, cu_seqlens_q,
-        pointer(row_statistics),
+    dq, dk, dv, scratch = _launch(
+        plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
+        _NO_POINTERS if plain_side(side) else _side_pointers(side), pointer(row_statistics),
     )  # fmt: skip
-    descriptors = plan.describe(
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), masked_dout or dout.data_ptr(), statistics, sums, dk.data_ptr(),
-        dv.data_ptr(),
-    )  # fmt: skip
-    plan.main.launch(
-        *descriptors, sums, turns, counter, cu_seqlens_q, cu_seqlens_k, slopes, lists, *modifiers
-    )  # fmt: skip
-    plan.end.launch(sums, dq.data_ptr(), cu_seqlens_q)
-    if plan.shares > 1:
-        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
         by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
@@ -173,6 +144,73 @@ def backward(
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
         dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, sinks=dsinks)
+
+
+def prepare_backward(
+    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """`backward` of all calls that look like this one, from the addresses of dout, dlse (0 for None), q, k, v, out
+    and lse; or None."""
+    if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
+        return None
+    plan = _plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
+
+    return lambda *addresses: _launch(plan, *addresses)[:3]
+
+
+class _SidePointers(NamedTuple):
+    """Of the tensors beside q, k and v."""
+
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    slopes: Any
+    sinks: Any
+    lists: Any
+    key_lengths: Any
+    dropout_seed: Any
+    bias: Any
+    mask: Any
+
+
+_NO_POINTERS = _SidePointers(*map(pointer, (None,) * len(_SidePointers._fields)))
+
+
+def _side_pointers(side: SideInputs) -> _SidePointers:
+    tensors = side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side)
+    modifiers = side.key_lengths, side.dropout_seed, side.bias, side.mask
+    return _SidePointers(*map(pointer, (*tensors, *modifiers)))
+
+
+def _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows, wants_bias=False) -> BackwardPlan:
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
+    return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wants_bias)
+
+
+def _launch(
+    plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
+    side: _SidePointers = _NO_POINTERS, row_statistics: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
+    scratch."""
+    dq, dk, dv, scratch = plan.allocate()
+    sums = scratch.data_ptr()
+    statistics, counter = sums + plan.statistics_at, sums + plan.counter_at
+    turns = sums + plan.turns_at if plan.ordered else None
+    masked_dout = sums + plan.masked_dout_at if plan.has_empty_rows else None
+    sink_sums = sums + plan.sink_sums_at if side.sinks else None
+    plan.begin.launch(
+        out, dout, lse, dlse, statistics, sums, turns, counter, masked_dout, side.sinks, sink_sums, side.cu_seqlens_q,
+        row_statistics,
+    )  # fmt: skip
+    descriptors = plan.describe(q, k, v, masked_dout or dout, statistics, sums, dk.data_ptr(), dv.data_ptr())
+    plan.main.launch(
+        *descriptors, sums, turns, counter, side.cu_seqlens_q, side.cu_seqlens_k, side.slopes, side.lists,
+        side.key_lengths, side.dropout_seed, side.bias, side.mask,
+    )  # fmt: skip
+    plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
+    if plan.shares > 1:
+        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
+    return dq, dk, dv, scratch
 
 
 def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -283,20 +321,14 @@ def _plan(
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if spec.deterministic else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
+    outputs = dq, dk, dv
     return BackwardPlan(
-        begin,
-        main,
-        end,
-        _describer(variant, shapes, strides, dk, dv, tiles),
-        (dq, dk, dv),
-        shares,
-        Layout((scratch,), (1,), torch.float32),
-        4 * sums,
-        4 * (sums + statistics),
-        4 * (sums + statistics + masked_dout),
-        4 * (sums + statistics + masked_dout + counter),
-        4 * (sums + statistics + masked_dout + counter + turns),
-    )
+        begin, main, end, _describer(variant, shapes, strides, dk, dv, tiles), outputs,
+        allocator((*outputs, Layout((scratch,), (1,), torch.float32)), device), shares,
+        4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
+        4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
+        has_empty_rows, spec.deterministic,
+    )  # fmt: skip
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
@@ -364,7 +396,7 @@ def _describer(
         **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in _buffers(variant, tiles).items()},
     }
     boxes = _boxes(variant)
-    makers = [
+    return joined([
         chunks_maker(
             _dtype_of(name, variant),
             tuple(boxes[part] for part in (name, name + "_tail") if part in boxes),
@@ -372,13 +404,7 @@ def _describer(
             swizzled=_is_operand(name, variant),
         )
         for name in _MOVED
-    ]
-
-    @functools.lru_cache(maxsize=64)
-    def make(*addresses: int) -> tuple:
-        return tuple(part for maker, address in zip(makers, addresses) for part in maker(address))
-
-    return make
+    ])  # fmt: skip
 
 
 def _is_operand(name: str, variant: BackwardVariant) -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
     Parameter,
@@ -25,8 +25,8 @@ from flashtile._backends.launch import (
     pointer_to,
     specialise,
 )
-from flashtile._backends.tma import chunks_maker, descriptor_parameter, packed_layout, strided_layout
-from flashtile.ops.attention.hopper.backward_launch import backward
+from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
+from flashtile.ops.attention.hopper.backward_launch import backward, prepare_backward
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
@@ -69,7 +69,7 @@ from flashtile.ops.attention.plans import (
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype, plain_side
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
@@ -77,6 +77,10 @@ _LONG_KEYS = 4096
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
+
+
+#: `_side_pointers` of a call without tensors beside q, k and v, the commonest.
+_NO_POINTERS = (pointer(None),) * 12
 
 
 class ForwardPlan(NamedTuple):
@@ -87,13 +91,16 @@ class ForwardPlan(NamedTuple):
         dynamic: programs take tiles as they come, and the launch needs counters.
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
+        describe: the same of all of them, from their addresses.
+        allocate: makes out and lse.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
     kernel: Plan
     dynamic: bool
     makers: tuple[Callable[[int], tuple], ...]
-    outputs: tuple[Layout, Layout]
+    describe: Callable[..., tuple]
+    allocate: Callable[[], list[Tensor]]
     widening: Widening | None = None
 
 
@@ -101,34 +108,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
-    plain = plain_side(side)
     if side.key_lengths is not None and side.cu_seqlens_k is None:
         k, v = by_whole_rows(k), by_whole_rows(v)
-    plan = _plan(
-        q.dtype,
-        q.device,
-        (q.shape, k.shape, v.shape),
-        (q.stride(), k.stride(), v.stride()),
-        side.max_seqlen_q,
-        PLAIN_SIDE if plain else side_shape(side),
-        spec,
-    )
-    out_layout, lse_layout = plan.outputs
-    out, lse = empty(*out_layout, q.device), empty(*lse_layout, q.device)
+    plan = _plan_for(q, k, v, side, spec)
     if not plan.kernel.programs:
+        out, lse = plan.allocate()
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
-    of_q, of_k, of_v, of_out = plan.makers
-    plan.kernel.launch(
-        *of_q(q.data_ptr()),
-        *of_k(k.data_ptr()),
-        *of_v(v.data_ptr()),
-        *of_out(out.data_ptr()),
-        lse.data_ptr(),
-        _counter(q.device).data_ptr() if plan.dynamic else None,
-        *(_NO_POINTERS if plain else _side_pointers(side)),
-    )
+    given = _NO_POINTERS if plain_side(side) else _side_pointers(side)
+    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), given)
+
+
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[[int, int, int], tuple[Tensor, Tensor]] | None:
+    """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
+    if spec.scale <= 0:
+        return None
+    plan = _plan_for(q, k, v, side, spec)
+    return functools.partial(_launch, plan) if plan.kernel.programs and plan.widening is None else None
+
+
+def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> ForwardPlan:
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    return _plan(q.dtype, q.device, shapes, strides, side.max_seqlen_q, side_shape(side), spec)
+
+
+def _launch(plan: ForwardPlan, q: int, k: int, v: int, side: tuple[Any, ...] = _NO_POINTERS) -> tuple[Tensor, Tensor]:
+    """Enqueues the kernel, from addresses. Returns (out, lse)."""
+    out, lse = plan.allocate()
+    counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else None
+    plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side)
     return out, lse
 
 
@@ -136,10 +147,6 @@ def _side_pointers(side: SideInputs) -> tuple[int, ...]:
     """In the order of the kernel's parameters."""
     tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)
     return tuple(map(pointer, (*tensors, side.key_lengths, side.dropout_seed, side.bias, side.mask)))
-
-
-#: The same for a call without tensors beside q, k and v, the commonest.
-_NO_POINTERS = (pointer(None),) * 12
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
@@ -271,7 +278,7 @@ def _plan(
     )
     kernel = plan_of(source, values, programs, device)
     if not programs:
-        return ForwardPlan(kernel, False, (), outputs)
+        return ForwardPlan(kernel, False, (), joined(()), allocator(outputs, device))
     widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
     strides_v = strides[2] if widening is None else widening.output.strides
     describe = packed_layout if packed else strided_layout
@@ -285,7 +292,7 @@ def _plan(
         )
     ]
     makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
-    return ForwardPlan(kernel, dynamic, makers, outputs, widening)
+    return ForwardPlan(kernel, dynamic, makers, joined(makers), allocator(outputs, device), widening)
 
 
 def _same_for_all_rows(mask: Table | None) -> bool:

@@ -1,0 +1,218 @@
+"""Calls like an earlier one, for which nothing is decided again: what they give, and what makes a call another one.
+
+With `dropout_p=0`, an integer, a call is decided about as if it were the first; so it is what others are compared with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile.ops.attention import calls, select
+
+_OPTIONS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (5, None), "align": "top_left"},
+    "scores": {"softcap": 3.0, "scale": 0.3},
+    "in order": {"deterministic": True},
+    "reference": {"backend": "reference"},
+}
+
+
+def inputs(seed: int = 0, seq: int = 24, dtype: torch.dtype = torch.float32, grad: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(2, seq, 4, 16, generator=generator).to(dtype) for _ in range(3)]
+    return [tensor.requires_grad_(grad) for tensor in tensors]
+
+
+def forward_backward(qkv: list[Tensor], through_lse: bool = False, **options: Any) -> list[Tensor]:
+    out, lse = flashtile.attention(*qkv, return_lse=True, **options)
+    through = [out, lse] if through_lse else [out]
+    grads = torch.autograd.grad(through, qkv, [torch.linspace(-1, 1, t.numel()).view_as(t).to(t) for t in through])
+    return [out, lse, *grads]
+
+
+def same(left: list[Tensor], right: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The phases for which a backend is chosen."""
+    found: list[str] = []
+    choose = select.implementation
+    monkeypatch.setattr(select, "implementation", lambda phase, *call: (found.append(phase), choose(phase, *call))[1])
+    return found
+
+
+@pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
+def test_the_same_as_a_call_that_is_decided_about(options: dict[str, Any], decided: list[str]) -> None:
+    for seed in range(3):
+        qkv = inputs(seed)
+        assert same(forward_backward(qkv, **options), forward_backward(qkv, **options, dropout_p=0))
+        assert same(forward_backward(qkv, True, **options), forward_backward(qkv, True, **options, dropout_p=0))
+    # Those with dropout_p=0 are decided about each time.
+    assert decided.count("forward") == 1 + 6
+
+
+def test_without_gradients_and_with_them(decided: list[str]) -> None:
+    plain = flashtile.attention(*inputs(grad=False))
+    recorded = flashtile.attention(*inputs())
+    with torch.no_grad():
+        unrecorded = flashtile.attention(*inputs())
+    assert not plain.requires_grad and recorded.requires_grad and not unrecorded.requires_grad
+    assert torch.equal(plain, recorded) and torch.equal(plain, unrecorded) and decided == ["forward"]
+    only_k = inputs(grad=False)
+    only_k[1].requires_grad_()
+    (dk,) = torch.autograd.grad(flashtile.attention(*only_k).sum(), only_k[1])
+    assert torch.equal(dk, torch.autograd.grad(flashtile.attention(*only_k, dropout_p=0).sum(), only_k[1])[0])
+
+
+def test_other_layouts_and_dtypes_are_other_calls(decided: list[str]) -> None:
+    calls_made = [
+        inputs(),
+        inputs(seq=25),
+        inputs(dtype=torch.bfloat16),
+        [t.detach().transpose(1, 2).contiguous().transpose(1, 2) for t in inputs()],
+        [t.detach().transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs()],  # rows are not contiguous
+        [t.detach().expand(2, 24, 4, 16)[:1] for t in inputs()],
+    ]
+    for qkv in calls_made * 2:
+        assert torch.equal(flashtile.attention(*qkv), flashtile.attention(*qkv, dropout_p=0))
+    assert decided.count("forward") == len(calls_made) * 3 + 1  # columns that are not contiguous each time
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        ({"causal": True}, {"causal": 1}, "causal: expected True or False"),
+        ({"deterministic": False}, {"deterministic": 0}, "deterministic: expected True or False"),
+        ({"window": (1, 0)}, {"window": (True, 0)}, "window: expected int or None"),
+        ({"window": (1, 0)}, {"window": (1.0, 0)}, "window: expected int or None"),
+        ({"scale": 1.0}, {"scale": True}, "scale: expected a float"),
+        ({"softcap": 1.0}, {"softcap": torch.tensor(1.0)}, "softcap: expected a float"),
+        ({"backend": "cpu"}, {"backend": ["cpu"]}, "backend: expected one of"),
+        ({}, {"backend": "gpu"}, "backend: expected one of"),
+        ({}, {"align": None}, "align: expected one of"),
+        ({}, {"dropout_p": False}, "dropout_p: expected a float"),
+        ({}, {"dropout_seed": 3}, "dropout_seed: expected an int64 tensor"),
+    ],
+    ids=str,
+)
+def test_arguments_that_equal_others_are_still_checked(
+    first: dict[str, Any], second: dict[str, Any], error: str
+) -> None:
+    qkv = inputs()
+    for _ in range(2):
+        flashtile.attention(*qkv, **first)
+        with pytest.raises((TypeError, ValueError), match=error):
+            flashtile.attention(*qkv, **second)
+
+
+def test_tensors_are_still_checked() -> None:
+    q, k, v = inputs()
+    flashtile.attention(q, k, v)
+    with pytest.raises(ValueError, match="k: expected the batch size of q"):
+        flashtile.attention(q, k[:1], v[:1])
+    with pytest.raises(TypeError, match="v: expected the dtype of q"):
+        flashtile.attention(q, k, v.double())
+    with pytest.raises(TypeError, match=r"k: expected a torch\.Tensor"):
+        flashtile.attention(q, None, v)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="k: expected the device of q"):
+        flashtile.attention(q, k.detach().to("meta"), v)
+
+
+def test_autocast_makes_it_another_call() -> None:
+    wide, narrow = inputs(), inputs(dtype=torch.bfloat16)
+    mixed = [wide[0], *narrow[1:]]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert flashtile.attention(*wide).dtype is torch.bfloat16
+            assert torch.equal(flashtile.attention(*mixed), flashtile.attention(*narrow))
+        assert flashtile.attention(*wide).dtype is torch.float32
+        assert flashtile.attention(*narrow).dtype is torch.bfloat16
+        with pytest.raises(TypeError, match="k: expected the dtype of q"):
+            flashtile.attention(*mixed)
+
+
+@pytest.mark.unpoisoned
+def test_the_deterministic_mode_makes_it_another_call() -> None:
+    keys = []
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            keys.append(calls.key_of(*inputs(), False, "bottom_right", None, None, None, False, "auto"))
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert None not in keys and keys[0] != keys[1]
+
+
+def test_what_observes_a_call_still_does() -> None:
+    class Subclass(Tensor):
+        pass
+
+    q, k, v = inputs()
+    expected = flashtile.attention(q, k, v)
+    with torch.profiler.profile() as profile:
+        flashtile.attention(q, k, v)
+    assert "flashtile::attention_forward" in {event.key for event in profile.key_averages()}
+    assert type(flashtile.attention(q.as_subclass(Subclass), k, v)) is Subclass
+    assert torch.equal(torch.func.vmap(flashtile.attention)(q[None], k[None], v[None])[0], expected)
+    out, tangent = torch.func.jvp(
+        lambda q: flashtile.attention(q, k.detach(), v.detach()), (q.detach(),), (q.detach(),)
+    )
+    assert tangent.abs().max() > 0 and out.shape == expected.shape
+    hidden = torch._neg_view(q.detach())
+    assert torch.equal(flashtile.attention(hidden, k, v), flashtile.attention(-q.detach(), k, v))
+
+
+def test_backwards_of_one_forward() -> None:
+    qkv = inputs()
+    out = flashtile.attention(*qkv)
+    decided = flashtile.attention(*qkv, dropout_p=0)
+    for dout in (torch.ones_like(out), torch.ones(1).expand_as(out), torch.ones_like(out).mT.contiguous().mT):
+        found = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+        assert same([*found], [*torch.autograd.grad(decided, qkv, dout, retain_graph=True)])
+    batched = torch.autograd.grad(out, qkv, torch.ones(2, *out.shape), retain_graph=True, is_grads_batched=True)
+    assert torch.equal(batched[0][1], torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0])
+    first = torch.autograd.grad(out.square().sum(), qkv[0], create_graph=True, retain_graph=True)[0]
+    second = torch.autograd.grad(first.sum(), qkv)
+    expected = torch.autograd.grad(decided.square().sum(), qkv[0], create_graph=True)[0]
+    assert same([*second], [*torch.autograd.grad(expected.sum(), qkv)])
+
+
+def test_hooks_of_saved_tensors_may_change_the_layout() -> None:
+    """Each tensor is given back once, and what comes back may lie elsewhere."""
+    qkv, unpacked = inputs(), []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor)
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+    expected = forward_backward(qkv)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        assert same(forward_backward(qkv), expected)
+    assert len(unpacked) == 5
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    qkv = inputs()
+    expected = torch.autograd.grad(flashtile.attention(*qkv).sum(), qkv)
+    out = torch.utils.checkpoint.checkpoint(flashtile.attention, *qkv, use_reentrant=reentrant)
+    for tensor in qkv:
+        tensor.grad = None
+    out.sum().backward()
+    assert same([tensor.grad for tensor in qkv], [*expected])  # type: ignore[misc]
+
+
+def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MOST_CALLS", 4)
+    for seq in range(1, 12):
+        flashtile.attention(*inputs(seq=seq))
+        assert 0 < len(calls._CALLS) <= 4
