@@ -45,13 +45,18 @@ def _steps(rows: Sequence[Row]) -> str:
             case = row["case"]
             head = [case["model"], str(case["S"]), str(case["B"]), row["impl"]]
             if row["ms"] is None:
-                lines.append([*head, "", "", "", row["why"]])
+                lines.append([*head, "", "", "", _short(row["why"])])
                 continue
             share = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
             memory = "" if row.get("peak_mib") is None else f"{row['peak_mib']:,.0f}"
             lines.append([*head, f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", share, memory])
     headings = ["model", "context", "batch", "implementation", "ms", "tokens/s", "of the peak", "MiB, or why not"]
     return _table(headings, lines)
+
+
+def _short(why: str) -> str:
+    """A reason for a table: torch's report on a full memory is a paragraph."""
+    return "out of memory" if why.startswith("OutOfMemoryError") else why
 
 
 def _curves(rows: Sequence[Row]) -> str:

@@ -20,7 +20,7 @@ from flashtile.bench.summary import is_ours, ratios_to_best
 Row = dict[str, Any]
 
 _LENGTH = "sequence length (tokens)"
-_MEMORY = "MiB beside inputs and gradients"
+_MEMORY = "MiB, without inputs and gradients"
 #: The fewest lengths that are drawn as a line.
 _LEAST_LENGTHS = 3
 #: The most cases in one chart of dots.
@@ -125,7 +125,7 @@ def sections(records: Sequence[Named]) -> list[Section]:
         (
             "Decoding",
             "decoding",
-            "GB/s of the key/value cache, higher is better. A copy of as much memory stands beside it.",
+            "GB/s of the key/value cache, higher is better. A copy of as much memory is shown for comparison.",
             _decoding,
             lambda rows: dots(rows, "gbps", "GB/s"),
         ),
@@ -167,7 +167,7 @@ def sections(records: Sequence[Named]) -> list[Section]:
         (
             "Where the time goes",
             "standard attention step by step",
-            "Standard attention step by step, beside one fused call. Lower is better.",
+            "Standard attention step by step, and one fused call. Lower is better.",
             lambda named: _of(named, BREAKDOWN),
             breakdowns,
         ),

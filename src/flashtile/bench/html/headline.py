@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from flashtile.bench.html.charts import LineChart
 from flashtile.bench.html.figures import Family, Named, attention_rows, families_of, lines_and_dots
-from flashtile.bench.html.words import facets_of, phase_of
+from flashtile.bench.html.words import facets_of, listed, phase_of
+from flashtile.bench.runner import Row
 from flashtile.bench.summary import Ratio, geometric_mean, peers, ratios_to_best, ratios_to_peer
 
 
@@ -21,6 +22,7 @@ class Headline:
         headings, lines: the means against each peer.
         charts: forward and backward of one family of cases.
         family: what its cases are.
+        cases: which cases the sentences are about.
     """
 
     named: Named
@@ -29,6 +31,7 @@ class Headline:
     lines: tuple[tuple[str, ...], ...]
     charts: tuple[LineChart, ...]
     family: str
+    cases: str
 
 
 def headline_of(records: Sequence[Named]) -> Headline | None:
@@ -67,8 +70,23 @@ def _headline(named: Named, families: Sequence[Family]) -> Headline:
         if isinstance(chart, LineChart)
     ]
     return Headline(
-        named, tuple(sentences), headings, tuple(lines), tuple(charts), ", ".join(facets_of(family.case).values())
-    )
+        named, tuple(sentences), headings, tuple(lines), tuple(charts), ", ".join(facets_of(family.case).values()),
+        _cases(rows),
+    )  # fmt: skip
+
+
+def _cases(rows: Sequence[Row]) -> str:
+    """The range of the cases of some rows, in words."""
+    cases = [row["case"] for row in rows]
+    lengths = [case["S"] for case in cases]
+    parts = [
+        f"heads of {listed([str(size) for size in sorted({case['D'] for case in cases})])}",
+        listed(sorted({"causal" if case["causal"] else "full" for case in cases}, reverse=True)),
+        f"{min(lengths):,} to {max(lengths):,} tokens",
+    ]
+    if any(case["H"] != case["Hkv"] for case in cases):
+        parts.insert(2, "some with fewer key/value heads than query heads")
+    return f"These are all cases that were measured at several lengths: {', '.join(parts)}."
 
 
 def _sentence(ours: str, phase: str, ratios: Sequence[Ratio]) -> str:

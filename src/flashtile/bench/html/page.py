@@ -12,7 +12,7 @@ from flashtile.bench.html.charts import Chart
 from flashtile.bench.html.drawing import DARK, LIGHT
 from flashtile.bench.html.figures import Named, Section
 from flashtile.bench.html.headline import Headline
-from flashtile.bench.html.words import implementation_of
+from flashtile.bench.html.words import implementation_of, listed
 from flashtile.bench.record import FACTS
 
 _TITLE = "flashtile: measured"
@@ -68,15 +68,11 @@ def _introduction(records: Sequence[Named], sections: Sequence[Section]) -> str:
     topics = list(dict.fromkeys(section.topic for section in sections))
     machines = list(dict.fromkeys(named.machine for named in records))
     versions = sorted({str((named.record.get("versions") or {}).get("torch")) for named in records} - {"None"})
-    torch = f" with PyTorch {_listed(versions)}" if versions else ""
+    torch = f" with PyTorch {listed(versions)}" if versions else ""
     return (
-        f"Benchmarks of flashtile beside other implementations: {_listed(topics) or 'nothing'}, measured on "
-        f"{_listed(machines)}{torch}."
+        f"Benchmarks of flashtile and of other implementations: {listed(topics) or 'nothing'}, measured on "
+        f"{listed(machines)}{torch}."
     )
-
-
-def _listed(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def _glossary(records: Sequence[Named]) -> list[tuple[str, str]]:

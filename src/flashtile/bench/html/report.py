@@ -60,7 +60,7 @@ def _unknown(named: Named) -> list[str]:
             operations[row["op"]] = operations.get(row["op"], 0) + 1
         for key in unknown_keys(row["case"]):
             keys[row["op"], key] = keys.get((row["op"], key), 0) + 1
-    shown = "; it is shown as it stands, another version of flashtile may have written it"
+    shown = "; it is shown unchanged. Another version of flashtile may have written it"
     return [
         *(f"{named.path.name}: unknown operation {op!r} in {count} rows{shown}" for op, count in operations.items()),
         *(f"{named.path.name}: unknown key {key!r} in the case of {count} rows of {op!r}{shown}"

@@ -41,7 +41,7 @@ def _heads(value: Any, case: Case) -> str:
 
 def _head_dim(value: Any, case: Case) -> str:
     of_v = case.get("Dv", value)
-    return f"head_dim {value}" if of_v == value else f"head_dim {value}, {of_v} of v"
+    return f"head_dim {value}" if of_v == value else f"head_dim {value} (v: {of_v})"
 
 
 def _window(value: Any, case: Case) -> str:
@@ -226,6 +226,11 @@ IMPLEMENTATIONS = {
     "transformers-compile": "Hugging Face transformers under torch.compile",
     "transformers-flashtile": "Hugging Face transformers with flashtile's attention",
 }
+
+
+def listed(words: Sequence[str]) -> str:
+    """Some words as a list in a sentence."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
 def phase_of(phase: str) -> str:
