@@ -73,6 +73,7 @@ class Call(NamedTuple):
         hides_rows: lengths or the band may hide all keys from a row; of what else may, the call itself tells.
         descales: with factors of 8-bit inputs.
         score_mod: a score function; all that it captures and that learns gets its gradient.
+        deterministic: sums are added up in a fixed order.
     """
 
     head_dim: int = 64
@@ -107,6 +108,7 @@ class Call(NamedTuple):
     max_scores: bool = False
     descales: bool = False
     score_mod: flashtile.ScoreFunction | None = None
+    deterministic: bool = False
 
 
 def described(source: KernelSource) -> dict[str, Any]:
@@ -179,6 +181,7 @@ def _spec(call: Call) -> AttentionSpec:
         call.window_right,
         call.top_left,
         call.dropout_p,
+        call.deterministic,
         softcap=call.softcap,
         block_shape=_block_shape(call),
         origin=call.origin,

@@ -34,7 +34,7 @@ MANY_PARAMETERS = {
     "flashtile.ops.attention.triton.backward._sum_dkdv": 48,
     "flashtile.ops.attention.triton.backward._sum_dq": 46,
     "flashtile.ops.attention.triton.backward.attention_dkdv_kernel": 95,
-    "flashtile.ops.attention.triton.backward.attention_dq_kernel": 101,
+    "flashtile.ops.attention.triton.backward.attention_dq_kernel": 102,
     "flashtile.ops.attention.triton.bias_gradient.attention_dbias_kernel": 94,
     "flashtile.ops.attention.triton.column_sums.attention_column_sums_kernel": 63,
     "flashtile.ops.attention.triton.forward._visit_key_tiles": 42,

@@ -150,6 +150,16 @@ def test_captured_in_parts_and_as_a_scalar(backend: str) -> None:
     assert [grad.shape for grad in results(backend, score_mod, [table, factor])[-2:]] == [table.shape, factor.shape]
 
 
+def test_gradients_of_an_entry_that_a_number_names() -> None:
+    table = leaf(HEADS, 5)
+    by_tiles, by_hand = (
+        results(backend, lambda score, b, h, q, k: score * table[h, 3] + table[-1, k % 5], [table])
+        for backend in ("cpu", "reference")
+    )
+    for found, expected in zip(by_tiles, by_hand, strict=True):
+        assert_same(found, expected)
+
+
 def _relative(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return score + (q - k)
 

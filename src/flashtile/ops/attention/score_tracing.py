@@ -218,7 +218,11 @@ def derivative(text: str, dtype: torch.dtype) -> ScoreGradient:
         leaves: list[tuple[Symbol, Step, tuple[str, ...]]] = []
 
         def load(name: str, step: Step, indices: Sequence[Tensor]) -> Tensor:
-            names = tuple(symbol.value or "" for symbol in indices if isinstance(symbol, Symbol))
+            symbols = (
+                index if isinstance(index, Symbol) else recorder.constant(index.item(), index.dtype)
+                for index in indices
+            )
+            names = tuple(symbol.value or "" for symbol in symbols)
             value = recorder.step(LOAD, (step.arguments[0], *names), getattr(torch, step.dtype))
             if value.dtype.is_floating_point:
                 value.requires_grad_()

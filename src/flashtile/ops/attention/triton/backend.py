@@ -26,11 +26,6 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         operation = unsupported_operation(call.spec.score_program, call.phase == "backward")
         if operation is not None:
             return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
-    if call.phase == "backward" and call.learned_captured and call.spec.deterministic:
-        return (
-            "it adds up the gradients of tensors that score_mod reads in no fixed order; pass deterministic=False, or "
-            "the tensors detached"
-        )
     return triton_unsupported_reason(call)
 
 

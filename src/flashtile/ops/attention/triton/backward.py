@@ -26,6 +26,7 @@ import triton.language as tl
 
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.ordered_sums import program_of_wave
 from flashtile.ops.attention.triton.scores import (
     Dropout,
     Modifiers,
@@ -82,16 +83,22 @@ def attention_dq_kernel(
     PRECISION: tl.constexpr,
     MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
-    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
+    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr, IN_WAVES: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `slope_sums_ptr`, where ALiBi's slopes want a gradient: what each row adds to
     it, in the shape of lse. `quiet_ptr`, where rows may see no key: dout for the other kernels, in the layout of out,
     with zeros in these rows, whose weights of 0 would not stop NaN there. `sinks_ptr`: those that lse counts, beside
-    it; with `HAS_DLSE` the statistics then have a third number, the delta of the sinks."""
+    it; with `HAS_DLSE` the statistics then have a third number, the delta of the sinks. `IN_WAVES`: the thread blocks
+    of the call come in several launches, see `ordered_sums`."""
+    program = tl.program_id(0)
+    if IN_WAVES:
+        program, exists = program_of_wave(captured_sums.wave)
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
-        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
+        program, cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
         BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
+    if IN_WAVES:
+        first = tl.where(exists, first, seq_q)
     if first >= seq_q:
         return
     head_kv = head // group

@@ -12,6 +12,7 @@ from flashtile._backends.allocate import empty
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
@@ -103,9 +104,14 @@ def backward_queries(
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
-        pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks))
-        sums = map(pointer, captured_sums or (None,))
-        plan.kernel.launch(*pointers, *_captured_pointers(side), *sums)
+        pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks), *_captured_pointers(side))
+        if plan.waves:
+            waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
+            for start in waves.starts:
+                plan.kernel.launch(*pointers, *map(pointer, waves.sums), pointer(start))
+            waves.finish(captured_sums)
+        else:
+            plan.kernel.launch(*pointers, *map(pointer, captured_sums or (None,)))
     return dq, statistics, slope_sums, dout if quiet is None else quiet
 
 

@@ -6,6 +6,7 @@ become constants), and a model has few of them. Lengths, batches and numbers of 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.attention.philox import keep_threshold
 from flashtile.ops.attention.plans import (
+    CapturedShape,
     Layout,
     SideShape,
     Table,
@@ -58,6 +60,7 @@ from flashtile.ops.attention.triton.configs import (
     tile_widths,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
+from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
@@ -83,11 +86,18 @@ _ENDLESS = 2**30
 
 
 class AttentionPlan(NamedTuple):
-    """The launch of a kernel, and what it writes. `shares`: dk and dv are in so many parts."""
+    """The launch of a kernel, and what it writes.
+
+    Attributes:
+        shares: dk and dv are in so many parts.
+        waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
+            one launch.
+    """
 
     kernel: Plan
     outputs: tuple[Layout, ...]
     shares: int = 1
+    waves: int = 0
 
 
 class _Facts(NamedTuple):
@@ -203,21 +213,26 @@ def _plan(
         kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, spec.returns_max_scores
     )
     call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, covered, whole)
+    in_waves = spec.deterministic and any(summed)
     parameters: dict[str, Any] = {
-        **captured_parameters(side.captured, summed),
+        **captured_parameters(side.captured, summed, in_waves),
         **_tensors(call, misalignment, outputs, sums_slopes, hides_rows),
         **_strides(kernel, triples),
         **_scalars(call),
     }
     constants = {
         **_constants(call, has_dlse),
-        **_score_functions(kernel, spec.score_program, summed),
+        **_score_functions(kernel, spec.score_program, summed, in_waves),
+        "IN_WAVES": in_waves,
         **{f"STRIDE_{name.upper()}_ROW": row for name, (_, row, _) in zip(_STRIDED[kernel], triples)},
     }
+    waves = programs if in_waves else 0
+    if in_waves:
+        programs = slots_for(_entries(side.captured, summed), programs)
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
     plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
-    return AttentionPlan(plan, outputs, shares)
+    return AttentionPlan(plan, outputs, shares, waves)
 
 
 def _tensors(
@@ -337,12 +352,18 @@ def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
     }
 
 
-def _score_functions(kernel: Kernel, text: str | None, summed: tuple[bool, ...]) -> dict[str, Any]:
+def _score_functions(kernel: Kernel, text: str | None, summed: tuple[bool, ...], in_order: bool) -> dict[str, Any]:
     """The user's function and its derivative. `summed`: the captured tensors whose gradients the kernel adds up."""
+    differentiates = text is not None and kernel in ("dq", "dkdv")
     return {
         "SCORE_FUNCTION": None if text is None else function_of(text),
-        "SCORE_DERIVATIVE": derivative_of(text, summed) if text is not None and kernel in ("dq", "dkdv") else None,
+        "SCORE_DERIVATIVE": derivative_of(text, summed, in_order) if text is not None and differentiates else None,
     }
+
+
+def _entries(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> int:
+    """The number of gradients that are added up."""
+    return sum(math.prod(of.shape) for of, wants in zip(captured, summed) if wants)
 
 
 def _column_stride(table: Table | None) -> int:

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
 from flashtile.ops.attention.plans import CapturedShape
+from flashtile.ops.attention.triton.ordered_sums import add_in_order
 from flashtile.ops.attention.triton.score_source import derivative_source, function_source
 from flashtile.ops.common.triton.functions import tanh
 
@@ -25,9 +26,9 @@ def function_of(text: str) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_of(text: str, summed: tuple[bool, ...] = ()) -> Any:
+def derivative_of(text: str, summed: tuple[bool, ...] = (), in_order: bool = False) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
-    return _compiled(derivative_source(text, summed))
+    return _compiled(derivative_source(text, summed, in_order))
 
 
 def _compiled(source: str) -> Any:
@@ -37,14 +38,23 @@ def _compiled(source: str) -> Any:
     filename = f"<flashtile {name}>"
     # Triton and tracebacks read it there; without a time of change it stays.
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = {"triton": triton, "tl": tl, "hyperbolic_tangent": tanh, "__name__": __name__}
+    namespace = {
+        "triton": triton,
+        "tl": tl,
+        "hyperbolic_tangent": tanh,
+        "add_in_order": add_in_order,
+        "__name__": __name__,
+    }
     exec(compile(source, filename, "exec"), namespace)
     return namespace[name]
 
 
-def captured_parameters(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> dict[str, Any]:
+def captured_parameters(
+    captured: tuple[CapturedShape, ...], summed: tuple[bool, ...], in_waves: bool = False
+) -> dict[str, Any]:
     """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
-    and `captured_sums` of the addresses where gradients are added up. `summed`: for which tensors."""
+    and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.
+    `summed`: for which tensors."""
     tensors = {f"tensor{number}": pointer_to(_stored(of.dtype)) for number, of in enumerate(captured)}
     sizes: dict[str, Parameter] = {
         f"size{number}_{dim}": (int64 if of.large else int32)(size)
@@ -52,6 +62,8 @@ def captured_parameters(captured: tuple[CapturedShape, ...], summed: tuple[bool,
         for dim, size in enumerate(of.shape)
     }
     sums = {f"sum{number}": pointer_to(torch.float32 if wants else None) for number, wants in enumerate(summed)}
+    if in_waves:
+        sums["wave"] = pointer_to(torch.int32)
     return {
         "captured": _group("Captured", tensors) if tensors else ABSENT,
         "captured_sizes": _group("CapturedSizes", sizes) if sizes else int32(None),

@@ -95,10 +95,11 @@ def function_source(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_source(text: str, summed: tuple[bool, ...] = ()) -> str:
+def derivative_source(text: str, summed: tuple[bool, ...] = (), in_order: bool = False) -> str:
     """`score_derivative(score, batch, head, q_index, k_index, upstream, hidden, captured, sizes, sums)`: the gradient
     of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured tensors the function
-    adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's task."""
+    adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's task. `in_order`: these
+    are the sums of the thread blocks of a wave, one after another, and each adds to its own (`ordered_sums`)."""
     gradient = derivative(text, torch.float32)
     writer = _Writer(gradient.program)
     lines = list(writer.lines)
@@ -106,6 +107,10 @@ def derivative_source(text: str, summed: tuple[bool, ...] = ()) -> str:
         if not (captured < len(summed) and summed[captured]):
             continue
         total = f"sums.sum{captured}"
+        if in_order:
+            sizes = "".join(f" * sizes.size{captured}_{dim}" for dim in range(len(indices)))
+            lines.append(f"own = {total} + tl.program_id(0).to(tl.int64){sizes}")
+            total = "own"
         inputs = frozenset().union(*(writer.inputs_of(index) for index in indices))
         pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
         lines.append(f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)")
@@ -119,12 +124,24 @@ def derivative_source(text: str, summed: tuple[bool, ...] = ()) -> str:
             lines += more
             pointers = f"{total} + {offset} + tl.zeros(gradient.shape, tl.int32)"
             inside = f", mask={inside} & (tl.zeros(gradient.shape, tl.int32) == 0)"
-        lines.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
+        if in_order:
+            lines += _ordered(total, offset if indices else "0", inside, by_row=_K_INDEX not in inputs)
+        else:
+            lines.append(f'tl.atomic_add({pointers}, gradient{inside}, sem="relaxed")')
     result = "tl.zeros_like(score)"
     if gradient.score is not None:
         result = f"tl.where(hidden, 0.0, {writer.name_of(gradient.score)}) + tl.zeros_like(score)"
     arguments = "score, batch, head, q_index, k_index, upstream, hidden, captured, sizes, sums"
     return _source("score_derivative", arguments, [*lines, f"return {result}"])
+
+
+def _ordered(total: str, offset: str, inside: str, by_row: bool) -> list[str]:
+    """Lines that add `gradient` in a fixed order. `by_row`: it is a column `[M, 1]`, which is added as one row."""
+    zeros = "tl.zeros(gradient.shape, tl.int32)"
+    arguments = [f"{offset} + {zeros}", "gradient", inside.removeprefix(", mask=") or f"{zeros} == 0"]
+    if by_row:
+        arguments = [f"tl.trans({argument})" for argument in arguments]
+    return [f"add_in_order({total}, {', '.join(arguments)})"]
 
 
 def _source(name: str, arguments: str, lines: Sequence[str]) -> str:

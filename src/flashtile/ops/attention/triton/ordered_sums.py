@@ -1,0 +1,84 @@
+"""Sums in a fixed order for the gradients of what a score function reads, instead of atomics.
+
+The entries to which a tile adds may be any, and many elements may belong to one. So each thread block has sums of its
+own, to which it adds row by row: elements of a row with the same entry are summed first, by comparing all pairs, and
+one of them writes. Sums of all thread blocks could take too much memory. So the call comes in waves, launches that
+follow one another on the stream, and the thread blocks of a wave go on with the sums of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Bytes that the sums of all slots may take, and the fewest slots, whatever they take: a wave of few thread blocks
+#: leaves most multiprocessors idle.
+_MEMORY = 2**28
+_LEAST_SLOTS = 64
+
+
+@triton.jit
+def add_in_order(sums_ptr, offsets, values, inside):
+    """Adds values to the sums at offsets, both `[M, N]`, where they lie inside."""
+    ROWS: tl.constexpr = values.shape[0]
+    COLUMNS: tl.constexpr = values.shape[1]
+    row = tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)
+    for step in range(ROWS):
+        here = row == step
+        offset = tl.sum(tl.where(here, offsets, 0), 0)  # [N]
+        counts = tl.sum(tl.where(here & inside, 1, 0), 0) > 0
+        value = tl.sum(tl.where(here & inside, values, 0.0), 0)
+        same = (offset[:, None] == offset[None, :]) & counts[:, None]  # [N, N]
+        added = tl.sum(tl.where(same, value[:, None], 0.0), 0)
+        first = tl.min(tl.where(same, column[:, None], COLUMNS), 0)
+        writes = counts & (first == column)
+        # What other threads wrote for the row before is read here.
+        tl.debug_barrier()
+        before = tl.load(sums_ptr + offset, mask=writes, other=0.0)
+        tl.store(sums_ptr + offset, before + added, mask=writes)
+
+
+@triton.jit
+def program_of_wave(wave_ptr):
+    """The number of this thread block in the whole call, and whether the call has so many."""
+    program = tl.program_id(0) + tl.load(wave_ptr)
+    programs = tl.load(wave_ptr + 1)
+    return tl.minimum(program, programs - 1), program < programs
+
+
+def slots_for(numel: int, programs: int) -> int:
+    """How many thread blocks a wave has, and so how many sums of `numel` entries there are."""
+    return min(programs, max(_LEAST_SLOTS, _MEMORY // max(1, 4 * numel)))
+
+
+class Waves(NamedTuple):
+    """The launches of a kernel whose thread blocks have sums of their own.
+
+    Attributes:
+        sums: float32 `[slots, ...]` for each captured tensor whose gradient is wanted.
+        starts: int32 `[waves, 2]`, the first thread block of each launch, and the number of all.
+    """
+
+    sums: list[Tensor | None]
+    starts: Tensor
+
+    @classmethod
+    def of(cls, totals: Sequence[Tensor | None], slots: int, programs: int) -> Waves:
+        device = next(total.device for total in totals if total is not None)
+        sums = [
+            None if t is None else torch.zeros((slots, *t.shape), dtype=torch.float32, device=device) for t in totals
+        ]
+        first = torch.arange(0, programs, slots, dtype=torch.int32, device=device)
+        return cls(sums, torch.stack((first, torch.full_like(first, programs)), dim=1))
+
+    def finish(self, totals: Sequence[Tensor | None]) -> None:
+        """Writes the sums of all slots into the totals."""
+        for total, of_slots in zip(totals, self.sums):
+            if total is not None and of_slots is not None:
+                torch.sum(of_slots, 0, out=total)
