@@ -36,11 +36,12 @@ def allocator(
     layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
 ) -> Callable[[], list[Tensor]]:
     """A function that gives memory of each layout, as `empty` does, anew in each call."""
+    shapes, strides, dtypes = zip(*layouts)
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
     def allocate() -> list[Tensor]:
         if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
-            return [_empty_strided_cuda(shape, strides, dtype) for shape, strides, dtype in layouts]
+            return [*map(_empty_strided_cuda, shapes, strides, dtypes)]
         return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
 
     return allocate

@@ -14,9 +14,11 @@ from flashtile._backends.alignment import power_of_two_factor
 if devices.triton_missing():
     pytest.skip(devices.triton_missing(), allow_module_level=True)
 
+from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention.plans import longest_walk, shares_of_heads
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
 from machine_code import Call, described, plan
 
@@ -275,3 +277,47 @@ def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.Mo
         launch.backward_queries(x, None, x, x, x, out, lse, SideInputs(None, None, 4, 4), AttentionSpec(1.0))
         read = launched.pop()[3]
         assert read % 16 == 0 and (read == out.data_ptr()) is as_given
+
+
+@pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
+@pytest.mark.parametrize("has_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("spec", [AttentionSpec(0.1), AttentionSpec(0.1, None, 0, softcap=5.0)], ids=["full", "causal"])
+def test_prepared_launches_pass_what_others_pass(
+    spec: AttentionSpec, has_dlse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple] = []
+    monkeypatch.setattr(
+        backend_launch, "make_launch",
+        lambda source, programs, scalars, _: lambda *given: launched.append((source, programs, given, scalars)),
+    )  # fmt: skip
+    monkeypatch.setattr(triton_plan, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_80"])
+    monkeypatch.setattr(triton_plan, "multiprocessors", lambda device: 108)
+    backend_launch.clear_plans()
+    q, out, dout = (torch.zeros(2, 70, 4, 64, dtype=torch.float16) for _ in range(3))
+    k, v = (torch.zeros(2, 90, 2, 64, dtype=torch.float16) for _ in range(2))
+    lse, side = torch.zeros(2, 4, 70), SideInputs(None, None, 70, 90)
+    dlse = torch.zeros_like(lse) if has_dlse else None
+    made = launch.forward(q, k, v, side, spec)
+    gradients = launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    addresses = [0 if t is None else t.data_ptr() for t in (dout, dlse, q, k, v, out, lse)]
+    prepared = launch.prepare_forward(q, k, v, side, spec)
+    prepared_backward = launch.prepare_backward(dout, has_dlse, q, k, v, side, spec)
+    assert prepared is not None and prepared_backward is not None
+    made_again, gradients_again = prepared(*addresses[2:5]), prepared_backward(*addresses)
+    renamed = {new.data_ptr(): old.data_ptr() for new, old in zip(made_again, made)}
+    renamed |= {new.data_ptr(): old.data_ptr() for new, old in zip(gradients_again, gradients)}
+    renamed[launched[4][2][7]] = launched[1][2][7]  # the statistics
+    for earlier, (source, programs, given, scalars) in zip(launched[:3], launched[3:], strict=True):
+        assert earlier == (source, programs, tuple(renamed.get(each, each) for each in given), scalars)
+    backend_launch.clear_plans()
+
+
+@pytest.mark.skipif(devices.interpreting(), reason="launches take addresses: needs TRITON_INTERPRET unset")
+def test_launches_that_depend_on_more_than_the_layout_are_not_prepared() -> None:
+    x = torch.zeros(1, 4, 1, 8)
+    side = SideInputs(None, None, 4, 4)
+    assert launch.prepare_forward(x, x, x, side, AttentionSpec(1.0)) is None  # TF32 may come or go
+    half = x.half()
+    assert launch.prepare_forward(half, half, half, side, AttentionSpec(-1.0)) is None
+    hidden = AttentionSpec(1.0, None, -1)
+    assert launch.prepare_backward(half, False, half, half, half, side, hidden) is None

@@ -160,8 +160,7 @@ def attention(
     ):  # fmt: skip
         key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
         if key is not None and (call := calls.found(key)) is not None:
-            out, lse = run_plain(q, k, v, call)
-            return (out, lse) if return_lse else out
+            return run_plain(q, k, v, call, return_lse)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
@@ -181,10 +180,9 @@ def attention(
     if return_max_scores:
         results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
         return results if return_lse else results[::2]
-    if key is None:
-        out, lse = run_attention(q, k, v, side, spec, backend)
-    else:
-        out, lse = run_plain(q, k, v, calls.new_call(key, side, spec, backend))
+    if key is not None:
+        return run_plain(q, k, v, calls.new_call(key, side, spec, backend), return_lse)
+    out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 
 

@@ -24,8 +24,8 @@ NOTHING_WANTED = Wanted()
 _CALLS: dict[Hashable, PlainCall] = {}
 _MOST_CALLS = 4096
 
-#: Types of arguments in keys: True and 1.0 equal 1, but are refused where an integer is expected.
-_SIDES, _NUMBERS = frozenset((int, type(None))), frozenset((float, type(None)))
+#: Types of the sides of a window: True and 1.0 equal 1, but are refused.
+_SIDES = frozenset((int, type(None)))
 
 Results = tuple[Tensor, ...]
 
@@ -99,8 +99,8 @@ def key_of(
     if not (
         type(causal) is type(deterministic) is bool
         and type(align) is type(backend) is str
-        and type(scale) in _NUMBERS
-        and type(softcap) in _NUMBERS
+        and (scale is None or type(scale) is float)
+        and (softcap is None or type(softcap) is float)
         and (window is None or (type(window) is tuple and _SIDES.issuperset(map(type, window))))
     ):
         return None

@@ -72,12 +72,13 @@ def run_attention(
     return _run_forward(q, k, v, side, spec, backend)
 
 
-def run_plain(q: Tensor, k: Tensor, v: Tensor, call: PlainCall) -> tuple[Tensor, ...]:
-    """Runs a call that has a key (`calls.key_of`), recorded by autograd where a gradient is wanted. Returns (out,
-    lse)."""
+def run_plain(q: Tensor, k: Tensor, v: Tensor, call: PlainCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs a call that has a key (`calls.key_of`), recorded by autograd where a gradient is wanted. Returns out, or
+    (out, lse)."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply_plain(q, k, v, call)
-    return call.forward(q, k, v)
+        return (_apply_plain if return_lse else _apply_plain_out)(q, k, v, call)
+    out, lse = call.forward(q, k, v)
+    return (out, lse) if return_lse else out
 
 
 def _wanted(side: SideInputs) -> tuple[bool, ...]:
@@ -226,9 +227,22 @@ class _PlainAttention(_Attention):
         return *ctx.call.backward(dout, dlse, *saved), None
 
 
+class _PlainAttentionOut(_PlainAttention):
+    """The same without lse, which is one output less for autograd to keep."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call):
+        return _PlainAttention.forward(ctx, q, k, v, call)[0]
+
+    @staticmethod
+    def backward(ctx, dout):
+        return _PlainAttention.backward(ctx, dout, None)
+
+
 #: `_Attention.apply` without what it does first for `torch.func` transforms, which take another way above.
 _apply = super(torch.autograd.Function, _Attention).apply
 _apply_plain = super(torch.autograd.Function, _PlainAttention).apply
+_apply_plain_out = super(torch.autograd.Function, _PlainAttentionOut).apply
 
 
 class _TransformedAttention(_Attention):

@@ -75,7 +75,10 @@ def batched(*gradients: Tensor | None) -> bool:
     operations, none of them in place, compute with such, and no dispatch mode or transform tells of them."""
     if torch.compiler.is_compiling():
         return False
-    return any(gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient) for gradient in gradients)
+    for gradient in gradients:  # noqa: SIM110, a generator takes longer
+        if gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient):
+            return True
+    return False
 
 
 def transformed() -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import empty
+from flashtile._backends.allocate import allocator, empty
+from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
@@ -64,6 +65,53 @@ def backward(
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
+
+
+def prepare_forward(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[[int, int, int], tuple[Tensor, Tensor]] | None:
+    """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
+    if not _preparable(q, spec):
+        return None
+    plan = plan_for("forward", q, k, v, None, side, spec)
+    allocate = allocator(plan.outputs, q.device)
+
+    def run(q: int, k: int, v: int) -> tuple[Tensor, Tensor]:
+        out, lse = allocate()
+        plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *_NO_POINTERS, 0, 0, 0, 0)
+        return out, lse
+
+    return run if plan.kernel.programs else None
+
+
+def prepare_backward(
+    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+    """`backward` of all 16-bit calls that look like this one and whose rows see a key each, from the addresses of dout,
+    dlse (0 for None), q, k, v, out and lse; or None."""
+    if not _preparable(q, spec) or may_hide_rows(q, k, side, spec):
+        return None
+    queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
+    keys = plan_for("dkdv", q, k, v, dout, side, spec)
+    allocate = allocator((*queries.outputs, *keys.outputs), q.device)
+    none = _NO_POINTERS[:-1]
+
+    def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
+        dq, statistics, dk, dv = allocate()
+        of_statistics = statistics.data_ptr()
+        queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, dq.data_ptr(), 0, 0, *none, 0, 0, 0)
+        keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *none, 0)
+        if keys.shares > 1:
+            dk, dv = sum_of_shares(dk, keys.shares), sum_of_shares(dv, keys.shares)
+        return dq, dk, dv
+
+    return run if queries.kernel.programs and keys.kernel.programs else None
+
+
+def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
+    """Whether plans depend on no more than how tensors lie (those of float32 do on PyTorch's TF32 mode), kernels read q
+    itself, and launches take addresses."""
+    return q.dtype.itemsize == 2 and spec.scale > 0 and not interpreting()
 
 
 def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: AttentionSpec) -> Tensor:
