@@ -51,6 +51,10 @@ TITLES = {
 }
 #: API pages -> their guides, where these have other names.
 GUIDES = {"compat": "migrating", "learn": "how_it_works", "testing": "numerics"}
+#: A parameter that catches other libraries' names for arguments, in a signature: no call has it.
+_OTHER_NAMES = re.compile(
+    r'(?:<span class="p">,</span>)?\s*<span class="o">\*\*</span><span class="n">other_names</span>'
+)
 _EXAMPLE = re.compile(r"^```python\n.*?^```\n", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"^```python\n.*?^```$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
@@ -182,8 +186,13 @@ def _api_page(name: str, title: str, members: list[str]) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Docstrings announce a block with two colons, of which a reader needs one, or none where they stand alone."""
-    return html.replace("<p>::</p>", "").replace("::</p>", ":</p>") if page.file.src_uri.startswith("api/") else html
+    """Docstrings announce a block with two colons, of which a reader needs one, or none where they stand alone.
+
+    Signatures lose the parameter that catches other libraries' names.
+    """
+    if not page.file.src_uri.startswith("api/"):
+        return html
+    return _OTHER_NAMES.sub("", html.replace("<p>::</p>", "").replace("::</p>", ":</p>"))
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
