@@ -24,6 +24,7 @@ from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
+from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.testing.cases import RelativeScore
 from machine_code import Call, compile_call, described, differing, plan, sass, serialises_products
 from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
@@ -172,6 +173,19 @@ def test_heads_of_v_of_another_width(kernel: str, call: Call) -> None:
     binary = compile_call(kernel, "sm_90", call._replace(bias=bias))
     assert ("MMA." if call.dtype is torch.float32 else "GMMA.") in sass(binary)
     assert binary.shared_memory <= _HOPPER.shared_memory
+
+
+@pytest.mark.parametrize("kernel", _KERNELS)
+def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel: str) -> None:
+    """Triton loads a gathered tile ahead, as it does a tile of a bias."""
+    binary = compile_call(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
+    assert binary.shared_memory <= _HOPPER.shared_memory
+
+
+def test_reads_of_a_row_or_a_column_alone_are_no_tiles() -> None:
+    table = torch.zeros(4, 4096)
+    rows = flashtile.trace_score_mod(lambda s, b, h, q, k: s + table[h, q] * table[h, k])
+    assert (tile_reads(_RELATIVE.program), tile_reads(rows.program), tile_reads(None)) == ((_FP32,), (), ())
 
 
 def _wide_tables() -> list[Any]:

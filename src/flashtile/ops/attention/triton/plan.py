@@ -62,6 +62,7 @@ from flashtile.ops.attention.triton.configs import (
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
+from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 _KERNELS = {
@@ -187,7 +188,7 @@ def _plan(
     check_rows("q", rows_q, MAX_POSITIONS)
     check_rows("k", rows_k, MAX_POSITIONS)
     facts = device_facts(device)
-    tables = [table.dtype for table in (side.bias, side.mask) if table is not None]
+    tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_reads(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables, precision)
     tiles = choose_tiles(kernel, facts, situation)

@@ -144,6 +144,19 @@ def _ordered(total: str, offset: str, inside: str, by_row: bool) -> list[str]:
     return [f"add_in_order({total}, {', '.join(arguments)})"]
 
 
+@functools.lru_cache(maxsize=1024)
+def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
+    """The dtypes of what a function reads of captured tensors for each score, as a bias is read. Triton loads those
+    tiles ahead into shared memory too. Entries of a row or a column alone are few."""
+    if text is None:
+        return ()
+    program = parse(text)
+    writer, both = _Writer(program), {_Q_INDEX, _K_INDEX}
+    reads = [step for step in program.steps if step.operation == LOAD]
+    tiles = [step for step in reads if both <= frozenset().union(*map(writer.inputs_of, step.arguments[1:]))]
+    return tuple(getattr(torch, step.dtype) for step in tiles)
+
+
 def _source(name: str, arguments: str, lines: Sequence[str]) -> str:
     return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
 
