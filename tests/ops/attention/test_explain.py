@@ -32,6 +32,14 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
     assert "the tensors are on cuda" in automatic.rejected["cpu"]
 
 
+@pytest.mark.parametrize("seq, backward", [(49, "triton"), (64, "triton"), (65, "hopper")])
+def test_the_backward_of_few_tokens_is_that_of_smaller_tiles(seq: int, backward: str) -> None:
+    q = torch.empty(4, seq, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    automatic, named = (flashtile.explain(q, q, q, device="sm_90", backend=name) for name in ("auto", "hopper"))
+    assert [kernel.backend for kernel in automatic.kernels][:2] == ["hopper", backward]
+    assert {kernel.backend for kernel in named.kernels} == {"hopper"}
+
+
 def test_forward_and_backward_may_be_of_two_backends() -> None:
     found = _explain(device="sm_90")
     assert isinstance(found, flashtile.Explanation)
