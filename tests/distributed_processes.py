@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flashtile.distributed import context_parallel_attention, schedule, shard_sequence
 from flashtile.testing import AttentionCase, Inputs, make_inputs
-from flashtile.testing.cases import LEARNED
+from flashtile.testing.cases import LEARNED, RelativeScore
 
 Job = Callable[[DeviceMesh], Any]
 
@@ -110,13 +110,18 @@ def run(job: Parallel, mesh: DeviceMesh) -> dict[str, Tensor]:
         return shard_sequence(tensor.to(mesh.device_type), mesh, dim=along, layout=job.layout)
 
     leaves = {name: shard(getattr(inputs, name)).requires_grad_() for name in ("q", "k", "v")}
-    tensors = {name: t.to(mesh.device_type) for name, t in inputs.tensors.items() if not name.startswith("cu_")}
+    tensors: dict[str, Any] = {name: t for name, t in inputs.tensors.items() if not name.startswith("cu_")}
+    given = tensors.pop("score_mod", None)
+    tensors = {name: t.to(mesh.device_type) for name, t in tensors.items()}
     for name in ("bias", "mask"):
         if job.row_sharded and name in tensors:
             tensors[name] = shard(tensors[name], -2)
     for name in LEARNED:
         if name in tensors:
             leaves[name] = tensors[name] = tensors[name].requires_grad_()
+    if given is not None:
+        leaves["score_mod"] = given.table.to(mesh.device_type, copy=True).requires_grad_()
+        tensors["score_mod"] = RelativeScore(leaves["score_mod"])
     packed = {"cu_seqlens": inputs.tensors["cu_seqlens_q"]} if case.packed else {}
     with mock.patch.object(schedule, "_WORTH_RUNS", 0 if job.in_runs else schedule._WORTH_RUNS):
         call = partial(

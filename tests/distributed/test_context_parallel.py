@@ -51,6 +51,15 @@ _FEATURES: dict[str, Any] = {
     ),
     "packed-bias": Parallel(replace(_PACKED, bias="1hqk", mask="11qk", arguments=_CAUSAL)),
     "packed-lengths": Parallel(replace(_PACKED, key_lengths=(5, 3, 31, 17, 2, 0), sinks=True)),
+    "score-mod": Parallel(replace(_BASE, score_mod=True, arguments=_CAUSAL)),
+    "score-mod-of-much": Parallel(
+        replace(_BASE, score_mod=True, alibi_slopes="bh", sinks=True, key_lengths=(90, 60), block_mask=(64, 64),
+                arguments={"dropout_p": 0.2, "window": (40, 7), "softcap": 4.0, "deterministic": True})
+    ),
+    "block-mask": Parallel(replace(_BASE, block_mask=(64, 64))),
+    "block-mask-heads": Parallel(replace(_BASE, seq_q=288, seq_k=288, batch=1, block_mask=(64, 64), arguments=_CAUSAL)),
+    "packed-score-mod": Parallel(replace(_PACKED, score_mod=True, arguments=_CAUSAL)),
+    "packed-block-mask": Parallel(replace(_PACKED, block_mask=(64, 64), score_mod=True, sinks=True)),
     "packed-rest": Parallel(replace(_PACKED, arguments=_CAUSAL), rest=True),
     "packed-rest-sinks": Parallel(replace(_PACKED, sinks=True), rest=True),
 }  # fmt: skip

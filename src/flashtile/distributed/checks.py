@@ -46,6 +46,7 @@ def check_whole(
     settings: dict[str, Any],
     documents: tuple[int, ...],
     row_sharded: bool,
+    block_mask: flashtile.BlockMask | None = None,
 ) -> None:
     """Refuses what `flashtile.attention` refuses of the whole call: it is asked, with tensors that have no memory. The
     calls for the parts see less: rectangles of a bias, some of the heads, and a band only where it cuts one.
@@ -68,13 +69,28 @@ def check_whole(
         whole[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     call: Any = flashtile.attention
     if documents:
-        longest = longest_of(documents, tensors.get("bias"), tensors.get("mask"))
+        longest = longest_of(documents, tensors.get("bias"), tensors.get("mask"), block_mask)
         edges = torch.empty(len(documents), dtype=torch.int32, device="meta")
         call = functools.partial(
             flashtile.attention_varlen, cu_seqlens_q=edges, max_seqlen_q=longest, max_seqlen_k=longest
         )
+    if block_mask is not None:
+        settings = settings | {"block_mask": block_mask.to("meta")}
     with torch.no_grad():
         call(**whole, **settings)
+
+
+def check_block_mask(block_mask: flashtile.BlockMask, q: Tensor) -> None:
+    """Whether it is one, and where q is."""
+    if not isinstance(block_mask, flashtile.BlockMask):
+        raise TypeError(
+            f"block_mask: expected a flashtile.BlockMask, got {type(block_mask).__name__}; build one with "
+            "BlockMask.from_predicate or flashtile.patterns"
+        )
+    if block_mask.device != q.device:
+        raise ValueError(
+            f"block_mask: expected the device of q, {q.device}, got {block_mask.device}; move it: block_mask.to(...)"
+        )
 
 
 def documents_of(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, ...]:
@@ -101,8 +117,8 @@ def documents_of(cu_seqlens: Sequence[int] | Tensor, total: int) -> tuple[int, .
     return documents
 
 
-def longest_of(documents: tuple[int, ...], *tables: Tensor | None) -> int | None:
-    """What bias and mask of packed documents count up to; None without them."""
+def longest_of(documents: tuple[int, ...], *tables: Tensor | flashtile.BlockMask | None) -> int | None:
+    """What bias, mask and block mask of packed documents count up to; None without them."""
     given = [table for table in tables if table is not None]
     if not documents or not given:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import flashtile
 from flashtile.distributed.checks import (
+    check_block_mask,
     check_tensors,
     check_whole,
     documents_of,
@@ -29,6 +30,7 @@ from flashtile.distributed.schedule import Problem, Schedule, gathered_schedule,
 Strategy = Literal["ring", "all_to_all", "all_gather", "ring_all_to_all"]
 Align = Literal["bottom_right", "top_left"]
 Window = tuple[int | None, int | None]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | flashtile.ScoreFunction
 
 #: Calls whose arguments were checked as a whole.
 _sound: set[tuple[Any, ...]] = set()
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
         reduce_gradients: bool
         deterministic: bool
         backend: str
+        block_mask: flashtile.BlockMask | None
+        score_mod: ScoreMod | None
 
 
 @overload
@@ -107,11 +111,14 @@ def context_parallel_attention(
     reduce_gradients: bool = True,
     deterministic: bool = False,
     backend: str = "auto",
+    block_mask: flashtile.BlockMask | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence of which each rank has a shard: the result of `flashtile.attention` on one GPU.
 
     Every rank of the mesh calls this function with its shards of q, k and v (from `shard_sequence`), and gets its shard
-    of the output. Differentiable once in q, k, v, bias, alibi_slopes and sinks, also through `lse`.
+    of the output. Differentiable once in q, k, v, bias, alibi_slopes, sinks and the tensors that score_mod reads, also
+    through `lse`.
 
     Strategies, for `N` ranks:
 
@@ -143,8 +150,13 @@ def context_parallel_attention(
         sinks: `[heads_q]`, the same on all ranks.
         return_lse: also return the log-sum-exp of this shard's rows.
         return_max_scores: also return the largest score of each of this shard's rows, over all keys.
-        reduce_gradients: sum the gradients of alibi_slopes, sinks, and a bias of the whole sequence over the ranks.
-            With False each rank has its part, for FSDP or DDP to sum like the gradients of other parameters.
+        reduce_gradients: sum the gradients of alibi_slopes, sinks, a bias of the whole sequence, and the tensors that
+            score_mod reads over the ranks. With False each rank has its part, for FSDP or DDP to sum like the gradients
+            of other parameters.
+        block_mask: of the whole sequence, on each rank; with cu_seqlens, of the documents. Each rank computes the tiles
+            that it shows. Parts of it are cut out once for each mask, which makes the host wait.
+        score_mod: as in `flashtile.attention`, the same function on all ranks. Its indices count in the whole sequence,
+            or in the document, and its heads are all heads.
 
     The other arguments are those of `flashtile.attention`.
 
@@ -175,16 +187,25 @@ def context_parallel_attention(
     bias, mask = (of_four(name, table) for name, table in (("bias", bias), ("mask", mask)))
     length_q, length_k = (t.shape[-3] * places.ranks for t in (q, k))
     row_sharded = has_rows_of_shard(bias, mask, strategy, places.ranks, length_q, packed)
-    longest = longest_of(documents, bias, mask)
+    if block_mask is not None:
+        check_block_mask(block_mask, q)
+    longest = longest_of(documents, bias, mask, block_mask)
+    function = _traced(score_mod, q)
     band = {"causal": causal, "align": align, "window": window}
     settings = {
         "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "deterministic": deterministic, "backend": backend,
     }  # fmt: skip
     named |= {"q": q, "k": k, "v": v, "bias": bias, "mask": mask}
-    facts = band | settings | {"strategy": strategy, "layout": layout, "return_max_scores": return_max_scores}
+    facts: dict[str, Any] = (
+        band | settings | {"strategy": strategy, "layout": layout, "return_max_scores": return_max_scores}
+    )
+    facts |= {
+        "score_mod": _described_function(function),
+        "block_mask": block_mask and (block_mask.shape, block_mask.tile),
+    }
     kind = _check_agreement(places, named, facts, documents)
     if (kind, places.ranks, len(documents), longest) not in _sound:
-        check_whole(places.ranks, named, band | settings, documents, row_sharded)
+        check_whole(places.ranks, named, band | settings, documents, row_sharded, block_mask)
         _sound.add((kind, places.ranks, len(documents), longest))
     if dropout_p and dropout_seed is None:
         dropout_seed = flashtile.draw_dropout_seed(q.device)
@@ -193,7 +214,10 @@ def context_parallel_attention(
     bias = replicated(places, "bias", bias, adds_up and not row_sharded)
     alibi_slopes = replicated(places, "alibi_slopes", alibi_slopes, adds_up)
     sinks = replicated(places, "sinks", sinks, adds_up)
-    positional = bool(dropout_p) or any(t is not None for t in (bias, mask, alibi_slopes, key_lengths))
+    captured: list[Any] = [] if function is None else list(function.captured)
+    captured = [replicated(places, "score_mod", t, adds_up and t.requires_grad) for t in captured]
+    located = bias, mask, alibi_slopes, key_lengths, block_mask, function
+    positional = bool(dropout_p) or any(each is not None for each in located)
     ring = places.groups[0].size if strategy != "all_to_all" else 1
     problem = problem_of((length_q, length_k), ring, layout, causal, align, window, documents, positional)
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32
@@ -201,16 +225,17 @@ def context_parallel_attention(
     heads = q.shape[-2]
     call = Call(
         schedule_of(strategy, problem), exchange, settings | {"scale": _scale(scale, q.shape[-1])}, band, key_lengths,
-        dropout_seed, mask, 0, heads, row_sharded, longest, return_max_scores,
+        dropout_seed, mask, 0, heads, row_sharded, longest, return_max_scores, block_mask,
+        function and function._replace(captured=()),
     )  # fmt: skip
-    statistics = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
+    statistics: list[Any] = [None if t is None else t.to(wide) for t in (alibi_slopes, sinks)]
     if packed:
         q, k, v = q[None], k[None], v[None]
     results: tuple[Tensor, ...]
     if strategy in ("ring", "all_gather"):
-        results = ContextAttention.apply(call, q, k, v, bias, *statistics)
+        results = ContextAttention.apply(call, q, k, v, bias, *statistics, *captured)
     else:
-        results = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics)
+        results = _run_by_heads(places, layout, return_lse, call, q, k, v, bias, *statistics, *captured)
     asked = (results[0], *results[1:][not return_lse :])
     asked = tuple(t[0] for t in asked) if packed else asked
     return asked if return_lse or return_max_scores else asked[0]
@@ -227,6 +252,7 @@ def _run_by_heads(
     bias: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    *captured: Tensor,
 ) -> Any:
     """(out, lse), or (out, lse, max_scores), tokens exchanged for heads before and after; lse is None where it is not
     wanted."""
@@ -236,7 +262,7 @@ def _run_by_heads(
     cut_q, cut_k = (Layout(t.shape[1] * group.size, group.size, kind) for t in (q, k))
     k, v = (shared_out(t, group.size) for t in (k, v))
     exchange, runs = HeadExchange(group, cut_q, cut_k), runs_of(call.schedule, q, k.shape[2], group.size)
-    return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, bias, slopes, sinks)
+    return AttentionByHeads.apply(exchange, call, runs, wants_lse, q, k, v, bias, slopes, sinks, *captured)
 
 
 def problem_of(
@@ -259,6 +285,22 @@ def problem_of(
 def schedule_of(strategy: str, problem: Problem) -> Schedule:
     """The steps of a strategy; that of heads alone has one, without transfers."""
     return gathered_schedule(problem) if strategy == "all_gather" else ring_schedule(problem, strategy)
+
+
+def _traced(score_mod: ScoreMod | None, q: Tensor) -> flashtile.ScoreFunction | None:
+    if score_mod is None or isinstance(score_mod, flashtile.ScoreFunction):
+        return score_mod
+    wide = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return flashtile.trace_score_mod(score_mod, device=q.device, dtype=wide)
+
+
+def _described_function(function: flashtile.ScoreFunction | None) -> tuple[Any, ...] | None:
+    """What ranks compare of a score function: what it computes, and the kinds of the tensors that it reads."""
+    if function is None:
+        return None
+    grad = torch.is_grad_enabled()
+    kinds = tuple((tuple(t.shape), str(t.dtype), t.requires_grad and grad) for t in function.captured)
+    return function.program, kinds
 
 
 def _scale(scale: float | None, head_dim: int) -> float:

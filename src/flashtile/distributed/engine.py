@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 import flashtile
 from flashtile.distributed.exchange import Exchange, Message, Pending, arriving, settle
-from flashtile.distributed.merge import RunningMerge, Sum
+from flashtile.distributed.merge import Largest, RunningMerge, Sum
 from flashtile.distributed.schedule import Schedule, Transfer, Work
 
 
@@ -41,6 +41,8 @@ class Call:
         row_sharded: bias and mask have the rows of this shard, in its order, instead of all rows.
         longest: the longest document that bias and mask of a packed call are made for; None without them.
         max_scores: whether the largest score of each row is wanted too.
+        block_mask: of the whole call.
+        score_mod: likewise; the tensors that it reads are those of this rank.
     """
 
     schedule: Schedule
@@ -55,6 +57,12 @@ class Call:
     row_sharded: bool
     longest: int | None
     max_scores: bool = False
+    block_mask: flashtile.BlockMask | None = None
+    score_mod: flashtile.ScoreFunction | None = None
+
+    def reading(self, captured: tuple[Tensor, ...]) -> Call:
+        """The same call, whose score function reads these tensors."""
+        return self if self.score_mod is None else replace(self, score_mod=self.score_mod._replace(captured=captured))
 
     @property
     def packed(self) -> bool:
@@ -109,6 +117,8 @@ class Call:
             "mask": self.table(self.mask, work),
             "bias": self.table(bias, work),
             "alibi_slopes": slopes,
+            "block_mask": self.block_mask,
+            "score_mod": self.score_mod,
         }
 
 
@@ -144,7 +154,7 @@ def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, ...]:
     """(out, lse), or (out, lse, max_scores), of this rank's queries over all keys."""
-    largest = _Largest(q) if call.max_scores else None
+    largest = Largest(q) if call.max_scores else None
     parts = sum(len(call.works(step)) for step in range(len(call.schedule.steps)))
     merge = RunningMerge(q, v.shape[-1], parts + (sinks is not None))
     blocks = _Blocks(call, k, v, "forward")
@@ -171,20 +181,6 @@ def forward(
                 blocks.used()
     finished = merge.finish(sinks, call.rows)
     return finished if largest is None else (*finished, largest.scores)
-
-
-class _Largest:
-    """The largest score of each row so far, `[batch, heads, rows]`, -inf at first."""
-
-    def __init__(self, queries: Tensor) -> None:
-        batch, rows, heads, _ = queries.shape
-        wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
-        self.scores = queries.new_full((batch, heads, rows), float("-inf"), dtype=wide)
-
-    def add(self, rows: tuple[int, int], scores: Tensor) -> None:
-        """Takes in those of some rows over some keys."""
-        of_rows = self.scores[..., slice(*rows)]
-        of_rows.copy_(torch.maximum(of_rows, scores))
 
 
 def _taken(work: Work, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -300,6 +296,7 @@ class Results:
     v: Sum
     bias: Tensor | None
     slopes: Tensor | None
+    captured: list[Tensor | None]
 
 
 def backward(
@@ -314,14 +311,14 @@ def backward(
     bias: Tensor | None,
     slopes: Tensor | None,
 ) -> Results:
-    """The gradients of this rank's queries, keys and values from those of all ranks' results; bias and slopes want
-    theirs where they require one, and get this rank's part."""
-    wide = lse.dtype
-    results = Results(
-        Sum(q), Sum(k), Sum(v),
-        *(None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=wide, device=t.device)
-          for t in (bias, slopes)),
-    )  # fmt: skip
+    """The gradients of this rank's queries, keys and values from those of all ranks' results; bias, slopes and what the
+    score function reads want theirs where they require one, and get this rank's part."""
+    captured = () if call.score_mod is None else call.score_mod.captured
+    of_bias, of_slopes, *of_captured = (
+        None if t is None or not t.requires_grad else torch.zeros(t.shape, dtype=lse.dtype, device=t.device)
+        for t in (bias, slopes, *captured)
+    )
+    results = Results(Sum(q), Sum(k), Sum(v), of_bias, of_slopes, of_captured)
     returning: deque[_Returning] = deque()
     blocks = _Blocks(call, k, v, "backward")
     with arriving(chain(blocks.coming, _pending(returning))):
@@ -377,6 +374,9 @@ def _add_work(
         target = call.of_documents(results.slopes, work) if results.slopes.dim() == 2 else results.slopes
         assert target is not None and grads.alibi_slopes is not None
         target.add_(grads.alibi_slopes)
+    for of_function, grad in zip(results.captured, grads.captured):
+        if of_function is not None and grad is not None:
+            of_function.add_(grad)
 
 
 class _Returning(NamedTuple):
@@ -437,9 +437,9 @@ class ContextAttention(torch.autograd.Function):
     """A schedule recorded for the backward pass."""
 
     @staticmethod
-    def forward(ctx, call, q, k, v, bias, slopes, sinks):
-        out, lse, *max_scores = forward(call, q, k, v, bias, slopes, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks)
+    def forward(ctx, call, q, k, v, bias, slopes, sinks, *captured):
+        out, lse, *max_scores = forward(call.reading(captured), q, k, v, bias, slopes, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, bias, slopes, sinks, *captured)
         ctx.call = call
         ctx.mark_non_differentiable(*max_scores)
         ctx.set_materialize_grads(False)
@@ -448,11 +448,11 @@ class ContextAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, *of_max_scores):
-        q, k, v, out, lse, bias, slopes, sinks = ctx.saved_tensors
+        q, k, v, out, lse, bias, slopes, sinks, *captured = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = ctx.needs_input_grad[4:]
-        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes, sinks, wanted)
+        return None, *gradients(ctx.call, dout, dlse, q, k, v, out, lse, bias, slopes, sinks, captured, wanted)
 
 
 def gradients(
@@ -467,17 +467,20 @@ def gradients(
     bias: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    captured: Sequence[Tensor],
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, bias, slopes and sinks, each in its input's dtype; `wanted`: which of the last three."""
+    """Gradients of q, k, v, bias, slopes, sinks and each captured tensor, in its input's dtype; `wanted`: which of
+    those behind v."""
     bias, slopes = (None if t is None else t.detach().requires_grad_(wants) for t, wants in zip((bias, slopes), wanted))
+    call = call.reading(tuple(t.detach().requires_grad_(wants) for t, wants in zip(captured, wanted[3:])))
     results = backward(call, dout, dlse, q, k, v, out, lse, bias, slopes)
-    of_tables = (
+    of_bias, of_slopes, *of_captured = (
         None if total is None or of is None else total.to(of.dtype)
-        for total, of in zip((results.bias, results.slopes), (bias, slopes))
+        for total, of in zip((results.bias, results.slopes, *results.captured), (bias, slopes, *captured))
     )
     dsinks = _sink_gradient(dout, dlse, out, lse, sinks) if sinks is not None and wanted[2] else None
-    return results.q.finish(), results.k.finish(), results.v.finish(), *of_tables, dsinks
+    return results.q.finish(), results.k.finish(), results.v.finish(), of_bias, of_slopes, dsinks, *of_captured
 
 
 def _sink_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

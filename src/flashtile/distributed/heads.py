@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -205,8 +205,9 @@ class AttentionByHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, exchange: HeadExchange, call: Call, runs: Sequence[HeadRun], wants_lse: bool, q, k, v, bias, slopes, sinks
-    ):
+        ctx, exchange: HeadExchange, call: Call, runs: Sequence[HeadRun], wants_lse: bool, q, k, v, bias, slopes, sinks,
+        *captured,
+    ):  # fmt: skip
         first = exchange.group.rank * q.shape[2] // exchange.group.size
         wide = torch.float64 if q.dtype is torch.float64 else torch.float32
         out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -226,7 +227,7 @@ class AttentionByHeads(torch.autograd.Function):
                 of_run = replace(call, head=heads[0], mask=_of_heads(call.mask, 1, heads))
                 tables = [_of_heads(t, dim, heads) for t, dim in zip((bias, slopes, sinks), _DIMS)]
                 tensors = here.wait()
-                found = forward(of_run, *tensors, *tables)
+                found = forward(of_run.reading(captured), *tensors, *tables)
                 ctx.calls.append((run, of_run, heads))
                 kept += [*tensors, *found[:2]]
                 leaving = (found[0], *map(_as_columns, found[1:] if wants_lse else found[2:]))
@@ -235,8 +236,8 @@ class AttentionByHeads(torch.autograd.Function):
                 moving.append(exchange.gather(leaving, of_rows, exchange.of_run(run, results), where))
             for each in moving:
                 each.wait()
-        ctx.save_for_backward(bias, slopes, sinks, *kept)
-        ctx.exchange, ctx.shapes = exchange, (q.shape, k.shape, v.shape)
+        ctx.save_for_backward(bias, slopes, sinks, *captured, *kept)
+        ctx.exchange, ctx.shapes, ctx.tables = exchange, (q.shape, k.shape, v.shape), 3 + len(captured)
         ctx.set_materialize_grads(False)
         largest = () if max_scores is None else (_as_lse(max_scores),)
         ctx.mark_non_differentiable(*largest)
@@ -246,7 +247,8 @@ class AttentionByHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse, *of_max_scores):
         exchange, saved = ctx.exchange, ctx.saved_tensors  # once: activation checkpointing computes them anew
-        tables, kept = [_Table(t, dim) for t, dim in zip(saved[:3], _DIMS)], saved[3:]
+        tables = [_Table(t, dim) for t, dim in zip_longest(saved[: ctx.tables], _DIMS)]
+        captured, kept = saved[3 : ctx.tables], saved[ctx.tables :]
         dq, dk, dv = (kept[0].new_empty(shape) for shape in ctx.shapes)
         if dout is None:
             dout = dq.new_zeros(*dq.shape[:3], dv.shape[3])
@@ -262,7 +264,7 @@ class AttentionByHeads(torch.autograd.Function):
                 of_out, *of_lse = here.wait()
                 grads = gradients(
                     call, of_out, _as_lse(of_lse[0]) if of_lse else None, *kept[5 * number : 5 * number + 5],
-                    *(table.of(heads) for table in tables), ctx.needs_input_grad[7:],
+                    *(table.of(heads) for table in tables[:3]), captured, ctx.needs_input_grad[7:],
                 )  # fmt: skip
                 where = f"backward, gradients of some tokens, from heads {run.heads}"
                 places = exchange.of_run(run, (dq,), (dk, dv))
@@ -274,20 +276,21 @@ class AttentionByHeads(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, *(table.grad for table in tables)
 
 
-#: Where bias, slopes and sinks have their heads.
+#: Where bias, slopes and sinks have their heads. What a score function reads is whole everywhere (None).
 _DIMS = (1, -1, 0)
 
 
-def _of_heads(tensor: Tensor | None, dim: int, heads: tuple[int, int]) -> Tensor | None:
+def _of_heads(tensor: Tensor | None, dim: int | None, heads: tuple[int, int]) -> Tensor | None:
     """The part for some heads, (first, past the last), of a tensor that has all heads, or one for all."""
-    one_for_all = tensor is None or tensor.shape[dim] == 1
-    return tensor if tensor is None or one_for_all else tensor.narrow(dim, heads[0], heads[1] - heads[0])
+    if tensor is None or dim is None or tensor.shape[dim] == 1:
+        return tensor
+    return tensor.narrow(dim, heads[0], heads[1] - heads[0])
 
 
 class _Table:
     """A tensor of all heads, or one for all, and its gradient, which comes for some heads at a time."""
 
-    def __init__(self, whole: Tensor | None, dim: int) -> None:
+    def __init__(self, whole: Tensor | None, dim: int | None) -> None:
         self._whole, self._dim = whole, dim
         self._sum: Tensor | None = None
 

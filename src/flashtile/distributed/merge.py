@@ -106,3 +106,17 @@ class Sum:
         for begin, end, part in self._parts:
             whole[:, begin:end].copy_(part)
         return whole
+
+
+class Largest:
+    """The largest score of each row so far, `[batch, heads, rows]`, -inf at first."""
+
+    def __init__(self, queries: Tensor) -> None:
+        batch, rows, heads, _ = queries.shape
+        wide = torch.float64 if queries.dtype is torch.float64 else torch.float32
+        self.scores = queries.new_full((batch, heads, rows), float("-inf"), dtype=wide)
+
+    def add(self, rows: tuple[int, int], scores: Tensor) -> None:
+        """Takes in those of some rows over some keys."""
+        of_rows = self.scores[..., slice(*rows)]
+        of_rows.copy_(torch.maximum(of_rows, scores))

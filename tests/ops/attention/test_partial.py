@@ -13,8 +13,9 @@ from torch import Tensor
 import flashtile
 from backend_calls import hopper_call
 from flashtile import AttentionPart, attention_backward, attention_part
+from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
 from flashtile.testing import AttentionCase, Inputs, assert_close, assert_same, make_inputs, run
-from flashtile.testing.cases import cancelled_sizes
+from flashtile.testing.cases import RelativeScore, cancelled_sizes
 from flashtile.testing.tolerance import Size
 
 _ROWS, _COLUMNS = (0, 32, 48, 80), (0, 16, 64, 96)  # where the whole is cut
@@ -45,7 +46,7 @@ def _rectangle(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
 
 def _options(case: AttentionCase, inputs: Inputs, backend: str) -> dict[str, Any]:
     """The arguments that all parts share."""
-    names = ("dropout_seed", "key_lengths", "alibi_slopes")
+    names = ("dropout_seed", "key_lengths", "alibi_slopes", "block_mask", "score_mod")
     return {
         **case.arguments,
         **{name: inputs.tensors[name] for name in names if name in inputs.tensors},
@@ -75,6 +76,9 @@ def _in_parts(case: AttentionCase, inputs: Inputs, backend: str, cuts_q: tuple, 
     slopes = inputs.tensors.get("alibi_slopes")
     if slopes is not None:
         arguments["alibi_slopes"] = slopes.clone().requires_grad_()
+    function = inputs.tensors.get("score_mod")
+    if function is not None:
+        arguments["score_mod"] = RelativeScore(function.table.clone().requires_grad_())
 
     def of(rows: slice, columns: slice) -> tuple[AttentionPart, dict[str, Any]]:
         part = AttentionPart(rows.start, columns.start, case.seq_q, case.seq_k)
@@ -88,6 +92,8 @@ def _in_parts(case: AttentionCase, inputs: Inputs, backend: str, cuts_q: tuple, 
         f"d{name}": torch.zeros_like(inputs.tensors[name], dtype=torch.float64)
         for name in ("bias", "alibi_slopes") if name in inputs.tensors
     }  # fmt: skip
+    if function is not None:
+        totals["dscore_mod"] = torch.zeros_like(function.table, dtype=torch.float64)
     for line in grid:
         q = inputs.q[:, line[0][0]]
         parts = []
@@ -110,6 +116,8 @@ def _in_parts(case: AttentionCase, inputs: Inputs, backend: str, cuts_q: tuple, 
                 _rectangle(totals["dbias"], rows, columns).add_(grads.bias)
             if grads.alibi_slopes is not None:
                 totals["dalibi_slopes"] += grads.alibi_slopes
+            for of_function in grads.captured:
+                totals["dscore_mod"] += of_function
     dtypes = {"dalibi_slopes": inputs.tensors["alibi_slopes"].dtype} if slopes is not None else {}
     summed = {name: total.to(dtypes.get(name, case.dtype)) for name, total in totals.items()}
     return {"out": torch.cat(results["out"], 1), "lse": torch.cat(results["lse"], -1), **summed}
@@ -128,6 +136,67 @@ def _check(case: AttentionCase, backend: str, cuts: tuple, device: str = "cpu") 
 @pytest.mark.parametrize("name", _CASES)
 def test_parts_make_up_the_whole(name, cuts):
     _check(_CASES[name], "cpu", cuts)
+
+
+_FUNCTIONS = {
+    "score-mod": replace(_WHOLE, score_mod=True, arguments={"causal": True}),
+    "block-mask": replace(_WHOLE, block_mask=(64, 64)),
+    "both": replace(_WHOLE, block_mask=(64, 64), score_mod=True, alibi_slopes="bh", arguments={"dropout_p": 0.2}),
+}
+
+
+@pytest.mark.parametrize("cuts", [(_ROWS, _COLUMNS), ((0, 64, 80), (0, 64, 96)), (_ODD_ROWS, _ODD_COLUMNS)], ids=str)
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_parts_with_functions_and_block_masks(name, cuts):
+    _check(_FUNCTIONS[name], "cpu", cuts)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_parts_with_functions_and_block_masks_on_the_portable_kernels(name):
+    _check(_FUNCTIONS[name], "triton", (_ODD_ROWS, (0, 48, 96)))
+
+
+@pytest.mark.parametrize("first", [(0, 0), (64, 128), (100, 37)], ids=str)
+def test_the_rectangle_of_a_mask(first):
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 4, (3, 400), generator=generator).sort(dim=1).values
+    window = flashtile.BlockMask.from_predicate(
+        lambda b, h, q, k: (ids[b, q] == ids[b, k]) & (k <= q + 20 * h), batch=3, heads=2, seq_q=400, seq_k=400,
+        tile=(64, 128),
+    )  # fmt: skip
+    (row, column), dense = first, window.to_dense()
+    place = Rectangle((1, 2), (1, 1), (row, 250), (column, 200))
+    part = part_of_mask(window, place)
+    assert part.tile == (64, 128) and torch.equal(
+        part.to_dense(), dense[1:, 1:, row : row + 250, column : column + 200]
+    )
+    assert part_of_mask(window, place) is part
+    assert part_of_mask(window, Rectangle((0, 3), (0, 2), (0, 400), (0, 400))) is window
+
+
+def test_packed_sequences_with_functions_and_block_masks():
+    """A part of whole sequences: their numbers, those of the heads, and their masks."""
+    case = replace(_WHOLE, lengths_q=(30, 17, 50), lengths_k=(30, 17, 50), batch=1, block_mask=(64, 64), score_mod=True)
+    inputs = make_inputs(case)
+    whole = run(case, inputs, "cpu")
+    rows, heads = slice(30, 97), slice(2, 4)
+    mask, function = inputs.tensors["block_mask"], inputs.tensors["score_mod"]
+    out, lse = attention_part(
+        inputs.q[rows, heads], inputs.k[rows, 1:], inputs.v[rows, 1:], AttentionPart(0, 0, 0, 0, 2, 4, 1),
+        cu_seqlens=torch.tensor([0, 17, 67], dtype=torch.int32), max_seqlen=mask.shape[2], block_mask=mask,
+        score_mod=function, backend="cpu",
+    )  # fmt: skip
+    assert_same(out, whole["out"][rows, heads])
+    assert_same(lse, whole["lse"][heads, rows])
+
+
+def test_a_mask_of_another_call_is_refused():
+    q, mask = torch.zeros(1, 8, 2, 8), flashtile.patterns.causal(12)
+    with pytest.raises(ValueError, match=r"block_mask: expected the mask of the larger call, with seq_q at least 16"):
+        attention_part(q, q, q, AttentionPart(8, 0, 20, 20), block_mask=mask)
+    with pytest.raises(TypeError, match=r"block_mask: expected a flashtile\.BlockMask, got int"):
+        attention_part(q, q, q, AttentionPart(0, 0, 8, 8), block_mask=3)
 
 
 @pytest.mark.parametrize("name", _CASES)

@@ -404,10 +404,10 @@ def test_a_traced_function_is_for_one_dtype() -> None:
 
 
 def test_other_functions_do_not_take_one() -> None:
-    q, part = torch.zeros(1, 4, 2, 8), flashtile.AttentionPart(0, 0, 4, 4)
-    function: Callable[..., Any] = flashtile.attention_part
+    q = torch.zeros(1, 4, 2, 8)
+    function: Callable[..., Any] = flashtile.attention_probs
     with pytest.raises(TypeError, match="score_mod"):
-        function(q, q, q, part, score_mod=_capped)
+        function(q, q, score_mod=_capped)
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")

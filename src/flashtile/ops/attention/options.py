@@ -45,6 +45,8 @@ class PartOptions(ScoreOptions, total=False):
     dropout_seed: Tensor | None
     deterministic: bool
     backend: str
+    block_mask: BlockMask | None
+    score_mod: ScoreMod | None
 
 
 class BackwardOptions(PartOptions, total=False):
@@ -56,11 +58,9 @@ class BackwardOptions(PartOptions, total=False):
 class Options(BackwardOptions, total=False):
     """Arguments of both `attention` and `attention_varlen`, except for those that say what a call returns."""
 
-    block_mask: BlockMask | None
     descale_q: Tensor | None
     descale_k: Tensor | None
     descale_v: Tensor | None
-    score_mod: ScoreMod | None
 
 
 class DenseOptions(Options, total=False):

@@ -7,6 +7,7 @@ log-sum-exp (`flashtile.logsumexp_merge`), and gets each rectangle's gradients f
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,12 +18,18 @@ from flashtile.ops.attention import checks
 from flashtile.ops.attention.api import (
     DENSE_LAYOUT,
     PACKED_LAYOUT,
+    add_block_mask,
     add_score_inputs,
+    add_score_mod,
     build_spec,
     resolve_dropout,
 )
+from flashtile.ops.attention.block_mask import BlockMask
+from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
 from flashtile.ops.attention.options import BackwardOptions, PartOptions, Taken, names_of, take, with_options
+from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
+from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 
 if TYPE_CHECKING:
@@ -88,6 +95,9 @@ def attention_part(
         bias: the rectangle of the larger call's bias, broadcasts to `[batch, heads_q, rows, columns]`. The same holds
             for mask.
         alibi_slopes: `[heads_q]` or `[batch, heads_q]`, for the heads of this call.
+        block_mask: of the larger call, whose rectangle is taken here. Taking it reads values on the host, once for each
+            mask and rectangle.
+        score_mod: of the larger call: its indices count there.
 
     The other arguments are those of `attention`.
 
@@ -145,7 +155,8 @@ def attention_backward(
         dlse: gradient of lse, in its shape; None = 0.
         cu_seqlens_k: `[sequences + 1]`, for the keys, if they differ from cu_seqlens; not with `part`.
         max_seqlen_k: upper bound of their lengths; None without cu_seqlens_k.
-        bias: if it requires a gradient, the result contains that gradient. The same holds for alibi_slopes and sinks.
+        bias: if it requires a gradient, the result contains that gradient. The same holds for alibi_slopes, sinks and
+            the tensors that score_mod reads.
         sinks: `[heads_q]`: the sinks that lse includes. Their gradient belongs to the rows, so request it in one part
             of each row only.
 
@@ -153,7 +164,8 @@ def attention_backward(
 
     Returns:
         A tuple with the fields q, k, v, bias, alibi_slopes and sinks, each in its input's shape and dtype. The last
-        three are None if not requested. A further field, captured, is empty here.
+        three are None if not requested. A further field, captured, has a gradient, or None, for each tensor that
+        score_mod reads, in the order of `trace_score_mod(...).captured`.
 
     Raises:
         TypeError, ValueError: as `attention_part`; dout, out, lse or dlse do not fit; or the backend is "reference",
@@ -173,9 +185,12 @@ def attention_backward(
         )
     learned = given.bias, given.alibi_slopes, given.sinks
     bias, alibi_slopes, sinks = (tensor is not None and tensor.requires_grad for tensor in learned)
-    wanted = Wanted(bias, alibi_slopes, sinks)
+    wanted = Wanted(bias, alibi_slopes, sinks, tuple(tensor.requires_grad for tensor in side.captured))
     with torch.no_grad():
-        return run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
+        grads = run_backward(dout, dlse, q, k, v, out, lse, side, spec, wanted, given.backend)
+    # Behind the tensors that the function reads are those that say where the part lies.
+    own = 0 if given.score_mod is None else len(resolve_score_mod(given.score_mod, q).captured)
+    return grads._replace(captured=grads.captured[:own])
 
 
 def _described(
@@ -230,7 +245,46 @@ def _described(
             checks.check_longest(max_seqlen, max_seqlen_k)
         sizes = 1 if packed else batch, q.shape[-2], longest_q, longest_k
         side = add_score_inputs(side, q, sizes, *score_inputs, batch)
+    if given.block_mask is not None:
+        if packed:
+            checks.check_longest(max_seqlen, max_seqlen_k)
+        mask = given.block_mask if part is None else _rectangle(given.block_mask, part, q, batch, side)
+        side, spec = add_block_mask(side, spec, q, mask)
+    if given.score_mod is not None:
+        function = resolve_score_mod(given.score_mod, q)
+        side, spec = add_score_mod(side, spec, q, function if part is None else _placed(function, part, q.device))
     return side, spec
+
+
+def _rectangle(mask: BlockMask, part: AttentionPart, q: Tensor, batch: int, side: SideInputs) -> BlockMask:
+    """The part of the larger call's mask; of a packed one, the masks of its sequences."""
+    if not isinstance(mask, BlockMask):
+        return mask  # refused later
+    rows, columns = (part.row, side.max_seqlen_q), (part.column, side.max_seqlen_k)
+    place = Rectangle((part.sequence, batch), (part.head, q.shape[-2]), rows, columns)
+    for name, of_mask, (first, count) in zip(("batch", "heads", "seq_q", "seq_k"), mask.shape, place):
+        if first + count > of_mask and (of_mask != 1 or name.startswith("seq")):
+            raise ValueError(
+                f"block_mask: expected the mask of the larger call, with {name} at least {first + count}, got {of_mask}"
+                "; its rectangle is taken here"
+            )
+    return part_of_mask(mask, place)
+
+
+def _placed(function: ScoreFunction, part: AttentionPart, device: torch.device) -> ScoreFunction:
+    """The function with indices that count in the larger call."""
+    if function.program == UNCHANGED:
+        return function
+    program, places = moved(function.program)
+    starts = part.sequence, part.head, part.row, part.column
+    captured = *function.captured, *(_number(starts[place], device) for place in places)
+    return function._replace(program=program, captured=captured)
+
+
+@functools.lru_cache(maxsize=1024)
+def _number(value: int, device: torch.device) -> Tensor:
+    """A scalar on a device, which nothing waits for again."""
+    return torch.tensor(value, dtype=torch.int32, device=device)
 
 
 def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_k: int | None) -> None:

@@ -99,6 +99,41 @@ def parse(text: str) -> ScoreProgram:
     )
 
 
+#: The arguments that say where a score lies.
+_PLACES = INPUTS[1:]
+
+
+@functools.lru_cache(maxsize=1024)
+def moved(text: str) -> tuple[str, tuple[int, ...]]:
+    """The same function counted from another place: the program reads one more captured scalar, int32, for each index
+    that it uses, and adds it. Which of (batch, head, q_index, k_index) these are."""
+    program = parse(text)
+    used = {argument for step in program.steps for argument in (*step.arguments, *(of for _, of in step.keywords))}
+    used |= set(program.results)
+    places = tuple(number for number, name in enumerate(_PLACES) if name in used)
+    first = len(program.captured)
+    steps: list[Step] = []
+    names: dict[Any, Any] = {}
+    for extra, number in enumerate(places):
+        steps.append(Step(LOAD, (first + extra,), (), "int32"))
+        steps.append(Step("aten.add.Tensor", (_PLACES[number], f"%{len(steps) - 1}"), (), "int32"))
+        names[_PLACES[number]] = f"%{len(steps) - 1}"
+    names |= {f"%{number}": f"%{number + len(steps)}" for number in range(len(program.steps))}
+
+    def named(argument: Any) -> Any:
+        return names.get(argument, argument) if is_value(argument) else argument
+
+    steps += [
+        step._replace(
+            arguments=tuple(map(named, step.arguments)),
+            keywords=tuple((key, named(value)) for key, value in step.keywords),
+        )
+        for step in program.steps
+    ]
+    captured = (*program.captured, *[("int32", 0)] * len(places))
+    return ScoreProgram(captured, tuple(steps), tuple(map(named, program.results))).text, places
+
+
 def is_value(argument: Any) -> bool:
     """Whether an argument of a step names a value."""
     return isinstance(argument, str) and argument.startswith("%")
