@@ -52,6 +52,16 @@ def test_runs_of_heads():
     assert explain_context_parallel(*_shards(), ranks=4, strategy="all_to_all", causal=True, device="sm_90").runs == 1
 
 
+def test_functions_and_block_masks():
+    mask, table = flashtile.patterns.causal(1024, device="cpu"), torch.zeros(32, device="meta", requires_grad=True)
+    masked = explain_context_parallel(*_shards(256), ranks=4, block_mask=mask.to("meta"), device="sm_90")
+    assert _names(masked.kernels) == ["hopper forward", "hopper backward"]
+    changed = explain_context_parallel(
+        *_shards(256), ranks=4, score_mod=lambda score, b, h, q, k: score + table[h] * (q - k), device="sm_90"
+    )
+    assert _names(changed.kernels) == ["triton forward", "triton dq", "triton dkdv"]
+
+
 def _names(found: flashtile.Explanation) -> list[str]:
     return [f"{kernel.backend} {kernel.name}" for kernel in found.kernels]
 

@@ -190,7 +190,7 @@ def context_parallel_attention(
     if block_mask is not None:
         check_block_mask(block_mask, q)
     longest = longest_of(documents, bias, mask, block_mask)
-    function = _traced(score_mod, q)
+    function = traced(score_mod, q)
     band = {"causal": causal, "align": align, "window": window}
     settings = {
         "scale": scale, "dropout_p": dropout_p, "softcap": softcap, "deterministic": deterministic, "backend": backend,
@@ -287,7 +287,8 @@ def schedule_of(strategy: str, problem: Problem) -> Schedule:
     return gathered_schedule(problem) if strategy == "all_gather" else ring_schedule(problem, strategy)
 
 
-def _traced(score_mod: ScoreMod | None, q: Tensor) -> flashtile.ScoreFunction | None:
+def traced(score_mod: ScoreMod | None, q: Tensor) -> flashtile.ScoreFunction | None:
+    """The score function of a call, traced once for all of its parts."""
     if score_mod is None or isinstance(score_mod, flashtile.ScoreFunction):
         return score_mod
     wide = torch.float64 if q.dtype is torch.float64 else torch.float32

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.distributed.checks import TENSORS, check_tensors, check_whole, documents_of, has_rows_of_shard, of_four
-from flashtile.distributed.context_parallel import Align, Strategy, Window, problem_of, schedule_of
+from flashtile.distributed.context_parallel import Align, Strategy, Window, problem_of, schedule_of, traced
 from flashtile.distributed.engine import place_and_band
 from flashtile.distributed.heads import check_heads, runs_of
 from flashtile.distributed.layout import LayoutKind
@@ -91,7 +91,7 @@ def explain_context_parallel(
     total = ring * exchanging
     lengths = q.shape[-3] * total, k.shape[-3] * total
     documents = () if cu_seqlens is None else documents_of(cu_seqlens, lengths[0])
-    names = ("bias", "mask", "alibi_slopes", "key_lengths")
+    names = ("bias", "mask", "alibi_slopes", "key_lengths", "block_mask", "score_mod")
     positional = bool(options.get("dropout_p")) or any(options.get(name) is not None for name in names)
     schedule = schedule_of(strategy, problem_of(lengths, ring, layout, causal, align, window, documents, positional))
     works = [work for step in schedule.steps for of_rank in step.work for work in of_rank]
@@ -121,9 +121,10 @@ def _check_call(
     bias, mask = (of_four(name, given[name]) for name in ("bias", "mask"))
     row_sharded = has_rows_of_shard(bias, mask, strategy, ranks, q.shape[-3] * ranks, packed)
     documents = () if cu_seqlens is None else documents_of(cu_seqlens, q.shape[0] * ranks)
-    settings = {name: value for name, value in options.items() if name not in given}
+    functions = "block_mask", "score_mod"
+    settings = {name: value for name, value in options.items() if name not in given and name not in functions}
     tensors = {"q": q, "k": k, "v": v} | given | {"bias": bias, "mask": mask}
-    check_whole(ranks, tensors, band | settings, documents, row_sharded)
+    check_whole(ranks, tensors, band | settings, documents, row_sharded, options.get("block_mask"))
 
 
 def _kernels(
@@ -153,6 +154,11 @@ def _kernels(
         whole = options.get(name)
         if whole is not None:
             given[name] = torch.empty(size, dtype=whole.dtype, device="meta", requires_grad=whole.requires_grad)
+    if (block_mask := options.get("block_mask")) is not None:
+        given["block_mask"] = flashtile.patterns.sliding_window(rows, keys, tile=block_mask.tile).to("meta")
+    if (function := traced(options.get("score_mod"), q)) is not None:
+        captured = (t.detach().to("meta").requires_grad_(t.requires_grad) for t in function.captured)
+        given["score_mod"] = function._replace(captured=tuple(captured))
     where = q.device if device is None else device
     return flashtile.explain(of_q, of_k, of_v, **band, **given, device=where, part=part)
 
