@@ -237,6 +237,33 @@ def test_scores_and_masks_are_those_of_the_record():
     assert [cells for *_, cells in _which_one()[3:]] == [cells[1:] for _, *cells in (table[0], table[3])]
 
 
+def _feature(case: Case) -> str:
+    if case.dropout_p:
+        return f"dropout {case.dropout_p}"
+    masks = {"padding": "mask of padded keys `[B, 1, 1, S]`", "random0.5": "random mask `[1, 1, S, S]`"}
+    return f"bias `{case.bias}`" if case.bias else masks[case.mask]
+
+
+def test_times_with_features_are_those_of_the_record():
+    peers = {
+        "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient",
+        "flex": "FlexAttention",
+    }  # fmt: skip
+    times = _milliseconds("h200-features.json")
+    ours = times["flashtile-hopper"]
+    cases = [case for case, phase in ours if phase == "fwd" and (case.dropout_p or case.bias or case.mask)]
+    for case, cells in zip(cases, _table(FIGURES, "feature")[1:], strict=True):
+        shape = f"{case.B:,} × {case.S:,}", str(case.H)
+        assert cells[:5] == [_feature(case), str(case.D), "causal" if case.causal else "full", *shape]
+        expected = []
+        for phase in ("fwd", "bwd"):
+            found = {name: times[name][case, phase] for name in peers if (case, phase) in times[name]}
+            best = min(found, key=found.get)
+            ratio = found[best] / ours[case, phase]
+            expected += [f"{ours[case, phase]:.3g}", f"{found[best]:.3g} ({peers[best]})", f"{ratio:.2f}"]
+        assert cells[5:] == expected
+
+
 def test_host_times_are_those_of_the_record():
     rows = json.loads((ROOT / "benchmarks/results/h200-host-time.json").read_text("utf-8"))["rows"]
     times = {(row["impl"], row["phase"]): row["ms"] for row in rows}
