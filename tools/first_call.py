@@ -39,6 +39,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU; torch.cuda.is_available() is False")
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         for name in ("cold", "cached"):

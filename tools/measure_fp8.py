@@ -30,17 +30,17 @@ TOKENS, COLUMNS, TURNS, SECONDS_OF_A_TURN = 16384, 2048, 6, 0.015
 CUTS = {
     (64, 64): {
         "in no order": HopperConfig(3, 128, 5, 160, 128, False, 0),
-        "2 consumers": HopperConfig(2, 128, 5, 240, 168, False, 64, 64),
+        "2 consumers": HopperConfig(2, 128, 5, 240, 168, False, 64),
     },
     (128, 128): {
-        "2 consumers": HopperConfig(2, 128, 2, 240, 168, False, 32, 64),
-        "2, three stages": HopperConfig(2, 128, 3, 240, 168, False, 32, 64),
+        "2 consumers": HopperConfig(2, 128, 2, 240, 168, False, 32),
+        "2, three stages": HopperConfig(2, 128, 3, 240, 168, False, 32),
         "3 consumers": HopperConfig(3, 64, 6, 160, 128, False, 0),
-        "3, a quarter ahead": HopperConfig(3, 64, 6, 160, 128, False, 16, 16),
-        "3, in turn": HopperConfig(3, 64, 6, 160, 128, False, 16, 16, in_turn=True),
+        "3, a quarter ahead": HopperConfig(3, 64, 6, 160, 128, False, 16),
+        "3, in turn": HopperConfig(3, 64, 6, 160, 128, False, 16, in_turn=True),
     },
-    (192, 128): {"3 consumers": HopperConfig(3, 64, 4, 160, 128, False, 16, 16)},
-    (256, 256): {"three stages": HopperConfig(2, 64, 3, 240, 168, False, 8, 64)},
+    (192, 128): {"3 consumers": HopperConfig(3, 64, 4, 160, 128, False, 16)},
+    (256, 256): {"three stages": HopperConfig(2, 64, 3, 240, 168, False, 8)},
 }
 
 

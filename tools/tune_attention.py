@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seq", type=int, default=4096)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU; torch.cuda.is_available() is False")
     dtype = getattr(torch, arguments.dtype)
     facts = device_facts(torch.device("cuda", 0))
     chosen = {

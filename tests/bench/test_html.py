@@ -446,7 +446,7 @@ def test_what_is_not_known_in_a_record_is_named_and_shown(tmp_path):
     path.write_text(json.dumps(record(rows)))
     written = write_report([path], tmp_path / "page.html")
     assert [note.partition(";")[0] for note in written.notes] == [
-        "newer.json: unknown operation 'new-op' in 1 rows",
+        "newer.json: unknown operation 'new-op' in 1 row",
         "newer.json: unknown key 'score_mod' in the case of 2 rows of 'attention'",
     ]
     text = words_in(parsed(tmp_path / "page.html"))

@@ -31,7 +31,8 @@ def read_record(path: Path) -> Record:
     try:
         record = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ChoiceError(f"record: {path} cannot be read: {error}") from None
+        why = getattr(error, "strerror", None) or error
+        raise ChoiceError(f"record: {path} cannot be read: {why}") from None
     except json.JSONDecodeError as error:
         raise ChoiceError(f"record: {path} is no JSON file: {error}") from None
     if not isinstance(record, dict) or not isinstance(record.get("rows"), list):

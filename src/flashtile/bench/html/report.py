@@ -51,6 +51,10 @@ def write_report(paths: Sequence[Path], output: Path) -> Written:
     return Written(len(charts), tuple(notes))
 
 
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
+
+
 def _unknown(named: Named) -> list[str]:
     """A line for each kind of thing in a record that this version does not know, and shows as it stands."""
     operations: dict[str, int] = {}
@@ -62,7 +66,7 @@ def _unknown(named: Named) -> list[str]:
             keys[row["op"], key] = keys.get((row["op"], key), 0) + 1
     shown = "; it is shown unchanged. Another version of flashtile may have written it"
     return [
-        *(f"{named.path.name}: unknown operation {op!r} in {count} rows{shown}" for op, count in operations.items()),
-        *(f"{named.path.name}: unknown key {key!r} in the case of {count} rows of {op!r}{shown}"
+        *(f"{named.path.name}: unknown operation {op!r} in {_rows(count)}{shown}" for op, count in operations.items()),
+        *(f"{named.path.name}: unknown key {key!r} in the case of {_rows(count)} of {op!r}{shown}"
           for (op, key), count in keys.items()),
     ]  # fmt: skip
