@@ -13,6 +13,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.ops.attention import calls, select
+from flashtile.ops.common import dispatch
 
 _OPTIONS = {
     "plain": {},
@@ -50,6 +51,29 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+class _Subclass(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("by_pytorch", [True, False])
+def test_tensors_are_recognised(by_pytorch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not by_pytorch:
+        monkeypatch.setattr(dispatch, "_TensorGuards", None)
+    q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 6, 4, 16, requires_grad=True)
+    recognises = dispatch.recogniser(q, k)
+    assert recognises(q, k) and recognises(torch.randn(3, 8, 4, 16)[1:], k.detach().requires_grad_())
+    with torch.no_grad():
+        assert recognises(q, k)
+    others = {
+        "size": q[:1], "rank": q[0], "strides": q.mT.contiguous().mT, "dtype": q.double(), "device": q.to("meta"),
+        "gradient": q.clone().requires_grad_(), "parameter": torch.nn.Parameter(q, requires_grad=False),
+        "subclass": q.as_subclass(_Subclass), "negative": torch._neg_view(q), "none": None, "list": q.tolist(),
+        "sparse": q.to_sparse(),
+    }  # fmt: skip
+    assert [name for name, other in others.items() if recognises(other, k)] == []
+    assert not recognises(q, k.detach()) and not recognises(q, q)
+
+
 @pytest.mark.parametrize("options", _OPTIONS.values(), ids=_OPTIONS)
 def test_the_same_as_a_call_that_is_decided_about(options: dict[str, Any], decided: list[str]) -> None:
     for seed in range(3):
@@ -66,7 +90,8 @@ def test_without_gradients_and_with_them(decided: list[str]) -> None:
     with torch.no_grad():
         unrecorded = flashtile.attention(*inputs())
     assert not plain.requires_grad and recorded.requires_grad and not unrecorded.requires_grad
-    assert torch.equal(plain, recorded) and torch.equal(plain, unrecorded) and decided == ["forward"]
+    assert torch.equal(plain, recorded) and torch.equal(plain, unrecorded)
+    assert decided == ["forward"] * 2, "once for tensors that want gradients, recorded or not"
     only_k = inputs(grad=False)
     only_k[1].requires_grad_()
     (dk,) = torch.autograd.grad(flashtile.attention(*only_k).sum(), only_k[1])
@@ -153,15 +178,12 @@ def test_the_deterministic_mode_makes_it_another_call() -> None:
 
 
 def test_what_observes_a_call_still_does() -> None:
-    class Subclass(Tensor):
-        pass
-
     q, k, v = inputs()
     expected = flashtile.attention(q, k, v)
     with torch.profiler.profile() as profile:
         flashtile.attention(q, k, v)
     assert "flashtile::attention_forward" in {event.key for event in profile.key_averages()}
-    assert type(flashtile.attention(q.as_subclass(Subclass), k, v)) is Subclass
+    assert type(flashtile.attention(q.as_subclass(_Subclass), k, v)) is _Subclass
     assert torch.equal(torch.func.vmap(flashtile.attention)(q[None], k[None], v[None])[0], expected)
     out, tangent = torch.func.jvp(
         lambda q: flashtile.attention(q, k.detach(), v.detach()), (q.detach(),), (q.detach(),)

@@ -159,7 +159,7 @@ def attention(
         and dropout_seed is None and type(dropout_p) is float and not dropout_p and not return_max_scores
     ):  # fmt: skip
         key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
-        if key is not None and (call := calls.found(key)) is not None:
+        if key is not None and (call := calls.found(key, q, k, v)) is not None:
             return run_plain(q, k, v, call, return_lse)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
@@ -180,8 +180,8 @@ def attention(
     if return_max_scores:
         results = run_attention(q, k, v, side, spec._replace(returns_max_scores=True), backend)
         return results if return_lse else results[::2]
-    if key is not None:
-        return run_plain(q, k, v, calls.new_call(key, side, spec, backend), return_lse)
+    if key is not None and (call := calls.new_call(key, q, k, v, side, spec, backend)) is not None:
+        return run_plain(q, k, v, call, return_lse)
     out, lse = run_attention(q, k, v, side, spec, backend)
     return (out, lse) if return_lse else out
 

@@ -1,15 +1,15 @@
 """Running a call on the backend that serves it, and calls like an earlier one, for which nothing is decided again.
 
-Most calls of a program have no tensor beside q, k and v, and look like an earlier one. `key_of` gives all that decides
-what such a call does, and `PlainCall` is what was decided: the checks, the canonical form, the backend and its plan. So
-the host's time of a call like it is that of a look-up, the outputs and the launch.
+Most calls of a program have no tensor beside q, k and v, and look like an earlier one. `key_of` and a recogniser of
+the tensors give all that decides what such a call does, and `PlainCall` is what was decided: the checks, the canonical
+form, the backend and its plan. So the host's time of a call like it is that of a look-up, the outputs and the launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,18 @@ from flashtile.ops.common import dispatch, watch
 NOTHING_WANTED = Wanted()
 
 #: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
-_CALLS: dict[Hashable, PlainCall] = {}
+_CALLS: dict[Hashable, list[tuple[Callable[..., bool], PlainCall]]] = {}
 _MOST_CALLS = 4096
+#: Of one key, with tensors that differ in strides, dtype, device or in whether they want a gradient.
+_MOST_ALIKE = 8
+
+_TENSORS = (Tensor, torch.nn.Parameter)
 
 #: Types of the sides of a window: True and 1.0 equal 1, but are refused.
 _SIDES = frozenset((int, type(None)))
 
 Results = tuple[Tensor, ...]
+Kept = TypeVar("Kept")
 
 
 def serve_forward(
@@ -90,9 +95,9 @@ def key_of(
     deterministic: bool,
     backend: str,
 ) -> Hashable:
-    """All that decides what a call of `flashtile.attention` without other arguments does; None where more does: what
-    PyTorch would do first, 8 bits, or arguments that equal those of another type."""
-    if not dispatch.plain_eager(q, k, v) or q.dtype is FP8:
+    """What `found` looks a call of `flashtile.attention` without other arguments up by; None where PyTorch would do
+    something first, or arguments equal those of another type."""
+    if not dispatch.undisturbed() or not (type(q) in _TENSORS and type(k) in _TENSORS and type(v) in _TENSORS):
         return None
     if torch._C._is_any_autocast_enabled() and checks.autocast_casts(q, k, v):
         return None
@@ -105,28 +110,35 @@ def key_of(
     ):
         return None
     mode = torch._C._get_deterministic_algorithms()
-    return *_layout(q, k, v), causal, align, window, scale, softcap, deterministic, backend, mode
+    return q.shape, k.shape, causal, align, window, scale, softcap, deterministic, backend, mode
 
 
-def _layout(q: Tensor, k: Tensor, v: Tensor) -> tuple:
-    """What q, k and v are, but for addresses and contents."""
-    return (
-        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(),
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-    )  # fmt: skip
+def found(key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> PlainCall | None:
+    """The call that such tensors with such a key made before; None for a new one."""
+    for recognises, call in _CALLS.get(key, ()):
+        if recognises(q, k, v):
+            return call
+    return None
 
 
-#: The call that has a key; None for a new one.
-found: Callable[[Hashable], PlainCall | None] = _CALLS.get
-
-
-def new_call(key: Hashable, side: SideInputs, spec: AttentionSpec, backend: str) -> PlainCall:
-    """The call of a new key, which `found` gives from now on."""
-    call = PlainCall(side, spec, backend)
+def new_call(
+    key: Hashable, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+) -> PlainCall | None:
+    """The call, which `found` gives from now on; None for tensors that are not plain, or of 8 bits."""
+    if not dispatch.plain(q, k, v) or q.dtype is FP8:
+        return None
     if len(_CALLS) >= _MOST_CALLS:
         _CALLS.clear()
-    _CALLS[key] = call
+    call = PlainCall(side, spec, backend)
+    _keep(_CALLS.setdefault(key, []), dispatch.recogniser(q, k, v), call)
     return call
+
+
+def _keep(entries: list[tuple[Callable[..., bool], Kept]], recognises: Callable[..., bool], kept: Kept) -> None:
+    """Keeps something for tensors that are recognised."""
+    if len(entries) >= _MOST_ALIKE:
+        entries.clear()
+    entries.append((recognises, kept))
 
 
 def forget_calls() -> None:
@@ -148,20 +160,23 @@ class PlainCall:
         self.side, self.spec, self.backend = side, spec, backend
         self.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend, 1
         self.forward = self._first_forward
-        self._backwards: dict[Hashable, Callable[..., Results]] = {}
+        self._backwards: tuple[list, list] = [], []
 
-    def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> Results:
-        """(dq, dk, dv)."""
-        # Hooks of saved tensors may have given others for q, k and v.
-        key = *_layout(q, k, v), dout.stride(), dlse is None
-        run = self._backwards.get(key)
-        if run is None:
-            run = self._general_backward
-            if _lie_as_usual(q, k, v, dout):
-                run = self._backwards[key] = self._backward_like(dout, dlse, q, k, v)
-        return run(dout, dlse, q, k, v, out, lse)
+    def backward(self, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> Results | None:
+        """(dq, dk, dv), from q, k, v, out and lse as they were saved, or what hooks of saved tensors made of them; None
+        where these or the gradients are not plain."""
+        given = (dout, *saved) if dlse is None else (dout, dlse, *saved)
+        entries = self._backwards[dlse is None]
+        for recognises, run in entries:
+            if recognises(*given):
+                return run(dout, dlse, *saved)
+        if not dispatch.plain(*given) or dispatch.batched(dout, dlse):
+            return None
+        run = self._general_backward
+        if _lie_as_usual(dout, *saved):
+            run = self._backward_like(dout, dlse, *saved)
+            _keep(entries, dispatch.recogniser(*given), run)
+        return run(dout, dlse, *saved)
 
     def _first_forward(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         if not _lie_as_usual(q, k, v):
@@ -194,12 +209,13 @@ class PlainCall:
         return run
 
     def _backward_like(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Callable[..., Results]:
         """What runs backwards of tensors that lie like these."""
         side, spec, general = self.side, self.spec, self._general_backward
+        contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
         module = select.implementation("backward", q, k, v, side, spec, self.backend)
-        prepare = _preparing(module, "prepare_backward")
+        prepare = _preparing(module, "prepare_backward") if contiguous else None
         launch = None if prepare is None else prepare(dout, dlse is not None, q, k, v, side, spec)
         if launch is None:
             return general
@@ -207,12 +223,16 @@ class PlainCall:
         def run(
             dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
         ) -> Results:
-            contiguous = out.is_contiguous() and lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
-            of_q, of_k, of_v, of_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-            of_dout, of_dlse = dout.data_ptr(), 0 if dlse is None else dlse.data_ptr()
-            if (of_q | of_k | of_v | of_out | of_dout) % 16 or not contiguous:
+            of_q, of_k, of_v, of_out, of_dout = (
+                q.data_ptr(),
+                k.data_ptr(),
+                v.data_ptr(),
+                out.data_ptr(),
+                dout.data_ptr(),
+            )
+            if (of_q | of_k | of_v | of_out | of_dout) % 16:
                 return general(dout, dlse, q, k, v, out, lse)
-            return launch(of_dout, of_dlse, of_q, of_k, of_v, of_out, lse.data_ptr())
+            return launch(of_dout, 0 if dlse is None else dlse.data_ptr(), of_q, of_k, of_v, of_out, lse.data_ptr())
 
         return run
 

@@ -221,10 +221,11 @@ class _PlainAttention(_Attention):
     @staticmethod
     def backward(ctx, dout, dlse):
         saved = ctx.saved_tensors
-        given = saved[:3] + ((dout,) if dlse is None else (dout, dlse))
-        if torch.is_grad_enabled() or not dispatch.plain_eager(*given) or dispatch.batched(dout, dlse):
-            return _Attention.gradients(ctx, dout, dlse, saved)
-        return *ctx.call.backward(dout, dlse, *saved), None
+        if dispatch.undisturbed() and not torch.is_grad_enabled():
+            grads = ctx.call.backward(dout, dlse, *saved)
+            if grads is not None:
+                return *grads, None
+        return _Attention.gradients(ctx, dout, dlse, saved)
 
 
 class _PlainAttentionOut(_PlainAttention):

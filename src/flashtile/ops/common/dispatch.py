@@ -12,6 +12,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
+_TensorGuards: Any
+try:
+    # By which torch.compile recognises tensors, in the time of reading the shape of each.
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
+except ImportError:
+    _TensorGuards = None
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 _WRITES_GRAPHS_OUT = TorchVersion(torch.__version__) < "2.13"
 
@@ -30,28 +37,48 @@ def unobserved(*tensors: Tensor | None) -> bool:
             return False
     first = tensors[0]
     assert first is not None
-    return _passed_on(first)
+    return (first.is_cuda or first.is_cpu) and not _intercepted()
 
 
-def plain_eager(*tensors: Tensor) -> bool:
-    """The same for arguments that may be no tensors; and no forward-mode differentiation is active."""
-    if torch.compiler.is_compiling():
-        return False
-    for tensor in tensors:
-        if type(tensor) not in _PLAIN or tensor.is_neg():
-            return False
-    return forward_ad._current_level < 0 and _passed_on(tensors[0])
+def undisturbed() -> bool:
+    """Whether PyTorch would only pass on a call of `plain` tensors, and differentiates nothing forwards."""
+    return not torch.compiler.is_compiling() and forward_ad._current_level < 0 and not _intercepted()
 
 
-def _passed_on(first: Tensor) -> bool:
+def plain(*tensors: Tensor) -> bool:
+    """Whether arguments are tensors in the memory of a CPU or a GPU, of no subclass and with their own numbers."""
+    return all(
+        type(tensor) in _PLAIN
+        and (tensor.is_cuda or tensor.is_cpu)
+        and tensor.layout is torch.strided
+        and not tensor.is_neg()
+        for tensor in tensors
+    )
+
+
+def recogniser(*tensors: Tensor) -> Callable[..., bool]:
+    """A function that says of as many arguments whether they are to PyTorch what these tensors are, but for addresses
+    and contents: of the same type, dtype, device, sizes and strides, wanting a gradient where these do, and treated
+    alike by the dispatcher."""
+    if _TensorGuards is not None:
+        return _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    expected = [_looks(tensor) for tensor in tensors]
+    return lambda *others: plain(*others) and [_looks(other) for other in others] == expected
+
+
+def _looks(tensor: Tensor) -> tuple:
+    return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _intercepted() -> bool:
+    """Whether something intercepts, records or traces what the dispatcher is given."""
     if torch._C._get_tracing_state() is not None:
         _refuse_onnx("an operator of flashtile")
-        return False
+        return True
     return (
-        (first.is_cuda or first.is_cpu)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.autograd._profiler_enabled()
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
     )
 
 
