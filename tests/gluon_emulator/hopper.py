@@ -85,14 +85,19 @@ class EmulatedHopper:
         return plan
 
     def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
-        function, names = source.function, source.function.arg_names
-        assert len(arguments) == len(source.types)
-        given = [_parameter(*each) for each in zip(names, source.types, source.multiples, arguments)]
-        constants = {name: source.constants[name] for name in names[len(arguments) :]}
+        function, names = source.function, source.names
+        assert len(arguments) == len(names)
+        given = {
+            name: source.constants[name] if source.constants.get(name) is not None else _parameter(name, *each)
+            for name, *each in zip(names, source.types, source.multiples, arguments)
+        }
+        constants = {name: source.constants[name] for name in source.constant_names}
         self.launched.append(function.__name__)
         with _disable_current_modes():
             machine = Machine(self._memory, self._lots, self._resident)
-            machine.run(programs, source.num_warps, lambda: function(*given, **constants))
+            machine.run(
+                programs, source.num_warps, lambda: function(**source.nested(tuple(given.values())), **constants)
+            )
 
 
 def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
