@@ -7,8 +7,8 @@ import torch
 
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config, table_bytes
-from flashtile.ops.attention.hopper.parameters import ScoreVariant, modifier_variant
-from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape, Table
+from flashtile.ops.attention.hopper.parameters import side_of_call
+from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from machine_code import Call
 
@@ -127,7 +127,7 @@ FEATURE_FORMS = {
 }  # fmt: skip
 
 
-_PLAIN = ScoreVariant()
+_ALIBI = SideShape(alibi=1)
 
 
 def _backward(
@@ -136,22 +136,26 @@ def _backward(
     packed: bool,
     left: bool,
     ordered: bool,
-    scores: ScoreVariant = _PLAIN,
+    softcap: bool = False,
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
     side: SideShape = PLAIN_SIDE,
 ) -> BackwardVariant:
     modified = side.dropout or table_bytes(side.bias, side.mask) > 1
     config = choose_backward_config(
-        head_dim, head_dim_v, scores.softcap, block_tile is not None, left, ordered=ordered, modified=modified
+        head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified
     )
-    spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0)
-    index_dtypes = (torch.int32, torch.int32) if packed else None
+    block_shape = None if block_tile is None else (1, 1, *block_tile)
+    spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)
+    changes = side._replace(
+        index_dtypes=(torch.int32, torch.int32) if packed else None,
+        blocks=None if block_tile is None else BlockSizes(10**6, 1, 4096, 4096),
+    )
     return BackwardVariant(
-        torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, index_dtypes, scores,
-        block_tile, has_empty_rows=packed or block_tile is not None or side != PLAIN_SIDE,
+        torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, softcap,
+        side_of_call(changes, spec, 4, covered=False, by_column=True),
+        has_empty_rows=packed or block_tile is not None or side not in (PLAIN_SIDE, _ALIBI),
         row_statistics=side.bias is not None, reverses_lines=ordered and right and block_tile is None,
-        modifiers=modifier_variant(side, spec, covered=False),
     )  # fmt: skip
 
 
@@ -174,7 +178,7 @@ BACKWARD_FORMS = {
         masks=False, shares_progress=True, dtype=torch.float16
     ),
     "256-meets": _backward(256, 256, False, False, False, right=False)._replace(masks=False, shares_progress=True),
-    "128-meets-alibi": _backward(128, 128, False, False, False, ScoreVariant(alibi=True), right=False)._replace(
+    "128-meets-alibi": _backward(128, 128, False, False, False, right=False, side=_ALIBI)._replace(
         shares_progress=True
     ),
     "64-turns": _backward(64, 64, False, False, False)._replace(reverses_walks=True),
@@ -203,9 +207,9 @@ BACKWARD_FORMS = {
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
     "192": _backward(192, 192, False, False, False),
     **{
-        f"{width}-{name}": _backward(width, width, False, False, False, ScoreVariant(**changes))
+        f"{width}-{name}": _backward(width, width, False, False, False, **changes)
         for width in (64, 128, 256)
-        for name, changes in (("softcap", {"softcap": True}), ("alibi", {"alibi": True}))
+        for name, changes in (("softcap", {"softcap": True}), ("alibi", {"side": _ALIBI}))
     },
     **{
         f"{width}-fp16": _backward(width, width, False, False, False)._replace(dtype=torch.float16)
@@ -223,7 +227,7 @@ BACKWARD_FORMS = {
 }
 _DROPOUT = SideShape(dropout=True)
 _LENGTHS = SideShape(key_lengths_dtype=torch.int32)
-_ALL = SideShape(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK)
+_ALL = SideShape(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK, alibi=1)
 #: The backward with dropout, tables and key lengths: each alone, and all at once.
 BACKWARD_FEATURE_FORMS = {
     **{
@@ -239,11 +243,11 @@ BACKWARD_FEATURE_FORMS = {
     },
     "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
     "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
-    "128-packed-dropout-softcap": _backward(128, 128, True, False, False, ScoreVariant(softcap=True), side=_DROPOUT),
+    "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
-    "64-all": _backward(64, 64, True, True, False, ScoreVariant(alibi=True), side=_ALL),
-    "128-all-ordered": _backward(128, 128, False, False, True, ScoreVariant(alibi=True), side=_ALL),
-    "256-all": _backward(256, 256, False, False, False, ScoreVariant(alibi=True), side=_ALL),
+    "64-all": _backward(64, 64, True, True, False, side=_ALL),
+    "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
+    "256-all": _backward(256, 256, False, False, False, side=_ALL),
 }
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).

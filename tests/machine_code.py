@@ -22,7 +22,7 @@ from triton.compiler import CompiledKernel
 import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
-from flashtile._backends.launch import KernelSource, compile_kernel
+from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
@@ -119,6 +119,11 @@ def described(source: KernelSource) -> dict[str, Any]:
         for name, of, multiple in zip(source.names, source.types, source.multiples, strict=True)
     }
     return {**source.constants, **run_time}
+
+
+def passed_by(plan: Plan) -> dict[str, Any]:
+    """What every launch of a plan passes, by the names of the parameters."""
+    return dict(zip(plan.source.names[-len(plan.scalars) :], plan.scalars))
 
 
 def differing(sources: Mapping[Case, Any]) -> list[Case]:

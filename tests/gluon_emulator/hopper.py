@@ -85,20 +85,26 @@ class EmulatedHopper:
         return plan
 
     def _launch(self, source: KernelSource, programs: int, *arguments: Any) -> None:
-        function, names = source.function, source.function.arg_names
-        assert len(arguments) == len(source.types)
-        given = [_parameter(*each) for each in zip(names, source.types, source.multiples, arguments)]
-        constants = {name: source.constants[name] for name in names[len(arguments) :]}
+        function, names = source.function, source.names
+        assert len(arguments) == len(names)
+        given = {
+            name: source.constants[name] if source.constants.get(name) is not None else _parameter(name, *each)
+            for name, *each in zip(names, source.types, source.multiples, arguments)
+        }
+        constants = {name: source.constants[name] for name in source.constant_names}
         self.launched.append(function.__name__)
         with _disable_current_modes():
             machine = Machine(self._memory, self._lots, self._resident)
-            machine.run(programs, source.num_warps, lambda: function(*given, **constants))
+            machine.run(
+                programs, source.num_warps, lambda: function(**source.nested(tuple(given.values())), **constants)
+            )
 
 
 def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
     """What a kernel gets for a run-time argument, which must be what its compilation was promised."""
     if of == "constexpr":
-        assert not argument, f"{name} is compiled away, and is given"
+        # The side inputs are given whole, those that a kernel does not read among them.
+        assert not argument or ".side." in name, f"{name} is compiled away, and is given"
         return None
     if of == _DESC:
         return argument

@@ -6,8 +6,8 @@ the value, unless that differs from call to call. `make_plan` makes a `Plan` of 
 is one C call. The same description serves ahead-of-time compilation for a GPU that is not present, and Triton's
 interpreter.
 
-A kernel's parameter may be a NamedTuple; its description is then one too, of parameters and constants. It is flattened:
-its fields are arguments like others, by names such as "bias.rows".
+A kernel's parameter may be a NamedTuple; its description is then one too, of parameters, constants and NamedTuples. It
+is flattened: its fields are arguments like others, by names such as "numbers.bias.rows".
 
 An operation looks its plans up under what a call looks like from outside (`plan_cache`). So a call like an earlier one
 costs no decision and no compilation.
@@ -19,7 +19,7 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -106,6 +106,13 @@ def strides_of(name: str, strides: Mapping[str, int | None], multiple: int = 1) 
     return {f"stride_{name}_{dimension}": int64(stride, multiple) for dimension, stride in strides.items()}
 
 
+class GroupShape(NamedTuple):
+    """A NamedTuple without its values: the class, and for each field None or the shape of the NamedTuple there."""
+
+    kind: type
+    fields: tuple[GroupShape | None, ...]
+
+
 class KernelSource(NamedTuple):
     """One specialisation of a kernel: all that decides its machine code but the target.
 
@@ -121,7 +128,7 @@ class KernelSource(NamedTuple):
         num_stages: depth of the software pipeline of loads.
         max_registers: of a thread, so that programs which stay on a multiprocessor fit there together; None = free.
             Only NVIDIA's compiler takes it.
-        groups: name and class of each run-time parameter that is a NamedTuple.
+        groups: each run-time parameter that is a NamedTuple: its name and the `GroupShape`.
     """
 
     function: Any
@@ -131,41 +138,64 @@ class KernelSource(NamedTuple):
     num_warps: int
     num_stages: int = 1
     max_registers: int | None = None
-    groups: tuple[tuple[str, type], ...] = ()
+    groups: tuple[tuple[str, GroupShape], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the run-time parameters; a field of a NamedTuple is "parameter.field"."""
         groups, count = dict(self.groups), len(self.types)
-        return tuple(name for names in self.function.arg_names for name in _leaves(names, groups.get(names)))[:count]
+        return tuple(leaf for name in self.function.arg_names for leaf, _ in _leaves(name, groups.get(name)))[:count]
 
     @property
     def constant_names(self) -> list[str]:
         """Names of the parameters that are constants in every specialisation, in order."""
-        fields = sum(len(_leaves(name, group)) - 1 for name, group in self.groups)
+        fields = sum(len(list(_leaves(name, group))) - 1 for name, group in self.groups)
         return self.function.arg_names[len(self.types) - fields :]
 
     def nested(self, flat: Sequence[Any]) -> dict[str, Any]:
         """By the names of the kernel's run-time parameters, what is given for each of `names`."""
         groups, rest = dict(self.groups), iter(flat)
         constants = set(self.constant_names)
-        return {
-            name: groups[name](*(next(rest) for _ in _leaves(name, groups[name]))) if name in groups else next(rest)
-            for name in self.function.arg_names
-            if name not in constants
-        }
+        return {name: _nested(groups.get(name), rest) for name in self.function.arg_names if name not in constants}
 
     def present(self) -> tuple[int, ...]:
         """Which run-time parameters a launch passes on: all but those that are compiled away."""
         return tuple(index for index, of in enumerate(self.types) if of != "constexpr")
 
 
-def _leaves(name: str, group: type | None) -> list[str]:
-    return [name] if group is None else [f"{name}.{field}" for field in group._fields]  # type: ignore[attr-defined]
-
-
-#: Describes a parameter that is a NamedTuple: the same NamedTuple of parameters, and of values that are constants.
+#: Describes a parameter that is a NamedTuple: the same NamedTuple of parameters, of values that are constants, and of
+#: descriptions like this one.
 Group = tuple[Any, ...]
+
+
+def _group_shape(described: Any) -> GroupShape | None:
+    """None for what is no NamedTuple."""
+    if isinstance(described, Parameter) or not hasattr(described, "_fields"):
+        return None
+    return GroupShape(type(described), tuple(map(_group_shape, described)))
+
+
+def _leaves(name: str, group: GroupShape | None, path: tuple[int, ...] = ()) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The fields of a parameter, or itself: their names, and where Triton finds them, by the numbers of fields."""
+    if group is None:
+        yield name, path
+    else:
+        for index, (field, shape) in enumerate(zip(group.kind._fields, group.fields)):  # type: ignore[attr-defined]
+            yield from _leaves(f"{name}.{field}", shape, (*path, index))
+
+
+def _nested(group: GroupShape | None, flat: Iterator[Any]) -> Any:
+    """What comes next of `flat` as the NamedTuple."""
+    return next(flat) if group is None else group.kind(*(_nested(shape, flat) for shape in group.fields))
+
+
+def _flat(described: Any) -> Iterator[Any]:
+    """The fields of a NamedTuple and of those in it."""
+    if _group_shape(described) is None:
+        yield described
+    else:
+        for field in described:
+            yield from _flat(field)
 
 
 def specialise(
@@ -197,20 +227,18 @@ def specialise(
     known |= {name: None for name, value in known.items() if value is GIVEN}
     types = tuple(parameter.type for parameter in run_time.values())
     multiples = tuple(parameter.multiple for parameter in run_time.values())
-    groups = tuple((name, type(each)) for name, each in described.items() if not isinstance(each, Parameter))
+    shapes = ((name, _group_shape(each)) for name, each in described.items())
+    groups = tuple((name, shape) for name, shape in shapes if shape is not None)
     return KernelSource(function, types, multiples, known, num_warps, num_stages, max_registers, groups)
 
 
 def flattened(parameters: Mapping[str, Parameter | Group]) -> dict[str, Parameter]:
     """The parameters, the fields of NamedTuples among them; a field that is a plain value is a constant."""
-    found: dict[str, Parameter] = {}
-    for name, parameter in parameters.items():
-        if isinstance(parameter, Parameter):
-            found[name] = parameter
-        else:
-            for leaf, value in zip(_leaves(name, type(parameter)), parameter):
-                found[leaf] = value if isinstance(value, Parameter) else Parameter("constexpr", 1, value)
-    return found
+    return {
+        leaf: value if isinstance(value, Parameter) else Parameter("constexpr", 1, value)
+        for name, parameter in parameters.items()
+        for (leaf, _), value in zip(_leaves(name, _group_shape(parameter)), _flat(parameter))
+    }
 
 
 class Plan:
@@ -256,10 +284,12 @@ def make_plan(
         TypeError: a parameter is not described.
     """
     source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    values = {
-        name: parameter.value for name, parameter in flattened(parameters).items() if parameter.value is not GIVEN
-    }
-    return plan_of(source, values, programs, device)
+    return plan_of(source, values_of(parameters), programs, device)
+
+
+def values_of(parameters: Mapping[str, Parameter | Group]) -> dict[str, Any]:
+    """What every launch of a plan passes, by name."""
+    return {name: parameter.value for name, parameter in flattened(parameters).items() if parameter.value is not GIVEN}
 
 
 def plan_of(source: KernelSource, values: Mapping[str, Any], programs: int, device: torch.device) -> Plan:
@@ -311,12 +341,13 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
 
 def _paths(source: KernelSource) -> dict[str, tuple[int, ...]]:
     """Where Triton finds each run-time parameter: its number, and in a NamedTuple the number of the field."""
-    found: dict[str, tuple[int, ...]] = {}
-    for name in source.names:
-        parameter, _, field = name.partition(".")
-        index = source.function.arg_names.index(parameter)
-        found[name] = (index, dict(source.groups)[parameter]._fields.index(field)) if field else (index,)  # type: ignore[attr-defined]
-    return found
+    groups, known = dict(source.groups), set(source.constant_names)
+    return {
+        leaf: path
+        for index, name in enumerate(source.function.arg_names)
+        if name not in known
+        for leaf, path in _leaves(name, groups.get(name), (index,))
+    }
 
 
 def _gluon_source() -> type[ASTSource]:
@@ -416,16 +447,20 @@ def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> 
     others = 4 + 5  # before the arguments
 
     def enqueue(*passed: Any) -> None:
-        arguments = passed[others:]
-        nested = [arguments[at] if isinstance(at, int) else tuple(arguments[i] for i in at) for at in places]
-        launcher(*passed[:others], *nested, *constants)
+        launcher(*passed[:others], *_placed(places, passed[others:]), *constants)
 
     return enqueue
 
 
+def _placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments in tuples, of which `places` has the numbers."""
+    return tuple(arguments[at] if isinstance(at, int) else _placed(at, arguments) for at in places)
+
+
 def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
     """Writes a new kernel to the log `flashtile.select`, with its tiles and whatever else has a size, but strides."""
-    sizes = {k: v for k, v in source.constants.items() if type(v) is int and not k.startswith("STRIDE")}
+    named = ((name.rpartition(".")[2], value) for name, value in source.constants.items())
+    sizes = {name: value for name, value in named if type(value) is int and "STRIDE" not in name}
     cut = ", ".join(f"{key}={value}" for key, value in sizes.items())
     observe.log.info(
         "kernel %s for %s: %d warps, %d stages, %s", name, device, source.num_warps, source.num_stages, cut

@@ -142,8 +142,9 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
 _RELATIVE = flashtile.trace_score_mod(RelativeScore(torch.zeros(Call().heads, 33, requires_grad=True)))
 _TABLE = {
-    "bias_ptr": "*bf16 % 16", "stride_bias_row": "i64 % 8", "bias_rows": None, "bias_columns": None,
-    "STRIDE_BIAS_COLUMN": 1, "BATCH_FIRST": True, "SHARED_ROWS": False, "SHARED_COLUMNS": False, "MODIFIED": True,
+    "side.bias": "*bf16 % 16", "numbers.bias.stride_row": "i64 % 8", "numbers.bias.rows": None,
+    "numbers.bias.columns": None, "constants.BIAS_COLUMN": 1, "BATCH_FIRST": True, "SHARED_ROWS": False,
+    "SHARED_COLUMNS": False, "MODIFIED": True,
 }  # fmt: skip
 
 
@@ -264,49 +265,57 @@ _FEATURES = {
     "all_visible": _Feature(Call(), {"WHOLE": True, "ALL_VISIBLE": True}),
     "whole": _Feature(Call(window_right=0), {"WHOLE": True, "ALL_VISIBLE": False}),
     "partial": _Feature(Call(seq_q=4001, seq_k=4001), {"WHOLE": False, "ALL_VISIBLE": False}),
-    "window": _Feature(Call(window_left=99, window_right=9), {"HAS_LEFT": True, "HAS_RIGHT": True}),
-    "left": _Feature(Call(window_left=99), {"HAS_LEFT": True, "HAS_RIGHT": False}),
+    "window": _Feature(Call(window_left=99, window_right=9), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": True}),
+    "left": _Feature(Call(window_left=99), {"constants.HAS_LEFT": True, "constants.HAS_RIGHT": False}),
     "top_left": _Feature(Call(window_right=0, top_left=True), {"TOP_LEFT": True}),
-    "packed": _Feature(Call(sequences=3), {"PACKED": True, "cu_seqlens_q_ptr": "*i32", "cu_seqlens_k_ptr": "*i32"}),
+    "packed": _Feature(Call(sequences=3), {"PACKED": True, "side.cu_seqlens_q": "*i32", "side.cu_seqlens_k": "*i32"}),
     "packed_int64": _Feature(
         Call(sequences=3, index_dtypes=(torch.int32, torch.int64)),
-        {"cu_seqlens_q_ptr": "*i32", "cu_seqlens_k_ptr": "*i64"},
+        {"side.cu_seqlens_q": "*i32", "side.cu_seqlens_k": "*i64"},
     ),
-    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"HAS_KEY_LENGTHS": True, "key_lengths_ptr": "*i32"}),
-    "dropout": _Feature(Call(dropout_p=0.1), {"DROPOUT": True}),
-    "dlse": _Feature(Call(has_dlse=True), {"HAS_DLSE": True}),
-    "wide_rows": _Feature(Call(row_stride=2**23), {"stride_q_batch": "i64 % 16", "STRIDE_Q_ROW": 2**23}),
+    "key_lengths": _Feature(Call(key_lengths_dtype=torch.int32), {"side.key_lengths": "*i32"}),
+    "dropout": _Feature(Call(dropout_p=0.1), {"side.dropout_seed": "*i64"}),
+    "dlse": _Feature(Call(has_dlse=True), {"results.dlse": "*fp32"}),
+    "wide_rows": _Feature(Call(row_stride=2**23), {"q_strides.batch": "i64 % 16", "q_strides.ROW": 2**23}),
     "misaligned": _Feature(Call(misalignment=2), {"q_ptr": "*bf16 % 2"}),
     "tf32": _Feature(Call(dtype=_FP32, allow_tf32=True), {"PRECISION": "tf32"}),
     "softcap": _Feature(Call(softcap=30.0), {"softcap": "fp32"}),
     "bias": _Feature(Call(bias=_BIAS), _TABLE),
     "bias_of_keys": _Feature(
         Call(bias=Table(_FP32, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 4)),
-        _TABLE | {"bias_ptr": "*fp32 % 4", "stride_bias_row": "i64 % 4", "BATCH_FIRST": False, "SHARED_ROWS": True},
+        _TABLE
+        | {"side.bias": "*fp32 % 4", "numbers.bias.stride_row": "i64 % 4", "BATCH_FIRST": False, "SHARED_ROWS": True},
     ),
     "bias_of_queries": _Feature(
         Call(bias=Table(_BF16, (1, 1, 4096, 1), (0, 0, 3, 0), 0)),
-        _TABLE | {"stride_bias_row": "i64", "STRIDE_BIAS_COLUMN": 0, "SHARED_COLUMNS": True},
+        _TABLE | {"numbers.bias.stride_row": "i64", "constants.BIAS_COLUMN": 0, "SHARED_COLUMNS": True},
     ),
     "mask": _Feature(
         Call(mask=_BIAS._replace(dtype=torch.bool)),
-        {"mask_ptr": "*u8 % 16", "stride_mask_row": "i64 % 16", "STRIDE_MASK_COLUMN": 1, "mask_columns": None},
+        {
+            "side.mask": "*u8 % 16",
+            "numbers.mask.stride_row": "i64 % 16",
+            "constants.MASK_COLUMN": 1,
+            "numbers.mask.columns": None,
+        },
     ),
-    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"alibi_slopes_ptr": "*fp32", "slope_sums_ptr": "*fp32"}),
+    "alibi": _Feature(Call(alibi=2, sums_slopes=True), {"side.alibi_slopes": "*fp32", "slope_sums_ptr": "*fp32"}),
     "bias_past_its_end": _Feature(
-        Call(bias=_BIAS, seq_q=4001), _TABLE | {"bias_rows": "i32", "bias_columns": "i32 % 16"}
+        Call(bias=_BIAS, seq_q=4001), _TABLE | {"numbers.bias.rows": "i32", "numbers.bias.columns": "i32 % 16"}
     ),
     "sinks": _Feature(Call(sinks=True), {}),
     "hidden_rows": _Feature(Call(window_right=0, sequences=3, sinks=True, hides_rows=True), {}),
     "block_mask": _Feature(
-        Call(block_tile=(128, 128)), {"TILE_Q": 128, "TILE_K": 128, "PATTERNS": True, "WHOLE": True}
+        Call(block_tile=(128, 128)),
+        {"constants.TILE_Q": 128, "constants.TILE_K": 128, "side.block_patterns": "*u8 % 16", "WHOLE": True},
     ),
-    "block_mask_of_full_tiles": _Feature(
-        Call(block_tile=(128, 64), patterns=False), {"PATTERNS": False, "block_patterns_ptr": None}
+    "block_mask_of_full_tiles": _Feature(Call(block_tile=(128, 64), patterns=False), {"side.block_patterns": None}),
+    "block_mask_odd_tiles": _Feature(
+        Call(block_tile=(192, 64), bias=_BIAS), {"constants.TILE_Q": 192, "constants.TILE_K": 64}
     ),
-    "block_mask_odd_tiles": _Feature(Call(block_tile=(192, 64), bias=_BIAS), {"TILE_Q": 192, "TILE_K": 64}),
     "packed_block_mask": _Feature(
-        Call(block_tile=(128, 128), sequences=3, bias=_BIAS), {"TILE_Q": 128, "PACKED": True, "WHOLE": False}
+        Call(block_tile=(128, 128), sequences=3, bias=_BIAS),
+        {"constants.TILE_Q": 128, "PACKED": True, "WHOLE": False},
     ),
     "max_scores": _Feature(Call(max_scores=True, sinks=True), {}),
     "score_mod": _Feature(Call(score_mod=_RELATIVE), {"captured.tensor0": "*fp32", "captured_sizes.size0_1": "i32"}),
@@ -314,13 +323,13 @@ _FEATURES = {
         Call(score_mod=_RELATIVE, sequences=3, softcap=9.0, dropout_p=0.1, bias=_BIAS, key_lengths_dtype=torch.int32),
         {"captured.tensor0": "*fp32"},
     ),
-    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"HAS_LEFT": True}),
+    "ahead_of_the_diagonal": _Feature(Call(window_left=-99, window_right=900), {"constants.HAS_LEFT": True}),
     "part": _Feature(
         Call(dropout_p=0.1, alibi=2, sums_slopes=True, bias=_BIAS, origin=Origin(64, 128, 9, 3, 8)),
-        {"origin_row": "i32", "ALIGNED": True},
+        {"numbers.origin.row": "i32", "ALIGNED": True},
     ),
     "odd_part": _Feature(
-        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"origin_row": "i32", "ALIGNED": False}
+        Call(dropout_p=0.1, bias=_BIAS, origin=Origin(65, 3, 0, 3, 8)), {"numbers.origin.row": "i32", "ALIGNED": False}
     ),
     "everything": _Feature(
         Call(
@@ -341,7 +350,7 @@ _FEATURES = {
             sinks=True,
             sums_slopes=True,
         ),
-        {"PACKED": True, "DROPOUT": True, "q_ptr": "*bf16 % 2", "STRIDE_Q_ROW": 2**23 + 1, "WHOLE": False},
+        {"PACKED": True, "side.dropout_seed": "*i64", "q_ptr": "*bf16 % 2", "q_strides.ROW": 2**23 + 1, "WHOLE": False},
     ),
 }
 
@@ -366,9 +375,9 @@ def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]
 
 
 def test_features_are_in_what_is_compiled() -> None:
-    for source, shows in _features().values():
+    for (_, kernel, _), (source, shows) in _features().items():
         found = described(source)
-        names = {*source.names, *source.constant_names}
+        names = {*source.names, *source.constant_names} - ({"side.dropout_seed"} if kernel == "column_sums" else set())
         of_kernel = {name: value for name, value in shows.items() if name in names}
         assert {name: found[name] for name in of_kernel} == of_kernel
 
@@ -391,7 +400,7 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
     plain, hiding = (plan("dq", device, Call(sinks=True, hides_rows=hides)) for hides in (False, True))
     for found, of_dout, of_sinks in ((plain, None, None), (hiding, "*bf16 % 16", "*fp32")):
         parameters = described(found.kernel.source)
-        assert (parameters["quiet_ptr"], parameters["sinks_ptr"]) == (of_dout, of_sinks)
+        assert (parameters["quiet_ptr"], parameters["side.sinks"]) == (of_dout, of_sinks)
     assert len(plain.outputs) == 2
     assert hiding.outputs[2] == ((2, 4096, 4, 64), (4096 * 4 * 64, 4 * 64, 64, 1), _BF16)
     assert plan("dkdv", device, Call(hides_rows=True)).kernel.source == plan("dkdv", device, Call()).kernel.source
@@ -399,9 +408,9 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
 
 def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
     call = Call(bias=Table(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
-    assert described(compile_call("dbias", "sm_90", call).source)["sharing"] == "i64"
+    assert described(compile_call("dbias", "sm_90", call).source)["work.sharing"] == "i64"
     fewer = plan("dbias", devices.KNOWN_DEVICES["sm_90"], call._replace(seq_q=2**16)).kernel
-    assert described(fewer.source)["sharing"] == "i32"
+    assert described(fewer.source)["work.sharing"] == "i32"
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90", "gfx942"])
@@ -410,7 +419,7 @@ def test_8_bit_inputs_compile(arch: str) -> None:
     call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)
     binary = compile_call("forward", arch, call)
     found = described(binary.source)
-    assert {found[f"descale_{of}_ptr"] for of in "qkv"} == {"*fp32"}
+    assert {found[f"side.descale_{of}"] for of in "qkv"} == {"*fp32"}
     assert binary.spilled == 0
     assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
     if arch == "sm_90":

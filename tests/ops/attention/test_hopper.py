@@ -40,7 +40,8 @@ from flashtile.ops.attention.hopper import (
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Table
+from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window
+from flashtile.ops.attention.side_parameters import BlockNumbers, SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
@@ -63,6 +64,7 @@ from machine_code import (
     hopper_config,
     hopper_plan,
     instructions,
+    passed_by,
     sass,
     serialises_products,
     spilled_bytes,
@@ -321,10 +323,10 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:
     call = _CALL._replace(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=200, window_left=2**40, window_right=7)
-    batch, heads, group, rows_q, rows_k, tiles, lines, _, left, right, scale, *_ = hopper_plan(call).kernel.scalars
-    assert (batch, heads, group, rows_q, rows_k, tiles, lines) == (3, 6, 3, 1000, 200, 8, 18)
-    assert (left, right) == (2**29, 7)
-    assert scale == pytest.approx(128**-0.5 * 1.4426950408889634)
+    given = passed_by(hopper_plan(call).kernel)
+    names = ("batch", "heads", "group", "rows_q", "rows_k", "tiles", "lines", "window.left", "window.right")
+    assert [given[f"problem.{name}"] for name in names] == [3, 6, 3, 1000, 200, 8, 18, 2**29, 7]
+    assert given["problem.units.scale_log2"] == pytest.approx(128**-0.5 * 1.4426950408889634)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -345,23 +347,21 @@ def test_a_launch_says_where_the_parts_of_a_block_mask_are(
     head = (torch.bfloat16, device, tuple(shapes))
     if phase == "forward":
         plan = launch._plan.__wrapped__(*head, tuple(strides[:3]), 500, SideShape(blocks=sizes), spec)
-        scalars = plan.kernel.scalars
-        names = launch.attention_forward_kernel.arg_names
+        given = passed_by(plan.kernel)
         parts = (mask.row_offsets, mask.columns, mask.kinds, mask.row_bits, mask.row_order)
     else:
         plan = backward_launch._plan.__wrapped__(*head, tuple(strides), SideShape(blocks=sizes), spec, False)
-        scalars, names = plan.main.scalars, backward_launch.attention_backward_kernel.arg_names
+        given = passed_by(plan.main)
         parts = (mask.column_offsets, mask.rows, mask.row_kinds, mask.column_bits)
-    first = names.index("batch")
-    given = dict(zip(names[first : first + len(scalars)], scalars))
-    names_of_parts = ("block_offsets", "block_tiles", "block_kinds", "block_bits", "block_order")
-    assert [given[name] for name in names_of_parts if name in given] == [part.storage_offset() for part in parts]
-    assert given["block_bits"] % 4 == 0
+    blocks = {name: given[f"problem.numbers.blocks.{name}"] for name in BlockNumbers._fields}
+    of_parts = [blocks[name] for name in ("offsets", "tiles", "kinds", "bits", "order")]
+    assert [place for place in of_parts if place is not None] == [part.storage_offset() for part in parts]
+    assert blocks["bits"] % 4 == 0
     lines = mask.grid.tiles_q if phase == "forward" else mask.grid.tiles_k
-    assert (given["stride_block_batch"], given["stride_block_head"]) == (0, lines if heads > 1 else 0)
+    assert (blocks["stride_batch"], blocks["stride_head"]) == (0, lines if heads > 1 else 0)
     if phase == "backward":
-        assert 2 * given["block_kinds"] - given["block_tiles"] == mask.row_ranks.storage_offset()
-        assert given["query_tiles"] * 128 >= 500 and given["tiles"] * 128 == 768
+        assert 2 * blocks["kinds"] - blocks["tiles"] == mask.row_ranks.storage_offset()
+        assert given["problem.query_tiles"] * 128 >= 500 and given["problem.key_tiles"] * 128 == 768
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_masked_steps_have_a_loop_of_their_own_in_long_walks(
 
     def chosen(**changes: int) -> bool:
         call = (rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-        return _main_constants(*call, **changes)["MASKS_LAST"]
+        return _main_constants(*call, **changes)["loops.MASKS_LAST"]
 
     assert chosen() is masks_last
     assert not chosen(alibi=2)
@@ -414,7 +414,7 @@ def test_long_walks_of_heads_that_share_keys_are_reversed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     constants = _main_constants(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
-    assert constants["REVERSES_WALKS"] is reverses_walks
+    assert constants["loops.REVERSES_WALKS"] is reverses_walks
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,8 @@ def test_walks_beyond_the_cache_begin_where_others_are(
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, 8192, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
     for kernel in (plan.begin, plan.main):
-        assert kernel.source.constants["SHARES_PROGRESS"] is shares_progress
+        constants = kernel.source.constants
+        assert constants.get("SHARES_PROGRESS", constants.get("loops.SHARES_PROGRESS")) is shares_progress
     assert plan.turns_at - plan.counter_at >= 4 * (1 + 64 * heads_kv if shares_progress else 1)  # 64 sequences
 
 
@@ -464,7 +465,8 @@ def test_few_walks_are_divided(
 ) -> None:  # fmt: skip
     plan = _main_plan(rows, rows, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch, batch)
     assert plan.shares == shares
-    assert plan.main.scalars[:4] == (batch, heads_kv * shares, heads // heads_kv // shares, shares)
+    given = [passed_by(plan.main)[f"problem.{name}"] for name in ("batch", "heads_kv", "group", "shares")]
+    assert given == [batch, heads_kv * shares, heads // heads_kv // shares, shares]
     assert plan.main.programs == min(132, batch * heads_kv * shares * -(-rows // 128))
     dq, *parts = plan.outputs
     assert dq.shape == (batch, rows, heads, 128)
@@ -730,8 +732,7 @@ def _problem(
 ) -> backward_tiles.Problem:
     """A dense call."""
     return backward_tiles.Problem(
-        cu_seqlens_q_ptr=None,
-        cu_seqlens_k_ptr=None,
+        side=SidePointers(*(None,) * len(SidePointers._fields)),
         batch=batch,
         heads_kv=heads_kv,
         group=group,
@@ -740,12 +741,12 @@ def _problem(
         rows_k=keys,
         key_tiles=-(-keys // n),
         query_tiles=-(-rows // m),
-        window_left=band[0],
-        window_right=band[1],
-        key_lengths_ptr=None,
+        window=Window(*band),
+        scale=1.0,
+        units=None,
         k_rows_apart=None,
         v_rows_apart=None,
-        origin_diagonal=None,
+        numbers=None,
     )
 
 
@@ -1027,7 +1028,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
     wide = _SPILLS_OF_ALL_FEATURES if form == "256-all" else _SPILLS_OF_WIDE_FEATURES
     assert binary.spilled <= (wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not serialises_products(binary)
-    assert not (variant.modifiers.drops and variant.config.statistics_multiplied)
+    assert not (variant.side.has("dropout_seed") and variant.config.statistics_multiplied)
 
 
 @pytest.mark.parametrize(
@@ -1131,7 +1132,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
             passed = (*given, *scalars)
             assert len(passed) == sum(widths)
             starts = itertools.accumulate(widths, initial=0)
-            firsts = {name: passed[start] for name, start, _ in zip(source.function.arg_names, starts, widths)}
+            firsts = {name: passed[start] for name, start, _ in zip(source.names, starts, widths)}
             launched[kernel] = {name: first for name, first in firsts.items() if first is not None}
 
         return launch
@@ -1217,7 +1218,9 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     binary = compile_hopper(call)
     found = described(binary.source)
     types = {torch.int32: "*i32", torch.int64: "*i64"}
-    assert (found["cu_seqlens_q_ptr"], found["cu_seqlens_k_ptr"]) == tuple(types[of] for of in index_dtypes)
+    assert (found["problem.side.cu_seqlens_q"], found["problem.side.cu_seqlens_k"]) == tuple(
+        types[of] for of in index_dtypes
+    )
     assert found["TOP_LEFT"]
 
 

@@ -77,8 +77,8 @@ def launched() -> Any:
     found: dict[str, _Launched] = {}
 
     def make_launch(source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device) -> Any:
-        names = source.function.arg_names
-        assert set(source.constants) >= set(names[len(source.types) :])
+        names = source.names
+        assert set(source.constants) >= set(source.constant_names)
 
         def record(*given: Any) -> None:
             assert 0 < programs < 2**31
@@ -202,7 +202,7 @@ def test_a_forward_passes_what_its_kernel_declares(launched: dict[str, _Launched
         described["q"] = call.q
     assert all(arguments[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
     assert arguments["lse_ptr"] == lse.data_ptr()
-    sizes = [arguments[name] for name in ("heads", "group", "rows_q", "rows_k")]
+    sizes = [arguments[f"problem.{name}"] for name in ("heads", "group", "rows_q", "rows_k")]
     assert sizes == [call.q.shape[-2], call.q.shape[-2] // call.k.shape[-2], call.q.shape[-3], call.k.shape[-3]]
 
 

@@ -21,9 +21,12 @@ if devices.interpreting():
 
 from flashtile._backends.gluon import gl, gluon
 from flashtile._backends.launch import Parameter, pointer_to, specialise
-from flashtile.ops.attention.hopper.dropout import Dropout, dropout_of_head, kept_weights
+from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
 from flashtile.ops.attention.hopper.pieces import product_layout
 from flashtile.ops.attention.philox import keep_threshold, keep_tile
+from flashtile.ops.attention.plans import SideShape
+from flashtile.ops.attention.side_parameters import DropoutNumbers, TableNumbers, side_parameters
+from flashtile.ops.attention.spec import AttentionSpec, Origin
 from gluon_emulator import EmulatedHopper
 from gluon_emulator.machine import Machine
 from gluon_emulator.memory import Memory, dtype_of
@@ -57,8 +60,12 @@ def test_dropout_keeps_what_the_definition_keeps(
     row, column, matrix, heads = origin or (None,) * 4
 
     def kept() -> Value:
-        dropout = module.Dropout(_pointer(seed), as_value(keep_threshold(p)), 1 / (1 - p), row, column, matrix, heads)
-        head = module.dropout_of_head(dropout, as_value(2), as_value(1), 4)
+        side = SimpleNamespace(dropout_seed=_pointer(seed))
+        numbers = SimpleNamespace(
+            dropout=DropoutNumbers(as_value(keep_threshold(p)), 1 / (1 - p)),
+            origin=Origin(row, column, None, matrix, heads),  # type: ignore[arg-type]
+        )
+        head = module.dropout_of_head(side, numbers, as_value(2), as_value(1), 4)
         tile = as_value(first_query), as_value(first_key), queries, keys, "layout", transposed
         return module.kept_weights(head, *tile)
 
@@ -74,12 +81,11 @@ def test_dropout_keeps_what_the_definition_keeps(
 
 @gluon.jit
 def _kept_kernel(
-    seed_ptr, out_ptr, threshold, query, key, heads,
+    side, out_ptr, numbers, query, key, heads,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = product_layout(COLUMNS)
-    dropout = Dropout(seed_ptr, threshold, None, None, None, None, None)
-    head = dropout_of_head(dropout, gl.program_id(0), gl.program_id(1), heads)
+    head = dropout_of_head(side, numbers, gl.program_id(0), gl.program_id(1), heads)
     QUERIES: gl.constexpr = COLUMNS if TRANSPOSED else ROWS
     KEYS: gl.constexpr = ROWS if TRANSPOSED else COLUMNS
     kept = kept_weights(head, query, key, QUERIES, KEYS, layout, TRANSPOSED)
@@ -92,8 +98,15 @@ def _kept_kernel(
 @pytest.mark.parametrize("rows, columns", [(64, 128), (128, 64), (128, 128)], ids=str)
 def test_random_words_are_computed_once_where_they_are_needed(rows: int, columns: int, transposed: bool) -> None:
     """Seven rounds for four weights and ten for the head, and no word moves to another thread."""
-    numbers = dict.fromkeys(("threshold", "query", "key", "heads"), Parameter("i32"))
-    parameters = {"seed_ptr": pointer_to(torch.int64), "out_ptr": pointer_to(torch.float32, 16), **numbers}
+    described = side_parameters(
+        SideShape(dropout=True), AttentionSpec(1.0, dropout_p=0.5), 1, covered=True, by_column=False
+    )
+    parameters = {
+        "side": described.pointers,
+        "out_ptr": pointer_to(torch.float32, 16),
+        "numbers": described.numbers,
+        **dict.fromkeys(("query", "key", "heads"), Parameter("i32")),
+    }
     constants = {"ROWS": rows, "COLUMNS": columns, "TRANSPOSED": transposed}
     compiled = compile_source(specialise(_kept_kernel, parameters, constants, num_warps=4), _SM_90)
     text = instructions(compiled.asm)
@@ -120,11 +133,10 @@ def test_a_tile_of_a_table(sizes: tuple[int, ...], transposed: bool) -> None:
 
     def tile() -> Value:
         ends = sizes[2] if row else None, sizes[3] if column else None
-        of_call = module.Table(_pointer(given.table), batch, head, row or None, *ends)
-        pointer = module.table_of_head(of_call, as_value(1), as_value(2))
-        of_head = module.Table(pointer, None, None, row or None, *ends)
+        numbers = TableNumbers(batch, head, row or None, *ends)
+        pointer = module.table_of_head(_pointer(given.table), numbers, as_value(1), as_value(2))
         place = column, as_value(64), as_value(128), 64, 32
-        return module.load_table(of_head, *place, SimpleNamespace(), float("inf"), transposed)
+        return module.load_table(pointer, numbers, *place, SimpleNamespace(), float("inf"), transposed)
 
     read = _emulate(tile, given.table)
     read = read.expand(*((32, 8, 8) if transposed else (64, 4, 8))).flatten(1)

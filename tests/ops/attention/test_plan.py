@@ -20,13 +20,10 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.plan import AttentionPlan
-from machine_code import Call, described, plan
+from machine_code import Call, described, passed_by, plan
 
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _KERNELS = ("forward", "dq", "dkdv")
-
-#: Where the scalars of a plan start that are not strides; there are two strides for each tensor.
-_SIZES = {"forward": 8, "dq": 12, "dkdv": 12}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +51,9 @@ def test_other_sizes_of_a_packed_call_need_no_other_binary(kernel: str, change: 
 
 def _but_for_tiles(kernel: str, call: Call) -> dict[str, Any]:
     found = described(plan(kernel, _HOPPER, call).kernel.source)
-    return {name: value for name, value in found.items() if name not in ("BLOCK_M", "BLOCK_N", "CHUNK")}
+    return {
+        name: value for name, value in found.items() if name not in ("shape.BLOCK_M", "shape.BLOCK_N", "shape.CHUNK")
+    }
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_which_checks_are_left_out(kernel: str, change: dict, whole: bool, all_v
 def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=1000, seq_k=300)
     result = plan(kernel, _HOPPER, call)
-    block = result.kernel.source.constants["BLOCK_N" if kernel == "dkdv" else "BLOCK_M"]
+    block = result.kernel.source.constants["shape.BLOCK_N" if kernel == "dkdv" else "shape.BLOCK_M"]
     assert result.kernel.programs == -(-getattr(call, rows) // block) * 3 * heads
 
 
@@ -95,7 +94,7 @@ def test_programs_of_a_dense_call(kernel: str, rows: str, heads: int) -> None:
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_programs_of_a_packed_call_suffice_for_any_lengths(kernel: str, lengths: tuple[int, ...]) -> None:
     result = plan(kernel, _HOPPER, Call(sequences=len(lengths), seq_q=1000, seq_k=1000, heads=3, heads_kv=3))
-    block = result.kernel.source.constants["BLOCK_N" if kernel == "dkdv" else "BLOCK_M"]
+    block = result.kernel.source.constants["shape.BLOCK_N" if kernel == "dkdv" else "shape.BLOCK_M"]
     assert result.kernel.programs == (1000 // block + len(lengths) + 1) * 3
     assert result.kernel.programs >= sum(-(-length // block) for length in lengths) * 3
 
@@ -130,25 +129,31 @@ def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
 def test_strides_of_a_dense_call() -> None:
     result = plan("forward", _HOPPER, Call(head_dim=64, head_dim_v=32, heads=4, heads_kv=2, row_stride=1000))
     assert _row_strides(result) == (1000, 128, 64, 128)
-    assert result.kernel.scalars[:8] == (4096 * 1000, 64, 4096 * 128, 64, 4096 * 64, 32, 4096 * 128, 32)
+    given = passed_by(result.kernel)
+    of_each = [(given[f"{of}_strides.batch"], given[f"{of}_strides.head"]) for of in ("q", "k", "v", "out")]
+    assert of_each == [(4096 * 1000, 64), (4096 * 128, 64), (4096 * 64, 32), (4096 * 128, 32)]
     assert _stride_types(result) == {"i64 % 8"}
 
 
 def _row_strides(found: AttentionPlan) -> tuple[int, ...]:
     constants = found.kernel.source.constants
-    return tuple(value for name, value in constants.items() if name.startswith("STRIDE_") and name.endswith("_ROW"))
+    return tuple(value for name, value in constants.items() if name.endswith("_strides.ROW"))
 
 
 def _stride_types(found: AttentionPlan) -> set[str]:
     """Types of the batch and head strides of q, k and v, which every call has."""
     parameters = described(found.kernel.source)
-    return {parameters[f"stride_{of}_{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
+    return {parameters[f"{of}_strides.{dimension}"] for of in "qkv" for dimension in ("batch", "head")}
 
 
 def test_strides_of_a_packed_call() -> None:
     result = plan("dkdv", _HOPPER, Call(sequences=2, heads=4))
     assert _row_strides(result) == (256,) * 6
-    assert result.kernel.scalars[:12] == (0, 64) * 6
+    given = passed_by(result.kernel)
+    of_each = {
+        (given[f"{of}_strides.batch"], given[f"{of}_strides.head"]) for of in ("q", "k", "v", "dout", "dk", "dv")
+    }
+    assert of_each == {(0, 64)}
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
@@ -157,17 +162,17 @@ def test_strides_of_dimensions_of_one_do_not_count(kernel: str) -> None:
     call = Call(batch=1, seq_q=1, seq_k=33, heads=1, heads_kv=1)
     odd = plan(kernel, _HOPPER, call._replace(row_stride=77))
     assert _stride_types(odd) == _stride_types(plan(kernel, _HOPPER, call)) == {"i64 % 16"}
-    assert _row_strides(odd)[0] == odd.kernel.scalars[0] == 0
+    assert _row_strides(odd)[0] == passed_by(odd.kernel)["q_strides.batch"] == 0
     assert _row_strides(plan(kernel, _HOPPER, call))[0] == 64
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_sizes_and_windows_are_run_time_arguments(kernel: str) -> None:
     call = Call(batch=3, heads=6, heads_kv=2, seq_q=100, seq_k=200, window_left=2**40, window_right=7)
-    sizes = plan(kernel, _HOPPER, call).kernel.scalars[_SIZES[kernel] :]
-    shares = (1,) if kernel == "dkdv" else ()
-    expected = (3, 6, 3, *shares, 100, 200, 2**29, 7)
-    assert sizes[: len(expected)] == expected
+    given = passed_by(plan(kernel, _HOPPER, call).kernel)
+    names = ("batch", "heads", "group", "rows_q", "rows_k", "window.left", "window.right")
+    assert [given[name] for name in names] == [3, 6, 3, 100, 200, 2**29, 7]
+    assert given.get("shares") == (1 if kernel == "dkdv" else None)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,8 @@ def test_heads_that_share_keys_are_divided_where_there_are_few_key_tiles(
     )  # fmt: skip
     found = plan("dkdv", _HOPPER, call)
     assert found.shares == shares
-    assert found.kernel.scalars[_SIZES["dkdv"] :][:4] == (batch, heads, heads // heads_kv // shares, shares)
+    given = [passed_by(found.kernel)[name] for name in ("batch", "heads", "group", "shares")]
+    assert given == [batch, heads, heads // heads_kv // shares, shares]
     assert {output.shape for output in found.outputs} == {(batch, seq, heads_kv * shares, 64)}
     assert found.kernel.programs == plan("dkdv", _HOPPER, call._replace(heads=heads_kv)).kernel.programs * shares
     assert plan("dq", _HOPPER, call).shares == 1
@@ -246,8 +252,8 @@ def test_each_cu_seqlens_is_read_in_its_own_dtype() -> None:
     types = described(
         plan("forward", _HOPPER, Call(sequences=3, index_dtypes=(torch.int32, torch.int64))).kernel.source
     )
-    assert types["cu_seqlens_q_ptr"] == "*i32"
-    assert types["cu_seqlens_k_ptr"] == "*i64"
+    assert types["side.cu_seqlens_q"] == "*i32"
+    assert types["side.cu_seqlens_k"] == "*i64"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0", "meta"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile._backends.launch import Parameter, pointer_to, strides_of
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS
@@ -105,15 +104,6 @@ def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
 
 
-def descale_parameters(strides: tuple[tuple[int, ...] | None, ...]) -> dict[str, Parameter]:
-    """The kernels' parameters for the factors of q, k and v, of which each may not be there."""
-    found: dict[str, Parameter] = {}
-    for name, pair in zip(("descale_q", "descale_k", "descale_v"), strides):
-        found[f"{name}_ptr"] = pointer_to(None if pair is None else torch.float32)
-        found |= strides_of(name, dict(zip(("batch", "head"), pair or (None, None))))
-    return found
-
-
 def _table(tensor: Tensor | None) -> Table | None:
     if tensor is None:
         return None
@@ -166,6 +156,13 @@ def contiguous_on_16_bytes(out: Tensor) -> Tensor:
     k, v and dout lie."""
     out = out.contiguous()
     return out.clone() if out.data_ptr() % 16 else out
+
+
+class Window(NamedTuple):
+    """Keys visible on each side of the diagonal, as kernels take them."""
+
+    left: Any
+    right: Any
 
 
 def clipped_window(spec: AttentionSpec) -> tuple[int, int]:
@@ -236,13 +233,13 @@ class BlockPlaces(NamedTuple):
     far a batch entry and a head lead, and where the order of rows begins. None without a block mask, and the last
     along columns, which come in their own order."""
 
-    block_offsets: int | None = None
-    block_tiles: int | None = None
-    block_kinds: int | None = None
-    block_bits: int | None = None
-    stride_block_batch: int | None = None
-    stride_block_head: int | None = None
-    block_order: int | None = None
+    offsets: int | None = None
+    tiles: int | None = None
+    kinds: int | None = None
+    bits: int | None = None
+    stride_batch: int | None = None
+    stride_head: int | None = None
+    order: int | None = None
 
 
 def block_sizes(side: SideInputs) -> BlockSizes | None:

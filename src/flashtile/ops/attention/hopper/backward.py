@@ -70,7 +70,6 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wide_zeros,
 )
 from flashtile.ops.attention.hopper.backward_scores import (
-    ScoreModifiers,
     load_tables,
     score_gradients,
     weights_of,
@@ -78,7 +77,6 @@ from flashtile.ops.attention.hopper.backward_scores import (
 )
 from flashtile.ops.attention.hopper.backward_tiles import (
     KernelConfig,
-    Problem,
     Step,
     dq_turn,
     first_number_of,
@@ -109,9 +107,7 @@ from flashtile.ops.attention.hopper.blocks import (
     read_tile_info,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.dropout import Dropout
 from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, coordinates, make_ring, make_tile_queue, pack
-from flashtile.ops.attention.hopper.tables import Table
 
 
 class Descriptors(NamedTuple):
@@ -166,32 +162,18 @@ class KeyGradients(NamedTuple):
 def attention_backward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
     statistics_desc, sums_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
-    sums_ptr, turns_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, block_lists_ptr,
-    key_lengths_ptr, dropout_seed_ptr, bias_ptr, mask_ptr,
-    batch, heads_kv, group, shares, rows_q, rows_k, tiles, query_tiles, window_left, window_right, scale,
-    scale_log2, cap_scale, stride_alibi_batch,
-    block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head,
-    k_rows_apart, v_rows_apart, keep_threshold, keep_scale,
-    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
-    stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
-    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns,
-    KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr,
+    sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
+    KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
-    ORDERED: gl.constexpr, REVERSES_LINES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
-    PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    MASKS: gl.constexpr, MASKS_LAST: gl.constexpr, REVERSES_WALKS: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
-    STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
-    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr,
+    ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr,
 ):  # fmt: skip
-    """`..._tail_desc`: of the second chunk of head_dim, or None. `heads_kv` counts each key/value head `shares` times,
-    once for each share of its query heads, `group` of them, which has dk and dv of its own. `tiles`: key tiles (packed:
-    slots) on each line of such a head. `query_tiles`: likewise of a query head. `turns_ptr`: for each query tile how
-    many key tiles have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have
-    been taken, unless ORDERED besides the first of each thread block, zero at the start. If SHARES_PROGRESS, a zero for
-    each line follows it (`backward_tiles.shared_progress`). `scale` > 0. The forward kernel
-    explains the others."""
+    """`..._tail_desc`: of the second chunk of head_dim, or None. `turns_ptr`: for each query tile how many key tiles
+    have added to its dq, zeros at the start; None if not ORDERED. `counter_ptr`: how many tiles have been taken, unless
+    ORDERED besides the first of each thread block, zero at the start. If SHARES_PROGRESS, a zero for each line follows
+    it (`backward_tiles.shared_progress`). `loops`: `Loops`. The forward kernel explains the others."""
     WARPGROUPS: gl.constexpr = KEYS // ROWS
+    TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
         KEYS=KEYS,
         M=M,
@@ -201,62 +183,24 @@ def attention_backward_kernel(
         KEY_STAGES=KEY_STAGES,
         PERSISTENT=PRODUCER,
         ORDERED=ORDERED,
-        REVERSES_LINES=REVERSES_LINES,
+        REVERSES_LINES=loops.REVERSES_LINES,
         PACKED=PACKED,
-        HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT,
+        HAS_LEFT=constants.HAS_LEFT,
+        HAS_RIGHT=constants.HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
-        MASKS=MASKS,
-        MASKS_LAST=MASKS_LAST,
-        REVERSES_WALKS=REVERSES_WALKS,
-        SHARES_PROGRESS=SHARES_PROGRESS,
+        MASKS=loops.MASKS,
+        MASKS_LAST=loops.MASKS_LAST,
+        REVERSES_WALKS=loops.REVERSES_WALKS,
+        SHARES_PROGRESS=loops.SHARES_PROGRESS,
         STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
         SUMS_BY_TMA=SUMS_BY_TMA,
-        TILE_Q=TILE_Q,
+        TILE_Q=constants.TILE_Q,
         TILE_K=TILE_K,
-        KEY_LENGTHS=key_lengths_ptr is not None,
-        BIAS_COLUMN=STRIDE_BIAS_COLUMN,
-        MASK_COLUMN=STRIDE_MASK_COLUMN,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
+        BIAS_COLUMN=constants.BIAS_COLUMN,
+        MASK_COLUMN=constants.MASK_COLUMN,
     )
-    problem = Problem(
-        cu_seqlens_q_ptr=cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr=cu_seqlens_k_ptr,
-        batch=batch,
-        heads_kv=heads_kv,
-        group=group,
-        shares=shares,
-        rows_q=rows_q,
-        rows_k=rows_k,
-        key_tiles=tiles,
-        query_tiles=query_tiles,
-        window_left=window_left,
-        window_right=window_right,
-        key_lengths_ptr=key_lengths_ptr,
-        k_rows_apart=k_rows_apart,
-        v_rows_apart=v_rows_apart,
-        origin_diagonal=origin_diagonal,
-    )
-    blocks = BlockLists(
-        lists_ptr=block_lists_ptr,
-        offsets=block_offsets,
-        tiles=block_tiles,
-        kinds=block_kinds,
-        bits=block_bits,
-        stride_batch=stride_block_batch,
-        stride_head=stride_block_head,
-        order=None,
-    )
-    modifiers = ScoreModifiers(
-        scale_log2=scale_log2,
-        cap_scale=cap_scale,
-        alibi_slopes_ptr=alibi_slopes_ptr,
-        stride_alibi_batch=stride_alibi_batch,
-        bias=Table(bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns),
-        mask=Table(mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns),
-        dropout=Dropout(
-            dropout_seed_ptr, keep_threshold, keep_scale, origin_row, origin_column, origin_matrix, origin_heads
-        ),
-    )
+    blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
     descriptors = Descriptors(
         q=Chunks(q_desc, q_tail_desc),
         k=Chunks(k_desc, k_tail_desc),
@@ -308,8 +252,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
-                (sum_dv, (config, shared, descriptors, problem, blocks, modifiers)),
-                (sum_dk, (config, shared, descriptors, problem, modifiers, scale)),
+                (sum_dv, (config, shared, descriptors, problem, blocks)),
+                (sum_dk, (config, shared, descriptors, problem)),
                 (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
             ],
             [4, 4, 1],
@@ -320,8 +264,8 @@ def attention_backward_kernel(
             gl.warp_specialize(
                 [
                     (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
-                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks, modifiers, scale)),
-                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
+                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                     (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
                 ],
                 [4, 4, 1],
@@ -331,8 +275,8 @@ def attention_backward_kernel(
             gl.warp_specialize(
                 [
                     (sum_dq, (True, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
-                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks, modifiers, scale)),
-                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks, modifiers, scale)),
+                    (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
+                    (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                 ],
                 [4, 4],
                 [REGISTERS, REGISTERS],
@@ -463,7 +407,7 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
 
 
 @gluon.jit
-def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks, modifiers, scale):
+def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks):
     """Consumer: dk and dv of the `WHICH`-th 64 keys of each tile, and their part of `dsᵀ` for `sum_dq`."""
     k, v = shared.k, shared.v
     BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
@@ -487,20 +431,20 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks,
             unmasked = work.unmasked_steps
             for index in range(unmasked):
                 step, sums = _add_step(
-                    steps_done + index, step, sums, keys, work, config, shared, problem, blocks, modifiers,
+                    steps_done + index, step, sums, keys, work, config, shared, problem, blocks,
                     False, WHICH,
                 )  # fmt: skip
         for index in range(unmasked, work.steps):
             step, sums = _add_step(
-                steps_done + index, step, sums, keys, work, config, shared, problem, blocks, modifiers,
+                steps_done + index, step, sums, keys, work, config, shared, problem, blocks,
                 config.MASKS, WHICH,
             )  # fmt: skip
-        dv = scaled_by_dropout(sums.dv, modifiers)
+        dv = scaled_by_dropout(sums.dv, problem)
         start_store(descriptors.dv, v, slot, dv, work, first_key, BOUNDED)
         steps_done += work.steps
         tiles_done += 1
         _wait_dq_summed(work, steps_done, shared)
-        dk = scaled(sums.dk, scale)
+        dk = scaled(sums.dk, problem.scale)
         # The next tile needs its keys first. So dk leaves through the place of the values too where it fits there.
         if k.WIDTH == v.WIDTH and k.TAIL == v.TAIL:
             k.release(slot)
@@ -524,7 +468,7 @@ def _wait_dq_summed(work, steps_done, shared):
 
 @gluon.jit
 def _add_step(
-    count, step, sums, keys, work, config, shared, problem, blocks, modifiers, MASK: gl.constexpr, WHICH: gl.constexpr
+    count, step, sums, keys, work, config, shared, problem, blocks, MASK: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
     """The thread block's step number `count`: adds its part of dk and dv, and hands `dsᵀ` to `sum_dq`. Returns the next
     step and the sums. MASK: a band or the end of the keys may cut its tile."""
@@ -546,20 +490,20 @@ def _add_step(
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
-        tables = load_tables(keys.first, step, part, work, modifiers, config)
+        tables = load_tables(keys.first, step, part, work, problem, config)
         s = warpgroup_mma_wait(0, [s])
         p, tanh = weights_of(
-            s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks, modifiers,
+            s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
             MASK,
         )  # fmt: skip
-        weights, p = with_dropout(p, keys.first, step, part, work, config, problem, modifiers)
+        weights, p = with_dropout(p, keys.first, step, part, work, config, problem)
         probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
         factors = probs
-        if modifiers.cap_scale is not None:
+        if problem.units.cap_scale is not None:
             factors = pack(p * (1.0 - tanh * tanh), dtype)
-        elif modifiers.dropout.seed_ptr is not None:
+        elif problem.side.dropout_seed is not None:
             factors = pack(p, dtype)
         if part == 0:
             dout.acquire(slot)
@@ -567,7 +511,7 @@ def _add_step(
         dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-        ds = pack(score_gradients(unpack(factors, dtype), dp, delta, modifiers), dtype)
+        ds = pack(score_gradients(unpack(factors, dtype), dp, delta, problem), dtype)
         if part == 0:
             dscores.wait_empty(ds_slot)
         slice_of(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
@@ -587,7 +531,7 @@ def _add_step(
 
 
 @gluon.jit
-def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
+def sum_dv(config, shared, descriptors, problem, blocks):
     """Consumer: dv of all keys. It hands `sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, or with a soft cap
     `pᵀ · (1 - tanh²)`."""
     q, k, v, dout, probs = shared.q, shared.k, shared.v, shared.dout, shared.probs
@@ -616,19 +560,19 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
             s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
-            tables = load_tables(work.first_key, step, 0, work, modifiers, config)
+            tables = load_tables(work.first_key, step, 0, work, problem, config)
             s = warpgroup_mma_wait(0, [s])
             p, tanh = weights_of(
-                s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks, modifiers,
+                s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,
                 config.MASKS,
             )  # fmt: skip
             q.release(slot)
-            kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem, modifiers)
+            kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem)
             weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
-            if modifiers.cap_scale is not None:
+            if problem.units.cap_scale is not None:
                 probs.tile(probs_slot).store(pack(p * (1.0 - tanh * tanh), dtype))
-            elif modifiers.dropout.seed_ptr is not None:
+            elif problem.side.dropout_seed is not None:
                 probs.tile(probs_slot).store(pack(p, dtype))
             else:
                 probs.tile(probs_slot).store(weights)
@@ -646,7 +590,7 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
             v.acquire(key_slot)
         k.release(key_slot)
         tiles_done += 1
-        dv = scaled_by_dropout(dv, modifiers)
+        dv = scaled_by_dropout(dv, problem)
         start_store(descriptors.dv, v, key_slot, dv, work, work.first_key, BOUNDED)
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
@@ -654,7 +598,7 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
 
 
 @gluon.jit
-def sum_dk(config, shared, descriptors, problem, modifiers, scale):
+def sum_dk(config, shared, descriptors, problem):
     """Consumer: dk of all keys, and `dsᵀ` for `sum_dq`, from the weights of `sum_dv`."""
     q, k, v, dout = shared.q, shared.k, shared.v, shared.dout
     probs, dscores = shared.probs, shared.dscores
@@ -684,7 +628,7 @@ def sum_dk(config, shared, descriptors, problem, modifiers, scale):
             probs.acquire(ds_slot)
             p = probs.tile(ds_slot).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
-            ds = pack(score_gradients(p, dp, delta, modifiers), dtype)
+            ds = pack(score_gradients(p, dp, delta, problem), dtype)
             dscores.wait_empty(ds_slot)
             dscores.tile(ds_slot).store(ds)
             fence_async_shared()
@@ -698,7 +642,7 @@ def sum_dk(config, shared, descriptors, problem, modifiers, scale):
         tiles_done += 1
         _wait_dq_summed(work, steps_done, shared)
         # `sum_dv` has read the keys before it handed over the last weights.
-        start_store(descriptors.dk, k, key_slot, scaled(dk, scale), work, work.first_key, BOUNDED)
+        start_store(descriptors.dk, k, key_slot, scaled(dk, problem.scale), work, work.first_key, BOUNDED)
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
         tma_store_wait(0)
         k.release(key_slot)

@@ -16,17 +16,21 @@ from flashtile._backends.launch import (
     KernelSource,
     Parameter,
     Plan,
+    float32,
+    int32,
     optional,
     plan_cache,
     plan_of,
     pointer,
     pointer_to,
     specialise,
+    values_of,
 )
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
+from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
@@ -43,21 +47,16 @@ from flashtile.ops.attention.hopper.parameters import (
     FLOAT32,
     INT32,
     LOG2_E,
-    ScoreVariant,
-    block_constants,
-    block_lists,
-    block_parameters,
-    length_parameters,
-    modifier_variant,
-    score_parameters,
-    score_values,
+    readable_side,
+    score_units,
+    side_of_call,
     whole_tiles,
 )
+from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
-    block_places,
-    clipped_window,
+    Window,
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
@@ -67,7 +66,8 @@ from flashtile.ops.attention.plans import (
     sum_of_shares,
     tiles_of,
 )
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
@@ -133,7 +133,7 @@ def backward(
     row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
     dq, dk, dv, scratch = _launch(
         plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        _NO_POINTERS if plain_side(side) else _side_pointers(side), pointer(row_statistics),
+        side_pointers(readable_side(side)), pointer(row_statistics),
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:
@@ -158,29 +158,6 @@ def prepare_backward(
     return lambda *addresses: _launch(plan, *addresses)[:3]
 
 
-class _SidePointers(NamedTuple):
-    """Of the tensors beside q, k and v."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    slopes: Any
-    sinks: Any
-    lists: Any
-    key_lengths: Any
-    dropout_seed: Any
-    bias: Any
-    mask: Any
-
-
-_NO_POINTERS = _SidePointers(*map(pointer, (None,) * len(_SidePointers._fields)))
-
-
-def _side_pointers(side: SideInputs) -> _SidePointers:
-    tensors = side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side)
-    modifiers = side.key_lengths, side.dropout_seed, side.bias, side.mask
-    return _SidePointers(*map(pointer, (*tensors, *modifiers)))
-
-
 def _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows, wants_bias=False) -> BackwardPlan:
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
     return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wants_bias)
@@ -188,7 +165,7 @@ def _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows, wants_bias=Fa
 
 def _launch(
     plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
-    side: _SidePointers = _NO_POINTERS, row_statistics: int = 0,
+    side: SidePointers = NO_SIDE, row_statistics: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
     scratch."""
@@ -203,10 +180,7 @@ def _launch(
         row_statistics,
     )  # fmt: skip
     descriptors = plan.describe(q, k, v, masked_dout or dout, statistics, sums, dk.data_ptr(), dv.data_ptr())
-    plan.main.launch(
-        *descriptors, sums, turns, counter, side.cu_seqlens_q, side.cu_seqlens_k, side.slopes, side.lists,
-        side.key_lengths, side.dropout_seed, side.bias, side.mask,
-    )  # fmt: skip
+    plan.main.launch(*descriptors, sums, turns, counter, *side)
     plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
@@ -263,10 +237,8 @@ def _plan(
         spec.banded and spec.top_left,
         has_dlse,
         spec.deterministic,
-        side.index_dtypes,
-        ScoreVariant(spec.softcap > 0, side.alibi > 0),
-        block_tile,
-        modifiers=modifier_variant(side, spec, covered),
+        spec.softcap > 0,
+        side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
     )
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
@@ -288,21 +260,27 @@ def _plan(
         row_statistics=wants_bias,
     )  # fmt: skip
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
-    window_left, window_right = clipped_window(spec)
     common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
     of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), of_rows))
-    values = {
-        **common,
-        **{"heads_kv": heads_kv * shares, "group": group, "shares": shares, "rows_k": rows_k, "tiles": key_tiles},
-        **{"window_left": window_left, "window_right": window_right},
-        **score_values(spec, heads, side.alibi),
-        **block_places(spec, side.blocks, by_column=True)._asdict(),
-        **variant.modifiers.values,
-        **{
-            f"{name}_rows_apart": row_strides(shapes[at], strides[at])[1] if variant.bounded and not packed else None
-            for at, name in ((1, "k"), (2, "v"))
-        },
-    }
+    apart = variant.bounded and not packed
+    problem = Problem(
+        side=variant.side.pointers,
+        batch=int32(batch),
+        heads_kv=int32(heads_kv * shares),
+        group=int32(group),
+        shares=int32(shares),
+        rows_q=int32(rows_q),
+        rows_k=int32(rows_k),
+        key_tiles=int32(key_tiles),
+        query_tiles=int32(query_tiles),
+        window=window_parameters(spec),
+        scale=float32(spec.scale),
+        units=score_units(spec),
+        numbers=variant.side.numbers,
+        k_rows_apart=int32(row_strides(shapes[1], strides[1])[1] if apart else None),
+        v_rows_apart=int32(row_strides(shapes[2], strides[2])[1] if apart else None),
+    )
+    values = {**values_of(_parameters(looping)), **values_of({"problem": problem})}
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
     begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
@@ -443,30 +421,22 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "D": tile_width(variant.head_dim),
         "E": tile_width(variant.head_dim_v),
         "PACKED": variant.packed,
-        "HAS_LEFT": variant.has_left,
-        "HAS_RIGHT": variant.has_right,
         "TOP_LEFT": variant.top_left,
-        "MASKS": variant.masks,
-        "MASKS_LAST": variant.masks_last,
-        "REVERSES_WALKS": variant.reverses_walks,
         "SHARES_PROGRESS": variant.shares_progress,
         "STATISTICS_MULTIPLIED": config.statistics_multiplied,
         "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
-        "REVERSES_LINES": variant.reverses_lines,
-        **block_constants(variant.block_tile),
-        **dict(zip(("STRIDE_BIAS_COLUMN", "STRIDE_MASK_COLUMN"), variant.modifiers.strides_column)),
     }
     limit = config.max_registers if kernel == "main" else None
     return specialise(function, _parameters(variant), constants, num_warps=4, max_registers=limit)
 
 
-def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
+def _parameters(variant: BackwardVariant) -> dict[str, Any]:
     """The parameters of the three kernels."""
     tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
     apart = Parameter("i64" if variant.wide_strides else "i32", 8)
-    numbers = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "tiles", "query_tiles")
+    rows_apart = optional(variant.bounded and not variant.packed, INT32)
     return {
         **{
             f"{of}_desc": descriptor_parameter(_dtype_of(of, variant), box, swizzled=_is_operand(of, variant))
@@ -481,15 +451,28 @@ def _parameters(variant: BackwardVariant) -> dict[str, Parameter]:
         "counter_ptr": pointer_to(torch.int32),
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
-        **length_parameters(variant.index_dtypes),
+        "cu_seqlens_q_ptr": variant.side.pointers.cu_seqlens_q,
         **dict.fromkeys((f"stride_dout_{dimension}" for dimension in ("batch", "row", "head")), apart),
-        **dict.fromkeys((*numbers, "window_left", "window_right"), INT32),
+        **dict.fromkeys(("batch", "heads", "rows_q", "query_tiles"), INT32),
         "scale": FLOAT32,
         "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
-        **score_parameters(variant.scores),
-        **block_parameters(variant.block_tile is not None),
+        "problem": Problem(
+            variant.side.pointers,
+            *(INT32,) * 8,
+            window=Window(INT32, INT32),
+            scale=FLOAT32,
+            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32)),
+            numbers=variant.side.numbers,
+            k_rows_apart=rows_apart,
+            v_rows_apart=rows_apart,
+        ),
+        "constants": variant.side.constants._replace(HAS_LEFT=variant.has_left, HAS_RIGHT=variant.has_right),
         "row_statistics_ptr": optional(variant.row_statistics, statistics),
-        "key_lengths_ptr": pointer_to(variant.modifiers.key_lengths_dtype),
-        **dict.fromkeys(("k_rows_apart", "v_rows_apart"), optional(variant.bounded and not variant.packed, INT32)),
-        **dict(variant.modifiers.parameters),
+        "loops": Loops(
+            MASKS=variant.masks,
+            MASKS_LAST=variant.masks_last,
+            REVERSES_WALKS=variant.reverses_walks,
+            REVERSES_LINES=variant.reverses_lines,
+            SHARES_PROGRESS=variant.shares_progress,
+        ),
     }

@@ -336,10 +336,10 @@ def mask_probs(p, key, first_query, work, problem, config):
     query = first_query + gl.arange(0, p.shape[1], gl.SliceLayout(0, p.type.layout))
     last = work.keys - 1 + query * 0
     if config.HAS_RIGHT:
-        last = gl.minimum(last, query + (work.shift + problem.window_right))
+        last = gl.minimum(last, query + (work.shift + problem.window.right))
     visible = key[:, None] <= last[None, :]
     if config.HAS_LEFT:
-        visible &= key[:, None] >= (query + (work.shift - problem.window_left))[None, :]
+        visible &= key[:, None] >= (query + (work.shift - problem.window.left))[None, :]
     return gl.where(visible, p, 0.0)
 
 
@@ -393,9 +393,9 @@ def scaled(total, scale):
 
 
 @gluon.jit
-def scaled_by_dropout(dv, modifiers):
-    if modifiers.dropout.seed_ptr is not None:
-        dv = scaled(dv, modifiers.dropout.keep_scale)
+def scaled_by_dropout(dv, problem):
+    if problem.side.dropout_seed is not None:
+        dv = scaled(dv, problem.numbers.dropout.scale)
     return dv
 
 

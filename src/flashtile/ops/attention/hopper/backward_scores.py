@@ -3,16 +3,13 @@
 The objects are those of the forward (`scores`, `tables`, `dropout`, `blocks`). Letters as in `pieces` and `backward`.
 """
 
-from typing import Any, NamedTuple
-
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs
 from flashtile.ops.attention.hopper.backward_tiles import visited_tile
 from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_visible
 from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
-from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
+from flashtile.ops.attention.hopper.scores import LOG2_E, capped, distance_shift, load_slope, lowered_by_distance
 from flashtile.ops.attention.hopper.tables import (
-    Table,
     TableTiles,
     add_bias,
     hide_by_mask,
@@ -21,45 +18,29 @@ from flashtile.ops.attention.hopper.tables import (
 )
 
 
-class ScoreModifiers(NamedTuple):
-    """What changes the scores, as `scores` takes it. `cap_scale` and `alibi_slopes_ptr` are None where a call has no
-    soft cap or no ALiBi. `bias`, `mask` (`tables.Table`) and `dropout` have all None where a call has none."""
-
-    scale_log2: Any
-    cap_scale: Any
-    alibi_slopes_ptr: Any
-    stride_alibi_batch: Any
-    bias: Any
-    mask: Any
-    dropout: Any
-
-
 @gluon.jit
-def modified_scores(s, key, first_query, head, tables, work, problem, modifiers):
+def modified_scores(s, key, first_query, head, tables, work, problem):
     """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`. `tables`: the
     tiles of bias and mask that belong to the scores."""
-    if modifiers.cap_scale is not None:
-        s = capped(s, modifiers.cap_scale)
+    side = problem.side
+    units = problem.units
+    if units.cap_scale is not None:
+        s = capped(s, units.cap_scale)
     tanh = s
-    if modifiers.bias.pointer is not None:
-        s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
-    if modifiers.alibi_slopes_ptr is not None:
-        slope = load_slope(
-            modifiers.alibi_slopes_ptr, modifiers.stride_alibi_batch, work.sequence, work.first_head + head,
-            modifiers.scale_log2, True,
-        )  # fmt: skip
-        diagonal = work.seq_k - work.seq_q
-        if problem.origin_diagonal is not None:
-            diagonal += problem.origin_diagonal
+    if side.bias is not None:
+        s = add_bias(s, tables.bias, LOG2_E / units.scale_log2)
+    if side.alibi_slopes is not None:
+        slope = load_slope(side, problem.numbers, work.sequence, work.first_head + head, units.scale_log2, True)
+        diagonal = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
         s = lowered_by_distance(s, key, first_query + diagonal, slope)
-    if modifiers.mask.pointer is not None:
+    if side.mask is not None:
         s = hide_by_mask(s, tables.mask)
     return s, tanh
 
 
 @gluon.jit
 def weights_of(
-    s, lse, positions, first_key, step, kind, tables, part: gl.constexpr, work, config, problem, blocks, modifiers,
+    s, lse, positions, first_key, step, kind, tables, part: gl.constexpr, work, config, problem, blocks,
     MASK: gl.constexpr,
 ):  # fmt: skip
     """`pᵀ` `[64, QUERIES]` of part `part` of a step, and the tanh of the soft cap. `lse` is still to be subtracted from
@@ -67,49 +48,56 @@ def weights_of(
     QUERIES: gl.constexpr = config.M // config.PARTS
     query = step.tile * config.M + part * QUERIES
     visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-    s, tanh = modified_scores(s, positions, visited, step.head, tables, work, problem, modifiers)
+    s, tanh = modified_scores(s, positions, visited, step.head, tables, work, problem)
     if config.TILE_K > 0:
         if kind != FULL:
             column = step.tile * config.PARTS + part
             bits = load_bits(blocks, kind, first_key, column, QUERIES, config.TILE_K, config.TILE_Q)
             s = where_visible(bits, s, float("-inf"))
-    p = gl.exp2(s * modifiers.scale_log2 - lse[None, :])
+    p = gl.exp2(s * problem.units.scale_log2 - lse[None, :])
     if MASK:
         if (step.tile < work.full_begin) | (step.tile >= work.full_end):
             p = mask_probs(p, positions, query, work, problem, config)
-    if modifiers.bias.pointer is not None:
+    if problem.side.bias is not None:
         if visited + QUERIES > work.seq_q:
             p = without_rows_past_end(p, visited, work)
     return p, tanh
 
 
 @gluon.jit
-def load_tables(first_key, step, part: gl.constexpr, work, modifiers, config):
+def load_tables(first_key, step, part: gl.constexpr, work, problem, config):
     """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step."""
-    QUERIES: gl.constexpr = config.M // config.PARTS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    side = problem.side
     bias = 0
     mask = 0
-    if modifiers.bias.pointer is not None:
-        query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-        pointer = table_of_head(modifiers.bias, work.sequence, work.first_head + step.head)
-        table = Table(pointer, None, None, modifiers.bias.stride_row, modifiers.bias.rows, modifiers.bias.columns)
-        bias = load_table(table, config.BIAS_COLUMN, query, first_key, QUERIES, ROWS, s_layout, 0.0, True)
-    if modifiers.mask.pointer is not None:
-        query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-        pointer = table_of_head(modifiers.mask, work.sequence, work.first_head + step.head)
-        table = Table(pointer, None, None, modifiers.mask.stride_row, modifiers.mask.rows, modifiers.mask.columns)
-        mask = load_table(table, config.MASK_COLUMN, query, first_key, QUERIES, ROWS, s_layout, 0, True)
+    if side.bias is not None:
+        bias = _load_table(
+            side.bias, problem.numbers.bias, config.BIAS_COLUMN, first_key, step, part, work, config, 0.0
+        )
+    if side.mask is not None:
+        mask = _load_table(side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config, 0)
     return TableTiles(bias, mask)
 
 
 @gluon.jit
-def with_dropout(p, first_key, step, part: gl.constexpr, work, config, problem, modifiers):
+def _load_table(
+    pointer, numbers, STRIDE_COLUMN: gl.constexpr, first_key, step, part: gl.constexpr, work, config,
+    OTHER: gl.constexpr,
+):  # fmt: skip
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    first = table_of_head(pointer, numbers, work.sequence, work.first_head + step.head)
+    return load_table(first, numbers, STRIDE_COLUMN, query, first_key, QUERIES, ROWS, s_layout, OTHER, True)
+
+
+@gluon.jit
+def with_dropout(p, first_key, step, part: gl.constexpr, work, config, problem):
     """The weights for dv, and what is a factor of the scores' gradients (`signed_by_dropout`)."""
     weights = p
-    if modifiers.dropout.seed_ptr is not None:
+    if problem.side.dropout_seed is not None:
         query = visited_tile(work, step.tile, config) * config.M + part * (config.M // config.PARTS)
-        weights, p = signed_by_dropout(p, query, first_key, step.head, work, problem, modifiers)
+        weights, p = signed_by_dropout(p, query, first_key, step.head, work, problem)
     return weights, p
 
 
@@ -121,20 +109,21 @@ def without_rows_past_end(p, first_query, work):
 
 
 @gluon.jit
-def signed_by_dropout(p, first_query, first_key, head, work, problem, modifiers):
+def signed_by_dropout(p, first_query, first_key, head, work, problem):
     """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
     it drops. So which these are takes no registers."""
-    dropout = dropout_of_head(modifiers.dropout, work.sequence, work.first_head + head, problem.heads_kv * work.group)
+    heads = problem.heads_kv * work.group
+    dropout = dropout_of_head(problem.side, problem.numbers, work.sequence, work.first_head + head, heads)
     layout: gl.constexpr = p.type.layout
     kept = kept_weights(dropout, first_query, first_key, p.shape[1], p.shape[0], layout, True)
     return gl.where(kept, p, 0.0), gl.where(kept, p, -p)
 
 
 @gluon.jit
-def score_gradients(factors, dp, delta, modifiers):
+def score_gradients(factors, dp, delta, problem):
     """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops."""
-    if modifiers.dropout.seed_ptr is not None:
-        kept = gl.where(factors > 0.0, dp * modifiers.dropout.keep_scale, 0.0)
+    if problem.side.dropout_seed is not None:
+        kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
         ds = gl.abs(factors) * (kept - delta[None, :])
     else:
         ds = factors * (dp - delta[None, :])

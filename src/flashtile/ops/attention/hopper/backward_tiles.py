@@ -81,11 +81,28 @@ class KernelConfig:
             setattr(self, name, gl.constexpr(value))
 
 
-class Problem(NamedTuple):
-    """Sizes of the call, in rows, heads and tiles; the kernel's docstring says what they count."""
+class Loops(NamedTuple):
+    """Constants of the kernel that decide its loops, with the meanings of `KernelConfig`."""
 
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
+    MASKS: Any
+    MASKS_LAST: Any
+    REVERSES_WALKS: Any
+    REVERSES_LINES: Any
+    SHARES_PROGRESS: Any
+
+
+class Problem(NamedTuple):
+    """What every role knows of the call, in rows, heads and tiles.
+
+    Attributes:
+        side, numbers: the side inputs (`side_parameters`).
+        heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
+            which has dk and dv of its own.
+        key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head.
+        others: as in `forward.Problem`.
+    """
+
+    side: Any
     batch: Any
     heads_kv: Any
     group: Any
@@ -94,12 +111,12 @@ class Problem(NamedTuple):
     rows_k: Any
     key_tiles: Any
     query_tiles: Any
-    window_left: Any
-    window_right: Any
-    key_lengths_ptr: Any
+    window: Any
+    scale: Any
+    units: Any
     k_rows_apart: Any
     v_rows_apart: Any
-    origin_diagonal: Any
+    numbers: Any
 
 
 class KeyTile(NamedTuple):
@@ -249,7 +266,7 @@ def _locate_key_tile(number, problem, blocks, config):
             # The first keys are seen by the most queries. In order, thread blocks wait for smaller numbers only.
             tile = tiles - 1 - tile
     sequence, head_kv, first_key, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tile, line, problem.cu_seqlens_k_ptr, problem.cu_seqlens_q_ptr, problem.batch, problem.heads_kv,
+        tile, line, problem.side.cu_seqlens_k, problem.side.cu_seqlens_q, problem.batch, problem.heads_kv,
         problem.rows_k, problem.rows_q, config.KEYS, config.PACKED,
     )  # fmt: skip
     if config.PACKED or config.TILE_K > 0:
@@ -357,12 +374,12 @@ def work_of(tile, problem, config):
     keys = seq_k
     if config.KEY_LENGTHS:
         # A length may be more than 32 bits.
-        counted = gl.load(problem.key_lengths_ptr + tile.sequence)
+        counted = gl.load(problem.side.key_lengths + tile.sequence)
         keys = gl.maximum(gl.minimum(counted, seq_k), 0).to(gl.int32)
         if not config.PACKED:
             begin_k = tile.sequence * problem.rows_k
     begin, full_begin, full_end, end = query_tile_ranges(
-        tile.first_key, keys, shift, seq_q, problem.window_left, problem.window_right,
+        tile.first_key, keys, shift, seq_q, problem.window.left, problem.window.right,
         config.KEYS, config.M, config.HAS_LEFT, config.HAS_RIGHT,
     )  # fmt: skip
     if config.KEY_LENGTHS:
@@ -511,10 +528,10 @@ def dq_turn(work, tile, problem, config):
     number = work.first_key // config.KEYS
     turn = number
     if config.HAS_LEFT:
-        turn = number - gl.maximum(tile * config.M + work.shift - problem.window_left, 0) // config.KEYS
+        turn = number - gl.maximum(tile * config.M + work.shift - problem.window.left, 0) // config.KEYS
     if config.REVERSES_LINES:
         # The last key that the last query of the tile sees.
-        last_key = tile * config.M + config.M - 1 + work.shift + problem.window_right
+        last_key = tile * config.M + config.M - 1 + work.shift + problem.window.right
         last = gl.minimum(last_key // config.KEYS, gl.cdiv(work.keys, config.KEYS) - 1)
         turn = gl.where(work.direction > 0, last - number, turn)
     return turn

@@ -8,7 +8,8 @@ import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
-from flashtile.ops.attention.hopper.parameters import PLAIN_MODIFIERS, ModifierVariant, ScoreVariant
+from flashtile.ops.attention.hopper.parameters import NO_SIDE
+from flashtile.ops.attention.side_parameters import SideParameters
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`plans.shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
@@ -24,7 +25,8 @@ _LONG_WALK = 8192
 
 class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not lengths, batch or heads. `wide_strides`: the
-    strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `masks` and the fields
+    strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
+    which only the first kernel reads (`sinks`). `masks` and the fields
     after it: as in `backward_tiles.KernelConfig`."""
 
     dtype: torch.dtype
@@ -37,9 +39,8 @@ class BackwardVariant(NamedTuple):
     top_left: bool
     has_dlse: bool
     ordered: bool
-    index_dtypes: tuple[torch.dtype, torch.dtype] | None
-    scores: ScoreVariant = ScoreVariant()
-    block_tile: tuple[int, int] | None = None
+    softcap: bool = False
+    side: SideParameters = NO_SIDE
     has_empty_rows: bool = False
     wide_strides: bool = False
     sinks: bool = False
@@ -49,19 +50,23 @@ class BackwardVariant(NamedTuple):
     reverses_walks: bool = False
     shares_progress: bool = False
     reverses_lines: bool = False
-    modifiers: ModifierVariant = PLAIN_MODIFIERS
 
     @property
     def bounded(self) -> bool:
         """Whether in k, v and their gradients the keys of each sequence end where its length says."""
-        return self.packed or self.modifiers.key_lengths_dtype is not None
+        return self.packed or self.side.has("key_lengths")
+
+    @property
+    def listed(self) -> bool:
+        """Whether there is a block mask."""
+        return self.side.has("block_lists")
 
 
 def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -> BackwardVariant:
     """The variant of the main kernel for calls of `rows_q` queries and `rows_k` keys. `group`: query heads that a key
     tile visits."""
     banded = variant.packed or variant.has_left or variant.has_right
-    lengths = variant.modifiers.key_lengths_dtype is not None
+    lengths = variant.side.has("key_lengths")
     masks = banded or lengths or rows_k % variant.config.block_n != 0
     long = group * rows_q >= _LONG_WALK
     reverses_lines = group == 1 and _may_reverse_lines(variant)
@@ -84,27 +89,27 @@ def _may_mask_last(variant: BackwardVariant) -> bool:
     for both loops ahead of the first one, which may not run.
     """
     config = variant.config
-    they_are_last = not variant.has_left and variant.block_tile is None
+    they_are_last = not variant.has_left and not variant.listed
     they_are_few = config.block_m < config.block_n
-    registers_suffice = config.producer and not variant.packed and not variant.scores.alibi
-    registers_suffice = registers_suffice and not variant.modifiers.changes_weights
+    registers_suffice = config.producer and not variant.packed and not variant.side.has("alibi_slopes")
+    registers_suffice = registers_suffice and not any(map(variant.side.has, ("bias", "mask", "dropout_seed")))
     return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 
 def _may_reverse_walks(variant: BackwardVariant) -> bool:
     """Whether some key tiles may visit their queries upwards (`backward_tiles.reverses_walk`): under a causal mask,
     where they add in no order."""
-    causal = variant.has_right and not variant.has_left and not variant.packed and variant.block_tile is None
+    causal = variant.has_right and not variant.has_left and not variant.packed and not variant.listed
     return causal and variant.config.producer and not variant.ordered
 
 
 def _may_share_progress(variant: BackwardVariant) -> bool:
     """Whether the key tiles of a call without a mask may begin where others of their line are
     (`backward_tiles.shared_progress`): where they add in no order, and a producer can look for that."""
-    return variant.block_tile is None and variant.config.producer and not variant.ordered
+    return not variant.listed and variant.config.producer and not variant.ordered
 
 
 def _may_reverse_lines(variant: BackwardVariant) -> bool:
     """Whether every second group of lines may be reversed (`backward_tiles.reverses_line`). Where heads share keys the
     thread blocks of a line would be too far apart for the L2 cache, because a query tile is a step for each head."""
-    return variant.ordered and variant.has_right and variant.block_tile is None
+    return variant.ordered and variant.has_right and not variant.listed

@@ -23,29 +23,24 @@ TILE_INFO_FIELDS = gl.constexpr(4)
 
 
 class BlockLists(NamedTuple):
-    """The lists of a block mask: where in them the parts begin that a kernel reads, and how far apart the lines of two
-    batch entries and of two heads are (`plans.BlockPlaces`). `order` is None in the backward."""
+    """The lists of a block mask. `numbers`: where in them the parts begin that a kernel reads, and how far apart the
+    lines of two batch entries and of two heads are (`side_parameters.BlockNumbers`)."""
 
     lists_ptr: Any
-    offsets: Any
-    tiles: Any
-    kinds: Any
-    bits: Any
-    stride_batch: Any
-    stride_head: Any
-    order: Any
+    numbers: Any
 
 
 @gluon.jit
 def _first_line(blocks, sequence, head):
     """The first line of a head, among the lines of all heads."""
-    return sequence * blocks.stride_batch + head * blocks.stride_head
+    return sequence * blocks.numbers.stride_batch + head * blocks.numbers.stride_head
 
 
 @gluon.jit
 def longest_line_first(blocks, number, sequence, head, OWN: gl.constexpr, TILE: gl.constexpr):
     """The tile of `OWN` rows that comes `number`-th from behind, in a head whose lines are `TILE` rows."""
-    line = gl.load(blocks.lists_ptr + blocks.order + _first_line(blocks, sequence, head) + number // (TILE // OWN))
+    first = blocks.lists_ptr + blocks.numbers.order + _first_line(blocks, sequence, head)
+    line = gl.load(first + number // (TILE // OWN))
     return line * (TILE // OWN) + number % (TILE // OWN)
 
 
@@ -71,7 +66,7 @@ def column_in_order(number, tiles, lines, together, FIRST: gl.constexpr):
 @gluon.jit
 def line_entries(blocks, sequence, head, line):
     """Where the entries of a line begin and end."""
-    pointer = blocks.lists_ptr + blocks.offsets + _first_line(blocks, sequence, head) + line
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
     return gl.load(pointer), gl.load(pointer + 1)
 
 
@@ -80,15 +75,16 @@ def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.const
     """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
     tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""
     place = blocks.lists_ptr + entry + step // (TILE // OTHER)
-    tile = gl.load(place + blocks.tiles, mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
-    return tile, gl.load(place + blocks.kinds, mask=listed, other=EMPTY)
+    tile = gl.load(place + blocks.numbers.tiles, mask=listed, other=0) * (TILE // OTHER) + step % (TILE // OTHER)
+    return tile, gl.load(place + blocks.numbers.kinds, mask=listed, other=EMPTY)
 
 
 @gluon.jit
 def listed_rank(blocks, entry, step, OTHER: gl.constexpr, TILE: gl.constexpr):
     """How many stored tiles are before that of `listed_tile` in the other list that it is in. The ranks of all entries
     lie behind their kinds, as these do behind their numbers."""
-    return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * blocks.kinds - blocks.tiles))
+    numbers = blocks.numbers
+    return gl.load(blocks.lists_ptr + entry + step // (TILE // OTHER) + (2 * numbers.kinds - numbers.tiles))
 
 
 @gluon.jit
@@ -125,7 +121,7 @@ def load_bits(
     WORDS: gl.constexpr = COLUMNS // 32
     layout: gl.constexpr = _bits_layout(WORDS)
     # What all threads share first: then a thread's own part is a single offset.
-    base = blocks.lists_ptr + blocks.bits + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
+    base = blocks.lists_ptr + blocks.numbers.bits + kind.to(gl.int64) * (TILE_ROWS * TILE_COLUMNS // 32)
     base += first_row % TILE_ROWS * (TILE_COLUMNS // 32) + column % (TILE_COLUMNS // COLUMNS) * WORDS
     row = gl.arange(0, M, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]

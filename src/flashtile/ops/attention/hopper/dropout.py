@@ -18,20 +18,6 @@ _MULTIPLIER_A, _MULTIPLIER_B = gl.constexpr(0xD2511F53), gl.constexpr(0xCD9E8D57
 _WEYL_A, _WEYL_B = gl.constexpr(0x9E3779B9), gl.constexpr(0xBB67AE85)
 
 
-class Dropout(NamedTuple):
-    """Dropout of a call. `seed_ptr`: two int64, seed and offset; None without dropout, as is all else. A word is kept
-    from `threshold` on. `keep_scale`: 1 / (1 - p). The others say where in a larger call this one lies (`spec.Origin`);
-    None where that changes nothing."""
-
-    seed_ptr: Any
-    threshold: Any
-    keep_scale: Any
-    origin_row: Any
-    origin_column: Any
-    origin_matrix: Any
-    origin_heads: Any
-
-
 class HeadDropout(NamedTuple):
     """Dropout of one head of one sequence: the key of Philox and what its counters begin with, and the number of the
     first row and column in a larger call."""
@@ -45,21 +31,22 @@ class HeadDropout(NamedTuple):
 
 
 @gluon.jit
-def dropout_of_head(dropout, sequence, head, heads):
-    """What `kept_weights` needs to know of a head."""
-    seed = gl.load(dropout.seed_ptr)
-    offset = gl.load(dropout.seed_ptr + 1)
+def dropout_of_head(side, numbers, sequence, head, heads):
+    """What `kept_weights` needs to know of a head, from the side inputs (`side_parameters`)."""
+    seed = gl.load(side.dropout_seed)
+    offset = gl.load(side.dropout_seed + 1)
+    origin = numbers.origin
     matrix = sequence * heads + head
     row = 0
     column = 0
-    if dropout.origin_matrix is not None:
-        matrix = dropout.origin_matrix + sequence * dropout.origin_heads + head
-        row = dropout.origin_row
-        column = dropout.origin_column
+    if origin.matrix is not None:
+        matrix = origin.matrix + sequence * origin.heads + head
+        row = origin.row
+        column = origin.column
     key, first_column, first_row = _head_words(
         seed.to(gl.uint32), (seed >> 32).to(gl.uint32), matrix.to(gl.uint32), offset.to(gl.uint32)
     )
-    return HeadDropout(key, first_column, first_row, dropout.threshold, row, column)
+    return HeadDropout(key, first_column, first_row, numbers.dropout.threshold, row, column)
 
 
 @gluon.jit

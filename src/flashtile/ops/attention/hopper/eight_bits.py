@@ -6,8 +6,6 @@ are multiplied in bfloat16: `attention_widen_kernel` writes the values so before
 its rows, which takes the time that the faster product saves (docs/engineering_log/fp8.md has both).
 """
 
-from typing import Any, NamedTuple
-
 from flashtile._backends.gluon import gl, gluon
 
 #: The smallest unit of scores: less, as factors may make it, is 0 or has few bits, and hidden scores times 0 are NaN.
@@ -17,23 +15,14 @@ LEAST_UNIT = gl.constexpr(2.0**-126)
 _VALUES = gl.constexpr(8)
 
 
-class Descale(NamedTuple):
-    """The factors of an 8-bit tensor, for each sequence and key/value head, which `group` query heads share. All None
-    where there are none."""
-
-    pointer: Any
-    stride_batch: Any
-    stride_head: Any
-    group: Any
-
-
 @gluon.jit
-def load_descale(descale, sequence, head, exists):
-    """The factor of a query head, 1 where there is none. `exists`: whether there is such a sequence."""
+def load_descale(pointer, strides, group, sequence, head, exists):
+    """The factor of a query head, 1 where there is none. `group` query heads share one. `exists`: whether there is such
+    a sequence."""
     factor = gl.to_tensor(1.0)
-    if descale.pointer is not None:
-        place = sequence.to(gl.int64) * descale.stride_batch + head // descale.group * descale.stride_head
-        factor = gl.load(descale.pointer + place, mask=exists, other=1.0)
+    if pointer is not None:
+        place = sequence.to(gl.int64) * strides.batch + head // group * strides.head
+        factor = gl.load(pointer + place, mask=exists, other=1.0)
     return factor
 
 

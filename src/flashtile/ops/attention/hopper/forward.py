@@ -50,15 +50,17 @@ from flashtile.ops.attention.hopper.blocks import (
     read_tile_info,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.dropout import Dropout, dropout_of_head
-from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, Descale, load_descale
 from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
 from flashtile.ops.attention.hopper.forward_scores import (
     HeadModifiers,
-    Modifiers,
+    cap_scale_of_head,
     drop_weights,
+    forward_dropout,
     load_table_tiles,
     modify_scores,
+    scale_of_head,
+    score_factor,
+    slope_of_head,
 )
 from flashtile.ops.attention.hopper.forward_softmax import (
     Softmax,
@@ -96,8 +98,8 @@ from flashtile.ops.attention.hopper.pieces import (
     row_sums,
     tile_in_order,
 )
-from flashtile.ops.attention.hopper.scores import load_slope
-from flashtile.ops.attention.hopper.tables import Table, last_shown, table_of_head
+from flashtile.ops.attention.hopper.scores import distance_shift
+from flashtile.ops.attention.hopper.tables import last_shown, table_of_head
 
 
 @aggregate
@@ -145,31 +147,33 @@ class Rings(NamedTuple):
     v: Any
 
 
-class Schedule(NamedTuple):
-    """How tiles are shared out: `tiles` on each of `lines`, which thread blocks take as they come if `dynamic`."""
-
-    counter_ptr: Any
-    tiles: Any
-    lines: Any
-    dynamic: Any
-
-
 class Problem(NamedTuple):
-    """Sizes of the call; the kernel's docstring says what they count."""
+    """What every role knows of the call.
 
-    cu_seqlens_q_ptr: Any
-    cu_seqlens_k_ptr: Any
-    key_lengths_ptr: Any
-    k_rows_apart: Any
-    v_rows_apart: Any
-    origin_diagonal: Any
+    Attributes:
+        side, numbers: the side inputs (`side_parameters`).
+        batch, heads: of the call. `group` query heads share a key/value head.
+        rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
+        tiles, lines: `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks take them as they come.
+        window: `plans.Window`.
+        units: `scores.ScoreUnits`.
+        k_rows_apart, v_rows_apart: with key lengths, rows of k and v from one batch entry to the next.
+    """
+
+    side: Any
     batch: Any
     heads: Any
     group: Any
     rows_q: Any
     rows_k: Any
-    window_left: Any
-    window_right: Any
+    tiles: Any
+    lines: Any
+    dynamic: Any
+    window: Any
+    units: Any
+    k_rows_apart: Any
+    v_rows_apart: Any
+    numbers: Any
 
 
 class BlockMask(NamedTuple):
@@ -239,36 +243,19 @@ class Attended(NamedTuple):
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc,
-    lse_ptr, counter_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, alibi_slopes_ptr, sinks_ptr, block_lists_ptr,
-    descale_q_ptr, descale_k_ptr, descale_v_ptr, key_lengths_ptr, dropout_seed_ptr, bias_ptr, mask_ptr,
-    batch, heads, group, rows_q, rows_k, tiles, lines, dynamic, window_left, window_right,
-    scale_log2, cap_scale, stride_alibi_batch,
-    block_offsets, block_tiles, block_kinds, block_bits, stride_block_batch, stride_block_head, block_order,
-    stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
-    stride_descale_v_batch, stride_descale_v_head, descale_group,
-    k_rows_apart, v_rows_apart, keep_threshold, keep_scale,
-    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
-    stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
-    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns,
+    lse_ptr, counter_ptr, problem, constants,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
-    PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
-    TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
-    STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr, BATCH_FIRST: gl.constexpr,
-    MASK_ENDS_KEYS: gl.constexpr,
+    PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
 ):  # fmt: skip
-    """`..._tail_desc`: of the second chunk of head_dim. `rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed
-    call. `group`: query heads per key/value head. `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks
-    take tiles as they come, through the two zeros at `counter_ptr`. `scale_log2`: scale · log2(e) > 0, or with a soft
-    cap softcap · log2(e), and then `cap_scale`: scale / softcap. `block_...`, `TILE_...`: of the block mask
-    (`blocks`). Descale factors of 8-bit inputs belong to a sequence and key/value head, and `descale_group` is `group`
-    once more. `k_rows_apart`, `v_rows_apart`: with key lengths, rows of k and v from one batch entry to the next.
-    `keep_...`, `origin_...`: of dropout and ALiBi (`dropout`). `stride_bias_...`, `stride_mask_...` and so on: of the
-    tables (`tables`). `BATCH_FIRST`: the same head of all batch entries comes next, because they share a table.
-    `MASK_ENDS_KEYS`: the mask is the same for all rows, and keys past the last one that it shows are left out. A
-    parameter that a call does not need is None.
+    """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
+    `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
+    same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
+    for all rows, and keys past the last one that it shows are left out. A parameter that a call does not need is
+    None.
     """
+    TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
         EIGHT_BITS=k_desc.dtype.primitive_bitwidth == 8,
         CONSUMERS=CONSUMERS,
@@ -277,15 +264,15 @@ def attention_forward_kernel(
         IN_TURN=IN_TURN,
         OUT_PLACES=OUT_PLACES,
         PACKED=PACKED,
-        KEY_LENGTHS=key_lengths_ptr is not None,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
         MASK_ENDS_KEYS=MASK_ENDS_KEYS,
-        HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT,
+        HAS_LEFT=constants.HAS_LEFT,
+        HAS_RIGHT=constants.HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
-        TILE_Q=TILE_Q,
+        TILE_Q=constants.TILE_Q,
         TILE_K=TILE_K,
-        BIAS_COLUMN=STRIDE_BIAS_COLUMN,
-        MASK_COLUMN=STRIDE_MASK_COLUMN,
+        BIAS_COLUMN=constants.BIAS_COLUMN,
+        MASK_COLUMN=constants.MASK_COLUMN,
         BATCH_FIRST=BATCH_FIRST,
     )
     tensors = Tensors(
@@ -293,36 +280,6 @@ def attention_forward_kernel(
         k=Chunks(k_desc, k_tail_desc),
         v=Chunks(v_desc, v_tail_desc),
         out=Chunks(out_desc, out_tail_desc),
-    )
-    schedule = Schedule(counter_ptr, tiles, lines, dynamic)
-    problem = Problem(
-        cu_seqlens_q_ptr=cu_seqlens_q_ptr,
-        cu_seqlens_k_ptr=cu_seqlens_k_ptr,
-        key_lengths_ptr=key_lengths_ptr,
-        k_rows_apart=k_rows_apart,
-        v_rows_apart=v_rows_apart,
-        origin_diagonal=origin_diagonal,
-        batch=batch,
-        heads=heads,
-        group=group,
-        rows_q=rows_q,
-        rows_k=rows_k,
-        window_left=window_left,
-        window_right=window_right,
-    )
-    modifiers = Modifiers(
-        scale_log2=scale_log2,
-        cap_scale=cap_scale,
-        alibi_slopes_ptr=alibi_slopes_ptr,
-        stride_alibi_batch=stride_alibi_batch,
-        bias=Table(bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns),
-        mask=Table(mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns),
-        dropout=Dropout(
-            dropout_seed_ptr, keep_threshold, keep_scale, origin_row, origin_column, origin_matrix, origin_heads
-        ),
-        descale_q=Descale(descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, descale_group),
-        descale_k=Descale(descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, descale_group),
-        descale_v=Descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, descale_group),
     )
     rings = Rings(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
@@ -334,32 +291,19 @@ def attention_forward_kernel(
         free=barriers(CONSUMERS, WARPGROUP),
         descriptors=tensors.out,
         lse_ptr=lse_ptr,
-        sinks_ptr=sinks_ptr,
     )
     queue = make_tile_queue(CONSUMERS)
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
-    blocks = BlockMask(
-        lists=BlockLists(
-            lists_ptr=block_lists_ptr,
-            offsets=block_offsets,
-            tiles=block_tiles,
-            kinds=block_kinds,
-            bits=block_bits,
-            stride_batch=stride_block_batch,
-            stride_head=stride_block_head,
-            order=block_order,
-        ),
-        tile_info=tile_info,
-    )
+    blocks = BlockMask(lists=BlockLists(problem.side.block_lists, problem.numbers.blocks), tile_info=tile_info)
     fence_async_shared()
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
-                (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
-                (produce, (config, queue, schedule, rings, tensors, problem, modifiers.mask, blocks)),
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (consume, (1, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
             ],
             [4, 1],
             [REGISTERS, PRODUCER_REGISTERS],
@@ -367,10 +311,10 @@ def attention_forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (0, config, queue, rings, output, problem, modifiers, blocks)),
-                (consume, (1, config, queue, rings, output, problem, modifiers, blocks)),
-                (consume, (2, config, queue, rings, output, problem, modifiers, blocks)),
-                (produce, (config, queue, schedule, rings, tensors, problem, modifiers.mask, blocks)),
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (consume, (1, config, queue, rings, output, problem, blocks)),
+                (consume, (2, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
@@ -381,23 +325,23 @@ def attention_forward_kernel(
 
 
 @gluon.jit
-def produce(config, queue, schedule, rings, tensors, problem, mask, blocks):
+def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
     """Producer warp: takes the tiles of this thread block, and loads what they need as soon as the rings have room."""
     tiles_published = 0
     key_tiles = 0
     number = gl.program_id(0)
-    while number < schedule.tiles * schedule.lines:
+    while number < problem.tiles * problem.lines:
         tiles_published, key_tiles, number = produce_tile(
-            number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask, blocks
+            number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
         )
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
     publish_query_tile(queue, tiles_published, end, 0, 0, config)
-    finish_numbers(schedule.counter_ptr, schedule.dynamic)
+    finish_numbers(counter_ptr, problem.dynamic)
 
 
 @gluon.jit
 def produce_tile(
-    number, tiles_published, key_tiles, config, queue, schedule, rings, tensors, problem, mask, blocks
+    number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
 ):  # fmt: skip
     """Publishes a tile to the consumers, if it has rows, and loads it. Returns how many tiles were published, how many
     key tiles were loaded, and the number of the next tile."""
@@ -409,14 +353,14 @@ def produce_tile(
     heads = problem.heads
     following = number
     tile, line = tile_in_order(
-        number, schedule.tiles, schedule.lines, PAIRS_TOGETHER, closing_lines(schedule.tiles), UNEVEN
+        number, problem.tiles, problem.lines, PAIRS_TOGETHER, closing_lines(problem.tiles), UNEVEN
     )
     if config.BATCH_FIRST:
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
     at = locate_tile(
-        tile, line, problem.cu_seqlens_q_ptr, problem.cu_seqlens_k_ptr, problem.batch, heads,
+        tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
         problem.rows_q, problem.rows_k, ROWS, config.PACKED,
     )  # fmt: skip
     if at.first < at.length:
@@ -429,13 +373,14 @@ def produce_tile(
         v_begin = at.other_begin
         if config.KEY_LENGTHS:
             # Rows past the end of a packed call have no sequence, and no length. A length may be more than 32 bits.
-            counted = gl.load(problem.key_lengths_ptr + at.sequence, mask=at.sequence < problem.batch, other=0)
+            counted = gl.load(problem.side.key_lengths + at.sequence, mask=at.sequence < problem.batch, other=0)
             keys = gl.minimum(counted, at.other_length).to(gl.int32)
             if not config.PACKED:
                 k_begin = at.sequence * problem.k_rows_apart
                 v_begin = at.sequence * problem.v_rows_apart
         if config.MASK_ENDS_KEYS:
-            keys = last_shown(table_of_head(mask, at.sequence, at.head), config.MASK_COLUMN, mask.columns, keys)
+            mask = table_of_head(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
+            keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
         publish_query_tile(queue, tiles_published, at, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
@@ -444,7 +389,7 @@ def produce_tile(
         tiles_published += 1
         shift = 0 if config.TOP_LEFT else at.other_length - at.length
         visited = key_tile_ranges(
-            at.first, at.length, shift, keys, problem.window_left, problem.window_right, ROWS, N,
+            at.first, at.length, shift, keys, problem.window.left, problem.window.right, ROWS, N,
             config.HAS_LEFT, config.HAS_RIGHT,
         )  # fmt: skip
         key_begin = visited.begin
@@ -467,9 +412,9 @@ def produce_tile(
             rings.v.fill(slot, tensors.v, HeadRows(at.sequence, head, v_begin, keys), row, BOUNDED)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                following = next_number(number, schedule.counter_ptr, schedule.dynamic, config.EIGHT_BITS)
+                following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
     else:
-        following = next_number(number, schedule.counter_ptr, schedule.dynamic, config.EIGHT_BITS)
+        following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
     return tiles_published, key_tiles, following
 
 
@@ -522,7 +467,7 @@ def receive_query_tile(queue, count, config):
 
 
 @gluon.jit
-def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, modifiers, blocks):
+def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, blocks):
     """Consumer warpgroup: computes the `WHICH`-th 64 rows of each tile."""
     declare_flag(WHICH)
     tiles_received = 0
@@ -533,14 +478,14 @@ def consume(WHICH: gl.constexpr, config, queue, rings, output, problem, modifier
     while tile.first >= 0:
         tiles_received += 1
         tile, key_tiles = consume_tile(
-            tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, blocks, WHICH
+            tile, tiles_received, key_tiles, config, queue, rings, output, problem, blocks, WHICH
         )
     tma_store_wait(0)
 
 
 @gluon.jit
 def consume_tile(
-    tile, tiles_received, key_tiles, config, queue, rings, output, problem, modifiers, blocks, WHICH: gl.constexpr
+    tile, tiles_received, key_tiles, config, queue, rings, output, problem, blocks, WHICH: gl.constexpr
 ):  # fmt: skip
     """Computes 64 rows of a tile, the `tiles_received`-th counted from 1, and stores them. Returns the next tile, and
     how many key tiles have come out of the rings."""
@@ -562,7 +507,7 @@ def consume_tile(
     first = tile.first + WHICH * M
     row = first + gl.arange(0, M, gl.SliceLayout(1, s_layout))
     visited, before, after = consumer_key_tiles(
-        tile.first, first, rows.length, shift, keys, problem.window_left, problem.window_right, ROWS, k.ROWS,
+        tile.first, first, rows.length, shift, keys, problem.window.left, problem.window.right, ROWS, k.ROWS,
         config.HAS_LEFT, config.HAS_RIGHT, SKIPS,
     )  # fmt: skip
     if SKIPS:
@@ -570,57 +515,35 @@ def consume_tile(
     if config.TILE_Q > 0:
         visited = KeyTileRange(0, visited.full_begin, visited.full_end, gl.maximum(tile.listed, 1))
     exists = tile.sequence < problem.batch  # rows past the end of a packed call belong to no sequence
-    unit = modifiers.scale_log2
-    cap_unit = modifiers.cap_scale
-    if config.EIGHT_BITS:
-        factor = load_descale(modifiers.descale_q, tile.sequence, tile.head, exists)
-        factor *= load_descale(modifiers.descale_k, tile.sequence, tile.head, exists)
-        if modifiers.cap_scale is not None:
-            cap_unit = modifiers.cap_scale * factor
-        else:
-            unit = modifiers.scale_log2 * factor
-            unit = gl.where(gl.abs(unit) < LEAST_UNIT, LEAST_UNIT, unit)
-    slope = modifiers.alibi_slopes_ptr  # None stays None
-    if modifiers.alibi_slopes_ptr is not None:
-        slope = load_slope(
-            modifiers.alibi_slopes_ptr, modifiers.stride_alibi_batch, tile.sequence, tile.head, unit, exists
-        )  # fmt: skip
-    bias = modifiers.bias
-    if modifiers.bias.pointer is not None:
-        pointer = table_of_head(bias, tile.sequence, tile.head)
-        bias = Table(pointer, None, None, bias.stride_row, bias.rows, bias.columns)
-    mask = modifiers.mask
-    if modifiers.mask.pointer is not None:
-        pointer = table_of_head(mask, tile.sequence, tile.head)
-        mask = Table(pointer, None, None, mask.stride_row, mask.rows, mask.columns)
-    dropout = None
-    if modifiers.dropout.seed_ptr is not None:
-        dropout = dropout_of_head(modifiers.dropout, tile.sequence, tile.head, problem.heads)
+    factor = score_factor(problem, tile.sequence, tile.head, exists, config)
+    unit = scale_of_head(problem.units, factor)
+    slope = slope_of_head(problem, tile.sequence, tile.head, unit, exists)
+    bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, tile.head)
+    mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, tile.head)
+    dropout = forward_dropout(problem, tile.sequence, tile.head)
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
-    alibi_shift = seq_k - rows.length
-    if problem.origin_diagonal is not None:
-        alibi_shift += problem.origin_diagonal
     view = View(
         row=row,
         first=first,
         shift=shift,
-        alibi_shift=alibi_shift,
+        alibi_shift=distance_shift(rows.length, seq_k, problem.numbers.origin),
         keys=keys,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
+        window_left=problem.window.left,
+        window_right=problem.window.right,
         tiles=visited,
     )
-    of_head = HeadModifiers(unit, cap_unit, slope, bias, mask, dropout)
-    attended = attend(query, key_tiles, of_head, view, blocks, rings, config, WHICH)
+    cap_scale = cap_scale_of_head(problem.units, factor)
+    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout)
+    attended = attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)
     if not config.Q_IN_REGISTERS:
         rings.q.release(q_slot)
     # While the last product is in flight: what comes next, and the statistics.
     following = receive_query_tile(queue, tiles_received, config)
-    inverse = store_statistics(attended.softmax, rows, row, problem, modifiers, output, config)
+    inverse = store_statistics(attended.softmax, rows, row, problem, output, config)
     out = wait_values(out, v)
     v.release(attended.slot)
     key_tiles = attended.key_tiles + 1

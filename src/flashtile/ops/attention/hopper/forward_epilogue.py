@@ -13,13 +13,12 @@ from flashtile.ops.attention.hopper.scores import LOG2_E
 
 class Output(NamedTuple):
     """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
-    turn (`free`); `descriptors` of out; lse; and the sinks, which join the statistics."""
+    turn (`free`); `descriptors` of out; and lse."""
 
     tiles: Any
     free: Any
     descriptors: Any
     lse_ptr: Any
-    sinks_ptr: Any
 
 
 @gluon.jit
@@ -35,18 +34,21 @@ def make_out_tiles(descriptors, config):
 
 
 @gluon.jit
-def store_statistics(softmax, rows, row, problem, modifiers, output, config):
+def store_statistics(softmax, rows, row, problem, output, config):
     """Stores lse. Returns what `o` is to be multiplied by."""
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
     reference = softmax.reference
     own = 1.0
-    if output.sinks_ptr is not None:
-        row_sum, reference, own = join_sink(row_sum, reference, output.sinks_ptr, rows, problem.batch)
+    side = problem.side
+    if side.sinks is not None:
+        row_sum, reference, own = join_sink(row_sum, reference, side, rows, problem.batch)
     if config.EIGHT_BITS:
-        own *= load_descale(modifiers.descale_v, rows.sequence, rows.head, rows.sequence < problem.batch)
+        descales = problem.numbers.descales
+        exists = rows.sequence < problem.batch
+        own *= load_descale(side.descale_v, descales.v, descales.group, rows.sequence, rows.head, exists)
     inverse = gl.where(row_sum == 0.0, 0.0, own / row_sum)
-    if modifiers.dropout.seed_ptr is not None:
-        inverse *= modifiers.dropout.keep_scale
+    if side.dropout_seed is not None:
+        inverse *= problem.numbers.dropout.scale
     lse = gl.where(row_sum == 0.0, float("-inf"), reference * LN_2 + gl.log(row_sum))
     if config.PACKED:
         offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
@@ -57,10 +59,10 @@ def store_statistics(softmax, rows, row, problem, modifiers, output, config):
 
 
 @gluon.jit
-def join_sink(row_sum, reference, sinks_ptr, rows, batch):
+def join_sink(row_sum, reference, side, rows, batch):
     """Row sums and maxima with the sink among them, and the factor that leads from a row's old unit to the new one. The
     rows past the end of a packed call (sequence number `batch`) have no sink."""
-    sink = gl.load(sinks_ptr + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
+    sink = gl.load(side.sinks + rows.head, mask=rows.sequence < batch, other=float("-inf")) * LOG2_E
     seen = gl.where(row_sum == 0.0, float("-inf"), reference)
     top = finite(gl.maximum(seen, sink))
     own = gl.exp2(seen - top)

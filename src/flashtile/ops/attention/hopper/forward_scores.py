@@ -15,31 +15,25 @@ from typing import Any, NamedTuple
 
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.hopper.blocks import FULL, where_visible
-from flashtile.ops.attention.hopper.dropout import kept_weights
+from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
+from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, load_descale
 from flashtile.ops.attention.hopper.pieces import M, mask_scores
-from flashtile.ops.attention.hopper.scores import LOG2_E, capped, lowered_by_distance
+from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
 from flashtile.ops.attention.hopper.tables import TableTiles, add_bias, hide_by_mask, load_table
 
 
-class Modifiers(NamedTuple):
-    """What changes scores, for all heads: units, soft cap, ALiBi, tables, dropout, and the factors of 8-bit inputs."""
-
-    scale_log2: Any
-    cap_scale: Any
-    alibi_slopes_ptr: Any
-    stride_alibi_batch: Any
-    bias: Any
-    mask: Any
-    dropout: Any
-    descale_q: Any
-    descale_k: Any
-    descale_v: Any
-
-
 class HeadModifiers(NamedTuple):
-    """What changes the scores of one head. `cap_scale`, `slope` of ALiBi and `dropout` are None where a call has none,
-    as are the pointers of `bias` and `mask` (`Table`)."""
+    """What changes the scores of one head of one sequence.
 
+    Attributes:
+        numbers: `side_parameters.SideNumbers`.
+        scale_log2, cap_scale: `scores.ScoreUnits`, with the factors of 8-bit inputs.
+        slope: of ALiBi; None without.
+        bias, mask: pointers (`tables.table_of_head`); None without.
+        dropout: `dropout.HeadDropout`; None without.
+    """
+
+    numbers: Any
     scale_log2: Any
     cap_scale: Any
     slope: Any
@@ -49,15 +43,69 @@ class HeadModifiers(NamedTuple):
 
 
 @gluon.jit
+def score_factor(problem, sequence, head, exists, config):
+    """The factor of the scores of a head of 8-bit inputs; None for others."""
+    factor = None
+    if config.EIGHT_BITS:
+        side = problem.side
+        descales = problem.numbers.descales
+        factor = load_descale(side.descale_q, descales.q, descales.group, sequence, head, exists)
+        factor *= load_descale(side.descale_k, descales.k, descales.group, sequence, head, exists)
+    return factor
+
+
+@gluon.jit
+def cap_scale_of_head(units, factor):
+    """The `cap_scale` of a head; None without a soft cap."""
+    cap_scale = units.cap_scale
+    if factor is not None and units.cap_scale is not None:
+        cap_scale = units.cap_scale * factor
+    return cap_scale
+
+
+@gluon.jit
+def scale_of_head(units, factor):
+    """The `scale_log2` of a head."""
+    unit = units.scale_log2
+    if factor is not None and units.cap_scale is None:
+        unit = units.scale_log2 * factor
+        unit = gl.where(gl.abs(unit) < LEAST_UNIT, LEAST_UNIT, unit)
+    return unit
+
+
+@gluon.jit
+def slope_of_head(problem, sequence, head, unit, exists):
+    """ALiBi's slope of a head, in units of its scores; None without ALiBi."""
+    slope = None
+    if problem.side.alibi_slopes is not None:
+        slope = load_slope(problem.side, problem.numbers, sequence, head, unit, exists)
+    return slope
+
+
+@gluon.jit
+def forward_dropout(problem, sequence, head):
+    """The `HeadDropout` of a head; None without dropout."""
+    dropout = None
+    if problem.side.dropout_seed is not None:
+        dropout = dropout_of_head(problem.side, problem.numbers, sequence, head, problem.heads)
+    return dropout
+
+
+@gluon.jit
 def load_table_tiles(n, modifiers, view, config, N: gl.constexpr, layout: gl.constexpr):
     """The tiles of the tables that belong to the `n`-th key tile, in the layout of scores."""
     bias = 0
     mask = 0
-    if modifiers.bias.pointer is not None:
+    if modifiers.bias is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
-        bias = load_table(modifiers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout, float("nan"), False)
-    if modifiers.mask.pointer is not None:
-        mask = load_table(modifiers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout, 0, False)
+        bias = load_table(
+            modifiers.bias, modifiers.numbers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout, float("nan"),
+            False,
+        )  # fmt: skip
+    if modifiers.mask is not None:
+        mask = load_table(
+            modifiers.mask, modifiers.numbers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout, 0, False
+        )
     return TableTiles(bias, mask)
 
 
@@ -68,11 +116,11 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
     diagonal = view.row + view.alibi_shift
     if modifiers.cap_scale is not None:
         s = capped(s, modifiers.cap_scale)
-    if modifiers.bias.pointer is not None:
+    if modifiers.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
     if modifiers.slope is not None:
         s = lowered_by_distance(s, diagonal, first_key, modifiers.slope)
-    if modifiers.mask.pointer is not None:
+    if modifiers.mask is not None:
         s = hide_by_mask(s, tables.mask)
     if config.TILE_Q > 0:
         if kind != FULL:

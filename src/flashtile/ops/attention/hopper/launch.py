@@ -8,23 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import (
-    Parameter,
-    Plan,
-    optional,
-    plan_cache,
-    plan_of,
-    pointer,
-    pointer_to,
-    specialise,
-)
+from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
 from flashtile.ops.attention.hopper.backward_launch import backward, prepare_backward
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
@@ -38,35 +29,12 @@ from flashtile.ops.attention.hopper.configs import (
     query_places,
     table_bytes,
 )
-from flashtile.ops.attention.hopper.forward import attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import (
-    INT32,
-    ScoreVariant,
-    block_constants,
-    block_lists,
-    block_parameters,
-    column_stride,
-    dropout_parameters,
-    length_parameters,
-    score_parameters,
-    score_values,
-    table_parameters,
-    whole_tiles,
-)
+from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
+from flashtile.ops.attention.hopper.parameters import readable_side, score_units, side_of_call, whole_tiles
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
-from flashtile.ops.attention.plans import (
-    PLAIN_SIDE,
-    Layout,
-    SideShape,
-    Table,
-    block_places,
-    clipped_window,
-    descale_parameters,
-    positive_scale,
-    side_shape,
-    tiles_of,
-)
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype, plain_side
+from flashtile.ops.attention.plans import Layout, SideShape, Table, positive_scale, side_shape, tiles_of
+from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 __all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
@@ -77,10 +45,6 @@ _LONG_KEYS = 4096
 
 #: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
 _MOVED = ("q", "k", "v", "out")
-
-
-#: `_side_pointers` of a call without tensors beside q, k and v, the commonest.
-_NO_POINTERS = (pointer(None),) * 12
 
 
 class ForwardPlan(NamedTuple):
@@ -116,8 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
-    given = _NO_POINTERS if plain_side(side) else _side_pointers(side)
-    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), given)
+    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), side_pointers(readable_side(side)))
 
 
 def prepare_forward(
@@ -135,18 +98,12 @@ def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
     return _plan(q.dtype, q.device, shapes, strides, side.max_seqlen_q, side_shape(side), spec)
 
 
-def _launch(plan: ForwardPlan, q: int, k: int, v: int, side: tuple[Any, ...] = _NO_POINTERS) -> tuple[Tensor, Tensor]:
+def _launch(plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE) -> tuple[Tensor, Tensor]:
     """Enqueues the kernel, from addresses. Returns (out, lse)."""
     out, lse = plan.allocate()
     counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else None
     plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side)
     return out, lse
-
-
-def _side_pointers(side: SideInputs) -> tuple[int, ...]:
-    """In the order of the kernel's parameters."""
-    tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.alibi_slopes, side.sinks, block_lists(side), *side.descales)
-    return tuple(map(pointer, (*tensors, side.key_lengths, side.dropout_seed, side.bias, side.mask)))
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
@@ -223,11 +180,7 @@ def _plan(
     whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
     covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
     covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
-    tables = {
-        **table_parameters("bias", side.bias, covered),
-        **table_parameters("mask", side.mask, covered),
-        **dropout_parameters(spec),
-    }
+    described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
     dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
     parameters = {
         **{
@@ -235,8 +188,25 @@ def _plan(
             for name in _MOVED
             for part, box in zip(("", "_tail"), boxes[name])
         },
-        **_parameters(side, ScoreVariant(spec.softcap > 0, side.alibi > 0, side.sinks)),
-        **tables,
+        "lse_ptr": pointer_to(torch.float32),
+        "counter_ptr": pointer_to(torch.int32, 16),
+        "problem": Problem(
+            side=described.pointers,
+            batch=int32(batch),
+            heads=int32(heads),
+            group=int32(heads // heads_kv),
+            rows_q=int32(rows_q),
+            rows_k=int32(rows_k),
+            tiles=int32(tiles),
+            lines=int32(lines),
+            dynamic=int32(int(dynamic)),
+            window=window_parameters(spec),
+            units=score_units(spec),
+            numbers=described.numbers,
+            k_rows_apart=int32(None if packed or not bounded else row_strides(shapes[1], strides[1])[1]),
+            v_rows_apart=int32(None if packed or not bounded else row_strides(shapes[2], strides[2])[1]),
+        ),
+        "constants": described.constants,
     }
     constants = {
         "CONSUMERS": config.consumers,
@@ -249,34 +219,15 @@ def _plan(
         "OUT_PLACES": out_places(config, head_dim, head_dim_v, dtype),
         "QUERY_PLACES": query_places(config, head_dim, head_dim_v, dtype),
         "PACKED": packed,
-        "HAS_LEFT": left,
-        "HAS_RIGHT": right,
         "TOP_LEFT": spec.banded and spec.top_left,
-        **block_constants(block_tile),
-        "STRIDE_BIAS_COLUMN": column_stride(side.bias),
-        "STRIDE_MASK_COLUMN": column_stride(side.mask),
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
     }
-    group = heads // heads_kv
-    window_left, window_right = clipped_window(spec)
-    values = {
-        **{"batch": batch, "heads": heads, "group": group, "rows_q": rows_q, "rows_k": rows_k},
-        **{"tiles": tiles, "lines": lines, "dynamic": int(dynamic)},
-        **{"window_left": window_left, "window_right": window_right},
-        **score_values(spec, heads, side.alibi),
-        **block_places(spec, side.blocks, by_column=False)._asdict(),
-        **{name: of.value for name, of in descale_parameters(side.descales).items() if name.startswith("stride_")},
-        "descale_group": None if side.descales == PLAIN_SIDE.descales else group,
-        "k_rows_apart": None if packed or not bounded else row_strides(shapes[1], strides[1])[1],
-        "v_rows_apart": None if packed or not bounded else row_strides(shapes[2], strides[2])[1],
-        **{name: of.value for name, of in tables.items() if not name.endswith("_ptr")},
-    }
-    source = specialise(
-        attention_forward_kernel, parameters, constants, num_warps=4, max_registers=config.max_registers
-    )
-    kernel = plan_of(source, values, programs, device)
+    kernel = make_plan(
+        attention_forward_kernel, parameters, constants, programs, device, num_warps=4,
+        max_registers=config.max_registers,
+    )  # fmt: skip
     if not programs:
         return ForwardPlan(kernel, False, (), joined(()), allocator(outputs, device))
     widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
@@ -318,22 +269,4 @@ def _boxes(
             ((1, 1) if ends[name] else (1,)) + (rows[name], 1, width) if width else None for width in widths[name]
         )
         for name in _MOVED
-    }
-
-
-def _parameters(side: SideShape, scores: ScoreVariant) -> dict[str, Parameter]:
-    """All but the descriptors, tables and dropout."""
-    numbers = ("batch", "heads", "group", "rows_q", "rows_k", "tiles", "lines", "dynamic")
-    bounded = side.key_lengths_dtype is not None and side.sequences is None
-    return {
-        "lse_ptr": pointer_to(torch.float32),
-        "counter_ptr": pointer_to(torch.int32, 16),
-        **length_parameters(side.index_dtypes),
-        "key_lengths_ptr": pointer_to(side.key_lengths_dtype),
-        **dict.fromkeys((*numbers, "window_left", "window_right"), INT32),
-        **dict.fromkeys(("k_rows_apart", "v_rows_apart"), optional(bounded, INT32)),
-        **score_parameters(scores),
-        **block_parameters(side.blocks is not None),
-        **descale_parameters(side.descales),
-        "descale_group": optional(side.descales != PLAIN_SIDE.descales, INT32),
     }

@@ -4,15 +4,34 @@ Both kernels hold scores in units in which a factor of `scale_log2` is left to t
 a soft cap `tanh(q kᵀ · scale / softcap)`. What a call does not have is None when the kernel compiles.
 """
 
+from typing import Any, NamedTuple
+
 from flashtile._backends.gluon import gl, gluon
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
+class ScoreUnits(NamedTuple):
+    """`scale_log2`: the factor that is left to the exponential. `cap_scale`: scale / softcap; None without a cap."""
+
+    scale_log2: Any
+    cap_scale: Any
+
+
 @gluon.jit
-def load_slope(alibi_slopes_ptr, stride_batch, sequence, head, scale_log2, seen):
+def load_slope(side, numbers, sequence, head, scale_log2, seen):
     """ALiBi's slope of one head of one sequence, in the units of scores; 0 where `seen` says that nothing is there."""
-    return gl.load(alibi_slopes_ptr + sequence * stride_batch + head, mask=seen, other=0.0) * (LOG2_E / scale_log2)
+    place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
+    return gl.load(place, mask=seen, other=0.0) * (LOG2_E / scale_log2)
+
+
+@gluon.jit
+def distance_shift(seq_q, seq_k, origin):
+    """The key at no distance from query 0, as ALiBi counts. `origin`: `spec.Origin`."""
+    shift = seq_k - seq_q
+    if origin.diagonal is not None:
+        shift += origin.diagonal
+    return shift
 
 
 @gluon.jit

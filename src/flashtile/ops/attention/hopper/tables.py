@@ -9,22 +9,6 @@ from typing import Any, NamedTuple
 from flashtile._backends.gluon import gl, gluon
 
 
-class Table(NamedTuple):
-    """A table of all heads, or of one head of one sequence, when `pointer` is as `table_of_head` returns it.
-
-    Strides are in elements. `stride_row` is None where rows broadcast; that of columns is a constant of the kernel.
-    `rows` and `columns` say where the table ends; None where no tile ends past it. A call without such a table has all
-    None.
-    """
-
-    pointer: Any
-    stride_batch: Any
-    stride_head: Any
-    stride_row: Any
-    rows: Any
-    columns: Any
-
-
 class TableTiles(NamedTuple):
     """The tiles of bias and mask that belong to a tile of scores, each a placeholder where a call has no such table."""
 
@@ -33,22 +17,26 @@ class TableTiles(NamedTuple):
 
 
 @gluon.jit
-def table_of_head(table, sequence, head):
-    """A pointer to the first element of a head of a sequence."""
-    first = gl.to_tensor(sequence).to(gl.int64) * table.stride_batch
-    return table.pointer + (first + gl.to_tensor(head).to(gl.int64) * table.stride_head)
+def table_of_head(pointer, numbers, sequence, head):
+    """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
+    `side_parameters.TableNumbers`."""
+    first = None
+    if pointer is not None:
+        batch = gl.to_tensor(sequence).to(gl.int64) * numbers.stride_batch
+        first = pointer + (batch + gl.to_tensor(head).to(gl.int64) * numbers.stride_head)
+    return first
 
 
 @gluon.jit
 def load_table(
-    table, STRIDE_COLUMN: gl.constexpr, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    pointer, numbers, STRIDE_COLUMN: gl.constexpr, first_query, first_key, QUERIES: gl.constexpr, KEYS: gl.constexpr,
     layout: gl.constexpr, OTHER: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The tile of a head's table from `first_query` and `first_key` on, `OTHER` past its end.
+    """The tile of a head's table (`table_of_head`) from `first_query` and `first_key` on, `OTHER` past its end.
+    `STRIDE_COLUMN`: 0 where columns of the table broadcast.
 
     It belongs to scores `[QUERIES, KEYS]`, TRANSPOSED `[KEYS, QUERIES]`, in the layout of a product, and comes in
     eights of their columns, `[rows, columns / 8, 8]` (`in_eights`), with 1 in the place of what broadcasts.
-    `STRIDE_COLUMN`: 0 where columns of the table broadcast.
 
     Which eight it is, is known when the kernel compiles. So a thread has an address for each of its rows, and constants
     for what lies beside.
@@ -59,21 +47,20 @@ def load_table(
     down = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, eights)))[:, None, None]
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, eights)))[None, :, None]
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, eights)))[None, None, :]
-    pointer = table.pointer
     inside = None
     # Wide arithmetic for the tile's first element and for its rows; columns lie near each other.
-    if table.stride_row is not None:
-        pointer += first_query.to(gl.int64) * table.stride_row
+    if numbers.stride_row is not None:
+        pointer += first_query.to(gl.int64) * numbers.stride_row
         if TRANSPOSED:
-            pointer += within.to(gl.int64) * table.stride_row
-            pointer += eight.to(gl.int64) * (8 * table.stride_row)
+            pointer += within.to(gl.int64) * numbers.stride_row
+            pointer += eight.to(gl.int64) * (8 * numbers.stride_row)
         else:
-            pointer += down.to(gl.int64) * table.stride_row
-        if table.rows is not None:
+            pointer += down.to(gl.int64) * numbers.stride_row
+        if numbers.rows is not None:
             if TRANSPOSED:
-                inside = within < table.rows - first_query - 8 * eight
+                inside = within < numbers.rows - first_query - 8 * eight
             else:
-                inside = down < table.rows - first_query
+                inside = down < numbers.rows - first_query
     if STRIDE_COLUMN > 0:
         pointer += first_key.to(gl.int64) * STRIDE_COLUMN
         if TRANSPOSED:
@@ -81,11 +68,11 @@ def load_table(
         else:
             pointer += within * STRIDE_COLUMN
             pointer += eight * (8 * STRIDE_COLUMN)
-        if table.columns is not None:
+        if numbers.columns is not None:
             if TRANSPOSED:
-                before_end = down < table.columns - first_key
+                before_end = down < numbers.columns - first_key
             else:
-                before_end = within < table.columns - first_key - 8 * eight
+                before_end = within < numbers.columns - first_key - 8 * eight
             if inside is None:
                 inside = before_end
             else:
@@ -98,13 +85,13 @@ def load_table(
 
 
 @gluon.jit
-def last_shown(pointer, STRIDE_COLUMN: gl.constexpr, columns, keys):
-    """How many keys there are up to the last one that a mask shows whose rows are all alike. By one warp, from behind,
-    so that a mask without padding is done after the first step."""
+def last_shown(pointer, numbers, STRIDE_COLUMN: gl.constexpr, keys):
+    """How many keys there are up to the last one that a mask shows whose rows are all alike, from its first element on.
+    By one warp, from behind, so that a mask without padding is done after the first step."""
     STEP: gl.constexpr = 128
     place = gl.arange(0, STEP, gl.BlockedLayout([STEP // 32], [32], [1], [0]))
-    if columns is not None:
-        keys = gl.minimum(keys, columns)
+    if numbers.columns is not None:
+        keys = gl.minimum(keys, numbers.columns)
     end = keys
     shown = keys * 0
     while (end > 0) & (shown == 0):

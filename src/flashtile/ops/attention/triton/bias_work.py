@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from flashtile._backends.launch import int32, int64
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.triton.configs import TileConfig
 
@@ -32,10 +33,34 @@ class BiasWork(NamedTuple):
         """Whether the kernel's loop, of two steps for each of those that share, counts past 32 bits."""
         return self.sharing >= 2**30
 
-    def scalars(self, bias: Table) -> dict[str, int]:
-        names = ("sums_batch", "sums_heads", "sums_rows", "sums_columns")
-        longest = dict(zip(("longest_q", "longest_k"), self.longest))
-        return {**dict(zip(names, bias.shape)), **longest, "sharing": self.sharing, "parts": self.parts}
+    def numbers(self, bias: Table | None) -> WorkNumbers:
+        """As the kernel takes it."""
+        batch, heads, rows, columns = (None,) * 4 if bias is None else bias.shape
+        longest_q, longest_k = self.longest
+        return WorkNumbers(
+            batch=int32(batch),
+            heads=int32(heads),
+            rows=int32(rows),
+            columns=int32(columns),
+            longest_q=int32(longest_q),
+            longest_k=int32(longest_k),
+            sharing=(int64 if self.many else int32)(self.sharing),
+            parts=int32(self.parts),
+        )
+
+
+class WorkNumbers(NamedTuple):
+    """The cut of one call in its kernel: the sizes of the bias, and the fields of `BiasWork`. `sharing` is in 64 bits
+    where the loop counts past 32."""
+
+    batch: Any
+    heads: Any
+    rows: Any
+    columns: Any
+    longest_q: Any
+    longest_k: Any
+    sharing: Any
+    parts: Any
 
 
 def cut_work(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles: TileConfig) -> BiasWork:

@@ -12,39 +12,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.plans import BlockSizes, block_places
-from flashtile.ops.attention.spec import AttentionSpec
-from flashtile.ops.attention.triton.configs import OWN_KEYS, Kernel
-
 #: As in `flashtile.ops.attention.tile_lists`.
 FULL = tl.constexpr(-1)
 EMPTY = tl.constexpr(-2)
-
-#: What tells a kernel where its part of a block mask's lists is.
-BLOCK_SCALARS = ("block_offsets", "block_tiles", "block_kinds", "stride_block_batch", "stride_block_head")
-
-
-def block_scalars(kernel: Kernel, spec: AttentionSpec, sizes: BlockSizes | None) -> dict[str, int | None]:
-    """Where in a block mask's lists (`BlockMask.lists`) the kernel's lines, tiles and kinds are; None without one."""
-    places = block_places(spec, sizes, kernel in OWN_KEYS)
-    return {name: getattr(places, name) for name in BLOCK_SCALARS}
-
-
-class BlockLists(NamedTuple):
-    """The lists of a block mask, as a kernel walks over them.
-
-    Attributes:
-        ptr: the lists.
-        offsets, tiles, kinds: where in the lists the offsets of the lines, the tiles and their kinds begin.
-        stride_batch, stride_head: lines from one batch entry, or head, to the next; 0 where they share lines.
-    """
-
-    ptr: Any
-    offsets: Any
-    tiles: Any
-    kinds: Any
-    stride_batch: Any
-    stride_head: Any
 
 
 class BlockLine(NamedTuple):
@@ -56,12 +26,13 @@ class BlockLine(NamedTuple):
 
 
 @triton.jit
-def load_line(lists, sequence, head, line):
-    """The `BlockLine` of a number, among those of one head of one sequence."""
-    pointer = lists.ptr + lists.offsets + sequence * lists.stride_batch + head * lists.stride_head + line
+def load_line(side, numbers, sequence, head, line):
+    """The `BlockLine` of a number, among those of one head of one sequence, from the side inputs."""
+    blocks = numbers.blocks
+    pointer = side.block_lists + blocks.offsets + sequence * blocks.stride_batch + head * blocks.stride_head + line
     first, end = tl.load(pointer), tl.load(pointer + 1)
-    tiles_ptr = lists.ptr + lists.tiles + first
-    kinds_ptr = lists.ptr + lists.kinds + first
+    tiles_ptr = side.block_lists + blocks.tiles + first
+    kinds_ptr = side.block_lists + blocks.kinds + first
     return BlockLine(end - first, tiles_ptr, kinds_ptr)
 
 
@@ -75,15 +46,17 @@ def listed_tile(blocks, step, TILE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def apply_pattern(
-    scores, patterns_ptr, kind, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    scores, patterns_ptr, constants, kind, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Hides what a partly visible tile does not show. A full tile stays as it is, and nothing is read for it.
-    `patterns_ptr`: `[P, TILE_Q, TILE_K]`.
+    `patterns_ptr`: `[P, TILE_Q, TILE_K]`. `constants`: `side_parameters.CallConstants`.
 
     The backward branches around it and is faster so (dk/dv 0.31 ms against 0.44). In the forward ptxas takes a branch
     for a reason to serialise the matrix products of Hopper (its message C7515; 2.4 ms against 0.3).
     """
+    TILE_Q: tl.constexpr = constants.TILE_Q
+    TILE_K: tl.constexpr = constants.TILE_K
     row = first_row % TILE_Q + tl.arange(0, BLOCK_M)
     column = tl.multiple_of(first_column % TILE_K, BLOCK_N) + tl.arange(0, BLOCK_N)
     pattern = patterns_ptr + kind.to(tl.int64) * (TILE_Q * TILE_K)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
-from flashtile.ops.attention.triton.scores import Modifiers, Table, load_alibi, modified_scores
+from flashtile.ops.attention.triton.blocks import apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.scores import Modifiers, TableColumns, load_alibi, modified_scores
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
+    TileRanges,
     head_pointer,
     load_rows,
     locate_tile,
@@ -31,64 +32,38 @@ from flashtile.ops.attention.triton.tiles import (
 
 @triton.jit
 def attention_column_sums_kernel(
-    q_ptr, k_ptr, lse_ptr, sums_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr,
-    stride_q_batch, stride_q_head,
-    stride_k_batch, stride_k_head,
-    batch, heads, group, rows_q, rows_k, window_left, window_right, scale,
-    softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
-    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
-    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
-    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, HAS_KEY_LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    q_ptr, k_ptr, lse_ptr, sums_ptr, side, q_strides, k_strides,
+    batch, heads, group, rows_q, rows_k, window, scale, numbers, softcap, constants, shape,
+    PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    PRECISION: tl.constexpr, MODIFIED: tl.constexpr, BATCH_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Arguments as in the forward kernel. `lse`: `[batch, heads, seq_q]`, packed `[heads, total_q]`; `sums` likewise,
     of keys."""
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     sequence, head, first, begin_k, seq_k, begin_q, seq_q = locate_tile(
-        tl.program_id(0), cu_seqlens_k_ptr, cu_seqlens_q_ptr, batch, heads, rows_k, rows_q,
+        tl.program_id(0), side.cu_seqlens_k, side.cu_seqlens_q, batch, heads, rows_k, rows_q,
         BLOCK_N, PACKED, LAST_FIRST=False, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_k:
         return
     head_kv = head // group
-    q_base = head_pointer(q_ptr, sequence, begin_q, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
-    k_base = head_pointer(
-        k_ptr, sequence, begin_k + first, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED
-    )
+    q_base = head_pointer(q_ptr, q_strides, sequence, begin_q, head, PACKED)
+    k_base = head_pointer(k_ptr, k_strides, sequence, begin_k + first, head_kv, PACKED)
     lse_base = lse_ptr + row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
-    keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
+    keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
     shift = 0 if TOP_LEFT else seq_k - seq_q
-    begin, full_begin, full_end, end = query_tile_ranges(
-        first, keys, shift, seq_q, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
-    bias_table = Table(
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
-    )
-    mask_table = Table(
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
-    )
-    alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, None)
-    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, None)
+    visited = query_tile_ranges(first, keys, shift, seq_q, window, constants, shape)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
     blocks = None
-    if TILE_Q:
-        lists = BlockLists(
-            block_lists_ptr, block_offsets, block_tiles, block_kinds,
-            stride_block_batch, stride_block_head,
-        )  # fmt: skip
-        blocks = load_line(lists, sequence, head, first // TILE_K)
-        begin = 0
-        end = blocks.entries * TILE_Q
+    if constants.TILE_Q:
+        blocks = load_line(side, numbers, sequence, head, first // constants.TILE_K)
+        visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_Q)
+    columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
+    modifiers = Modifiers(side, numbers, columns, softcap, None, sequence, head, alibi, None)
     sums = _sum_weights(
-        q_base, k_base, lse_base, begin, full_begin, full_end, end,
-        first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr,
-        STRIDE_Q_ROW, STRIDE_K_ROW, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
+        q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
+        modifiers, blocks, constants, shape,
+        WHOLE, ALL_VISIBLE, PRECISION, MODIFIED,
     )  # fmt: skip
     # Keys past their length read as zeros above; what they gathered is not theirs.
     column = tl.arange(0, BLOCK_N)
@@ -99,35 +74,36 @@ def attention_column_sums_kernel(
 
 @triton.jit
 def _sum_weights(
-    q_base, k_base, lse_base, begin, full_begin, full_end, end,
-    first, keys, shift, seq_q, window_left, window_right, scale, modifiers, blocks, patterns_ptr,
-    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-    PRECISION: tl.constexpr, MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
+    q_base, k_base, q_strides, k_strides, lse_base, visited, first, keys, shift, seq_q, window, scale,
+    modifiers, blocks, constants, shape,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the weights of the rows in the query tiles from `begin` to `end`, or in those that `blocks` lists:
+    """The sum of the weights of the rows in the query tiles of `visited`, or in those that `blocks` lists:
     `[N]`."""
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_D: tl.constexpr = shape.BLOCK_D
+    CHUNK: tl.constexpr = shape.CHUNK
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     column = first + tl.arange(0, BLOCK_N)
     if not CHUNK:
-        k_tile = load_rows(k_base, STRIDE_K_ROW, 0, keys - first, HEAD_DIM, BLOCK_N, BLOCK_D, False)
+        k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, False)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
-    for step in tl.range(begin, end, BLOCK_M):
+    for step in tl.range(visited.begin, visited.end, BLOCK_M):
         start = step
-        if TILE_Q:
-            start, kind = listed_tile(blocks, step, TILE_Q, BLOCK_M)
+        if blocks is not None:
+            start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
         lse = tl.load(lse_base + row, mask=row < seq_q, other=float("-inf"))
         # In units of log2; +inf for rows that saw nothing, so that their weights are 0.
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
         if CHUNK:
             scores = product_by_chunks(
-                q_base, STRIDE_Q_ROW, start, seq_q, k_base, STRIDE_K_ROW, 0, keys - first,
-                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, start, seq_q, k_base, k_strides, 0, keys - first,
+                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
-            q_tile = load_rows(q_base, STRIDE_Q_ROW, start, seq_q, HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
+            q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         if MODIFIED:
             scores, _tanh = modified_scores(
@@ -140,15 +116,24 @@ def _sum_weights(
                 TRANSPOSED=False,
                 SCORE_FUNCTION=None,
             )
-        if PATTERNS:
-            if kind >= 0:
-                scores = apply_pattern(
-                    scores, patterns_ptr, kind, start, first, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
-                )
+        if blocks is not None:
+            if modifiers.side.block_patterns is not None:
+                if kind >= 0:
+                    scores = apply_pattern(
+                        scores,
+                        modifiers.side.block_patterns,
+                        constants,
+                        kind,
+                        start,
+                        first,
+                        BLOCK_M,
+                        BLOCK_N,
+                        TRANSPOSED=False,
+                    )
         probs = tl.exp2(scores * unit - lse[:, None])
-        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
+        if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = (row < seq_q)[:, None] & visible_pairs(
-                row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
+                row[:, None], column[None, :], shift, keys, window, constants
             )
             probs = tl.where(visible, probs, 0.0)
         total += probs

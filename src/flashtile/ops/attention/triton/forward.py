@@ -22,13 +22,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.spec import Origin
-from flashtile.ops.attention.triton.blocks import BlockLists, apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.blocks import apply_pattern, listed_tile, load_line
 from flashtile.ops.attention.triton.scores import (
-    Dropout,
     Modifiers,
     ScoreFunction,
-    Table,
+    TableColumns,
     dropout_matrix,
     kept_weights,
     load_alibi,
@@ -40,6 +38,7 @@ from flashtile.ops.attention.triton.tiles import (
     LEAST_SCALE,
     LN_2,
     LOG2_E,
+    TileRanges,
     as_operand,
     head_pointer,
     key_tile_ranges,
@@ -57,103 +56,65 @@ from flashtile.ops.common.triton.functions import swizzles_differ
 
 @triton.jit
 def attention_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_scores_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, key_lengths_ptr, dropout_seed_ptr,
-    bias_ptr, mask_ptr, alibi_slopes_ptr, block_lists_ptr, block_patterns_ptr, sinks_ptr,
-    descale_q_ptr, descale_k_ptr, descale_v_ptr, captured,
-    stride_q_batch, stride_q_head,
-    stride_k_batch, stride_k_head,
-    stride_v_batch, stride_v_head,
-    stride_out_batch, stride_out_head,
-    batch, heads, group, rows_q, rows_k, window_left, window_right, keep_threshold, scale, keep_scale,
-    softcap, stride_bias_batch, stride_bias_head, stride_bias_row, bias_rows, bias_columns,
-    stride_mask_batch, stride_mask_head, stride_mask_row, mask_rows, mask_columns, stride_alibi_batch,
-    block_offsets, block_tiles, block_kinds, stride_block_batch, stride_block_head,
-    origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads,
-    captured_sizes,
-    stride_descale_q_batch, stride_descale_q_head, stride_descale_k_batch, stride_descale_k_head,
-    stride_descale_v_batch, stride_descale_v_head,
-    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
-    STRIDE_OUT_ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
-    HAS_KEY_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, STRIDE_BIAS_COLUMN: tl.constexpr, STRIDE_MASK_COLUMN: tl.constexpr,
-    TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr, BATCH_FIRST: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_scores_ptr, side, captured,
+    q_strides, k_strides, v_strides, out_strides,
+    batch, heads, group, rows_q, rows_k, window, scale, numbers, softcap, captured_sizes, constants, shape,
+    PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
+    ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, BATCH_FIRST: tl.constexpr,
     SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
-    """`rows_q`, `rows_k`: seq_q and seq_k, or the totals of a packed call. `group`: query heads per key/value head.
-    `keep_scale`: 1 / (1 - dropout_p). `CHUNK`: columns of the head in one product, 0 for all of them. `WHOLE`: the
-    tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask. `MODIFIED`: something changes the
-    scores. `bias_rows`, `bias_columns` (and of the mask): how far it goes, endless where it broadcasts. `TILE_Q`,
-    `TILE_K`: tiles of the block mask, 0 without; `PATTERNS`: some are partly visible; `block_offsets`, `block_tiles`,
-    `block_kinds`: where in its lists those stand that this kernel reads. `max_scores_ptr`: the largest score of each
-    row, in the shape of lse, where it is asked for."""
+    """`side`, `numbers`: the side inputs (`side_parameters`). `..._strides`: `Strides`. `rows_q`, `rows_k`: seq_q and
+    seq_k, or the totals of a packed call. `group`: query heads per key/value head. `window`: a `plans.Window`. `shape`:
+    a `TileShape`. `WHOLE`: the tiles that move divide their sequence. `ALL_VISIBLE`: none of them needs a mask.
+    `ALIGNED`: as in `scores.kept_weights`. `MODIFIED`: something changes the scores. `max_scores_ptr`: the largest
+    score of each row, in the shape of lse, where it is asked for."""
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
     sequence, head, first, begin_q, seq_q, begin_k, seq_k = locate_tile(
-        tl.program_id(0), cu_seqlens_q_ptr, cu_seqlens_k_ptr, batch, heads, rows_q, rows_k,
-        BLOCK_M, PACKED, LAST_FIRST=HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
+        tl.program_id(0), side.cu_seqlens_q, side.cu_seqlens_k, batch, heads, rows_q, rows_k,
+        BLOCK_M, PACKED, LAST_FIRST=constants.HAS_RIGHT, BATCH_FIRST=BATCH_FIRST,
     )  # fmt: skip
     if first >= seq_q:
         return
     head_kv = head // group
-    q_base = head_pointer(q_ptr, sequence, begin_q + first, head, stride_q_batch, STRIDE_Q_ROW, stride_q_head, PACKED)
-    k_base = head_pointer(k_ptr, sequence, begin_k, head_kv, stride_k_batch, STRIDE_K_ROW, stride_k_head, PACKED)
-    v_base = head_pointer(v_ptr, sequence, begin_k, head_kv, stride_v_batch, STRIDE_V_ROW, stride_v_head, PACKED)
+    q_base = head_pointer(q_ptr, q_strides, sequence, begin_q + first, head, PACKED)
+    k_base = head_pointer(k_ptr, k_strides, sequence, begin_k, head_kv, PACKED)
+    v_base = head_pointer(v_ptr, v_strides, sequence, begin_k, head_kv, PACKED)
 
-    keys = valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS)
+    keys = valid_keys(side.key_lengths, sequence, batch, seq_k)
     shift = 0 if TOP_LEFT else seq_k - seq_q
-    begin, full_begin, full_end, end = key_tile_ranges(
-        first, seq_q, shift, keys, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-    )
+    visited = key_tile_ranges(first, seq_q, shift, keys, window, constants, shape)
 
-    if descale_q_ptr is not None:
-        scale *= load_descale(descale_q_ptr, stride_descale_q_batch, stride_descale_q_head, sequence, head_kv, batch)
-    if descale_k_ptr is not None:
-        scale *= load_descale(descale_k_ptr, stride_descale_k_batch, stride_descale_k_head, sequence, head_kv, batch)
-    if descale_q_ptr is not None or descale_k_ptr is not None:
+    descales = numbers.descales
+    if side.descale_q is not None:
+        scale *= load_descale(side.descale_q, descales.q, sequence, head_kv, batch)
+    if side.descale_k is not None:
+        scale *= load_descale(side.descale_k, descales.k, sequence, head_kv, batch)
+    if side.descale_q is not None or side.descale_k is not None:
         # The host sees to the scale alone, not to its product with factors. NaN stays.
         scale = tl.where(tl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale)
-    origin = Origin(origin_row, origin_column, origin_diagonal, origin_matrix, origin_heads)
-    bias_table = Table(
-        bias_ptr, stride_bias_batch, stride_bias_head, stride_bias_row, STRIDE_BIAS_COLUMN, bias_rows, bias_columns
-    )
-    mask_table = Table(
-        mask_ptr, stride_mask_batch, stride_mask_head, stride_mask_row, STRIDE_MASK_COLUMN, mask_rows, mask_columns
-    )
-    alibi = load_alibi(alibi_slopes_ptr, stride_alibi_batch, sequence, head, batch, seq_q, seq_k, origin.diagonal)
     function = ScoreFunction(captured, captured_sizes, None)
-    modifiers = Modifiers(sequence, head, softcap, bias_table, alibi, mask_table, function)
+    alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
+    matrix = dropout_matrix(numbers.origin, sequence, head, heads)
     blocks = None
-    if TILE_Q:
-        lists = BlockLists(
-            block_lists_ptr, block_offsets, block_tiles, block_kinds,
-            stride_block_batch, stride_block_head,
-        )  # fmt: skip
-        blocks = load_line(lists, sequence, head, first // TILE_Q)
-        begin = 0
-        end = blocks.entries * TILE_K
-    sink = load_sink(sinks_ptr, head, sequence, batch)
-    dropout = Dropout(
-        dropout_seed_ptr, dropout_matrix(sequence, head, heads, origin), origin, keep_threshold, keep_scale
-    )
+    if constants.TILE_Q:
+        blocks = load_line(side, numbers, sequence, head, first // constants.TILE_Q)
+        visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
+    sink = load_sink(side, head, sequence, batch)
+    columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
+    modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
     acc, row_max, row_sum, score_max = _visit_key_tiles(
-        q_base, k_base, v_base, begin, full_begin, full_end, end,
-        first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, block_patterns_ptr,
-        sink, dropout,
-        STRIDE_Q_ROW, STRIDE_K_ROW, STRIDE_V_ROW,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_E, CHUNK,
-        HAS_LEFT, HAS_RIGHT, WHOLE, ALL_VISIBLE, DROPOUT, ALIGNED, PRECISION, MODIFIED, TILE_Q, TILE_K, PATTERNS,
-        MAX_SCORES=max_scores_ptr is not None, SCORE_FUNCTION=SCORE_FUNCTION,
+        q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
+        modifiers, blocks, sink, constants, shape,
+        WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED, MAX_SCORES=max_scores_ptr is not None,
+        SCORE_FUNCTION=SCORE_FUNCTION,
     )  # fmt: skip
 
     # A row that saw no key has row_sum = 0 and acc = 0: its out is 0 and its lse -inf.
     inverse = 1.0 / tl.where(row_sum == 0.0, 1.0, row_sum)
-    if DROPOUT:
-        inverse *= dropout.scale
-    if descale_v_ptr is not None:
-        inverse *= load_descale(descale_v_ptr, stride_descale_v_batch, stride_descale_v_head, sequence, head_kv, batch)
+    if side.dropout_seed is not None:
+        inverse *= numbers.dropout.scale
+    if side.descale_v is not None:
+        inverse *= load_descale(side.descale_v, descales.v, sequence, head_kv, batch)
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum))) * LN_2)
     row = tl.arange(0, BLOCK_M)
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED)
@@ -161,31 +122,30 @@ def attention_forward_kernel(
     tl.store(lse_base + row, lse, mask=first + row < seq_q)
     if max_scores_ptr is not None:
         tl.store(max_scores_ptr + statistics + first + row, score_max * LN_2, mask=first + row < seq_q)
-    out_base = head_pointer(
-        out_ptr, sequence, begin_q + first, head, stride_out_batch, STRIDE_OUT_ROW, stride_out_head, PACKED
-    )
-    store_rows(out_base, STRIDE_OUT_ROW, 0, seq_q - first, acc * inverse[:, None], HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    out_base = head_pointer(out_ptr, out_strides, sequence, begin_q + first, head, PACKED)
+    out = acc * inverse[:, None]
+    store_rows(out_base, out_strides, 0, seq_q - first, out, shape.HEAD_DIM_V, BLOCK_M, shape.BLOCK_E)
 
 
 @triton.jit
 def _visit_key_tiles(
-    q_base, k_base, v_base, begin, full_begin, full_end, end,
-    first, seq_q, keys, shift, window_left, window_right, scale, modifiers, blocks, patterns_ptr, sink, dropout,
-    STRIDE_Q_ROW: tl.constexpr, STRIDE_K_ROW: tl.constexpr, STRIDE_V_ROW: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, DROPOUT: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr, PATTERNS: tl.constexpr,
-    MAX_SCORES: tl.constexpr, SCORE_FUNCTION: tl.constexpr,
+    q_base, k_base, v_base, q_strides, k_strides, v_strides, visited, first, seq_q, keys, shift, window, scale,
+    modifiers, blocks, sink, constants, shape,
+    WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    MODIFIED: tl.constexpr, MAX_SCORES: tl.constexpr, SCORE_FUNCTION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over the key tiles from `begin` to `end`, or over those that `blocks` lists.
+    """The online softmax over the key tiles of `visited`, or over those that `blocks` lists.
 
     Returns acc, row_max (in units of log2), row_sum, and row_max again, with `MAX_SCORES` without the sink.
 
     One loop with a branch for the masks, not one loop for each run of tiles: accumulators that pass from one loop to
     the next make ptxas serialise every matrix product of both on Hopper (its message C7515).
     """
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_D: tl.constexpr = shape.BLOCK_D
+    BLOCK_E: tl.constexpr = shape.BLOCK_E
+    CHUNK: tl.constexpr = shape.CHUNK
     row_max, row_sum = start_softmax(sink, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     if MAX_SCORES:
@@ -195,19 +155,19 @@ def _visit_key_tiles(
     V_WITH_K: tl.constexpr = swizzles_differ(CHUNK if CHUNK else BLOCK_D, BLOCK_E)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
-        q_tile = as_operand(load_rows(q_base, STRIDE_Q_ROW, 0, seq_q - first, HEAD_DIM, BLOCK_M, BLOCK_D, False))
-    for step in tl.range(begin, end, BLOCK_N):
+        q_tile = as_operand(load_rows(q_base, q_strides, 0, seq_q - first, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False))
+    for step in tl.range(visited.begin, visited.end, BLOCK_N):
         start = step
-        if TILE_K:
-            start, kind = listed_tile(blocks, step, TILE_K, BLOCK_N)
+        if blocks is not None:
+            start, kind = listed_tile(blocks, step, constants.TILE_K, BLOCK_N)
         if not CHUNK:
-            k_tile = as_operand(load_rows(k_base, STRIDE_K_ROW, start, keys, HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
+            k_tile = as_operand(load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE))
         if V_WITH_K:
-            v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
+            v_tile = as_operand(load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         if CHUNK:
             scores = product_by_chunks(
-                q_base, STRIDE_Q_ROW, 0, seq_q - first, k_base, STRIDE_K_ROW, start, keys,
-                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+                q_base, q_strides, 0, seq_q - first, k_base, k_strides, start, keys,
+                shape.HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
             )  # fmt: skip
         else:
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
@@ -223,14 +183,21 @@ def _visit_key_tiles(
                 TRANSPOSED=False,
                 SCORE_FUNCTION=SCORE_FUNCTION,
             )
-        if PATTERNS:
-            scores = apply_pattern(
-                scores, patterns_ptr, kind, first, start, BLOCK_M, BLOCK_N, TILE_Q, TILE_K, TRANSPOSED=False
-            )
-        if not ALL_VISIBLE and ((start < full_begin) | (start >= full_end)):
-            visible = visible_pairs(
-                row[:, None], column[None, :], shift, keys, window_left, window_right, HAS_LEFT, HAS_RIGHT
-            )
+        if blocks is not None:
+            if modifiers.side.block_patterns is not None:
+                scores = apply_pattern(
+                    scores,
+                    modifiers.side.block_patterns,
+                    constants,
+                    kind,
+                    first,
+                    start,
+                    BLOCK_M,
+                    BLOCK_N,
+                    TRANSPOSED=False,
+                )
+        if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
+            visible = visible_pairs(row[:, None], column[None, :], shift, keys, window, constants)
             scores = tl.where(visible, scores, float("-inf"))
         tile_max = tl.max(scores, 1) * unit
         new_max = tl.maximum(row_max, tile_max)
@@ -242,11 +209,11 @@ def _visit_key_tiles(
         alpha = tl.exp2(row_max - finite_max)
         row_sum = row_sum * alpha + tl.sum(probs, 1)
         row_max = new_max
-        if DROPOUT:
-            kept = kept_weights(dropout, first, start, BLOCK_M, BLOCK_N, ALIGNED)
+        if modifiers.side.dropout_seed is not None:
+            kept = kept_weights(modifiers, first, start, BLOCK_M, BLOCK_N, ALIGNED)
             probs = tl.where(kept, probs, 0.0)
         if not V_WITH_K:
-            v_tile = as_operand(load_rows(v_base, STRIDE_V_ROW, start, keys, HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
+            v_tile = as_operand(load_rows(v_base, v_strides, start, keys, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E, WHOLE))
         acc = tl.dot(probs.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
     if not MAX_SCORES:
         score_max = row_max

@@ -12,12 +12,13 @@ from flashtile._backends.allocate import allocator, empty
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
-_NO_POINTERS = (pointer(None),) * 10
+_NOTHING = (pointer(None),)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -32,7 +33,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
         max_scores = results[2] if spec.returns_max_scores else None
         tensors = map(pointer, (q, k, v, *results[:2], max_scores))
-        plan.kernel.launch(*tensors, *_side_pointers(side), *map(pointer, side.descales), *_captured_pointers(side))
+        plan.kernel.launch(*tensors, *side_pointers(side), *_captured_pointers(side))
     return results
 
 
@@ -78,7 +79,7 @@ def prepare_forward(
 
     def run(q: int, k: int, v: int) -> tuple[Tensor, Tensor]:
         out, lse = allocate()
-        plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *_NO_POINTERS, 0, 0, 0, 0)
+        plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
         return out, lse
 
     return run if plan.kernel.programs else None
@@ -94,13 +95,12 @@ def prepare_backward(
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
     keys = plan_for("dkdv", q, k, v, dout, side, spec)
     allocate = allocator((*queries.outputs, *keys.outputs), q.device)
-    none = _NO_POINTERS[:-1]
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
         dq, statistics, dk, dv = allocate()
         of_statistics = statistics.data_ptr()
-        queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, dq.data_ptr(), 0, 0, *none, 0, 0, 0)
-        keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *none, 0)
+        queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, dq.data_ptr(), 0, 0, *NO_SIDE, 0, 0)
+        keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *NO_SIDE, 0)
         if keys.shares > 1:
             dk, dv = sum_of_shares(dk, keys.shares), sum_of_shares(dv, keys.shares)
         return dq, dk, dv
@@ -121,9 +121,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     plan = plan_for("column_sums", q, k, k, None, side, spec)
     sums = empty(*plan.outputs[0], q.device)
     if plan.kernel.programs:
-        *lengths, _, bias, mask, slopes, lists, patterns, _ = _side_pointers(side)
-        tensors = map(pointer, (q, k, lse, sums))
-        plan.kernel.launch(*tensors, *lengths, bias, mask, slopes, lists, patterns)
+        plan.kernel.launch(*map(pointer, (q, k, lse, sums)), *side_pointers(side))
     return sums
 
 
@@ -148,11 +146,11 @@ def backward_queries(
     summed = tuple(total is not None for total in captured_sums)
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
     dq, statistics, *copies = _outputs(plan, q.device)
-    quiet, sinks = (copies[0], side.sinks) if hides_rows else (None, None)
+    quiet = copies[0] if hides_rows else None
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
-        pointers = (*map(pointer, tensors), *_side_pointers(side)[:-1], pointer(sinks), *_captured_pointers(side))
+        pointers = (*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
         if plan.waves:
             waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
             for start in waves.starts:
@@ -177,7 +175,7 @@ def backward_keys(
     dk, dv = _outputs(plan, q.device)
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
-        plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1], *_captured_pointers(side))
+        plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dk, dv
@@ -199,7 +197,7 @@ def backward_bias(
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
-    plan.kernel.launch(*map(pointer, tensors), *_side_pointers(side)[:-1], *_captured_pointers(side))
+    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
@@ -239,7 +237,7 @@ def _captured_sums(side: SideInputs, wanted: Wanted) -> list[Tensor | None]:
 def _captured_pointers(side: SideInputs) -> tuple:
     """Of the tensors that the score function reads; something in their place where there are none."""
     if not side.captured:
-        return _NO_POINTERS[:1]
+        return _NOTHING
     return tuple(
         pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
     )
@@ -247,13 +245,3 @@ def _captured_pointers(side: SideInputs) -> tuple:
 
 def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:
     return [empty(*layout, device) for layout in plan.outputs]
-
-
-def _side_pointers(side: SideInputs) -> tuple:
-    """Pointers of the other tensors than q, k and v, in the order of the kernels' parameters. Sinks come last."""
-    if plain_side(side):
-        return _NO_POINTERS
-    tensors = (side.cu_seqlens_q, side.cu_seqlens_k, side.key_lengths, side.dropout_seed, side.bias)
-    mask = None if side.mask is None else side.mask.view(torch.uint8)
-    blocks = side.block_lists, side.block_patterns
-    return tuple(map(pointer, (*tensors, mask, side.alibi_slopes, *blocks, side.sinks)))

@@ -15,36 +15,22 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor, used_strides
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import (
-    ABSENT,
-    Parameter,
-    Plan,
-    float32,
-    int32,
-    int64,
-    make_plan,
-    plan_cache,
-    pointer_to,
-    strides_of,
-)
-from flashtile.ops.attention.philox import keep_threshold
+from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
 from flashtile.ops.attention.plans import (
     CapturedShape,
     Layout,
     SideShape,
     Table,
-    clipped_window,
-    descale_parameters,
     longest_walk,
     shares_of_heads,
     side_shape,
     tiles_of,
 )
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, out_dtype
-from flashtile.ops.attention.triton.backward import attention_dkdv_kernel, attention_dq_kernel
+from flashtile.ops.attention.side_parameters import dropout_numbers, side_parameters, stored, window_parameters
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.triton.backward import Results, attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.bias_work import BiasWork, cut_work
-from flashtile.ops.attention.triton.blocks import block_scalars
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
@@ -63,6 +49,7 @@ from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
 from flashtile.ops.attention.triton.score_source import tile_reads
+from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 _KERNELS = {
@@ -81,9 +68,6 @@ _STRIDED = {
     "dbias": ("q", "k", "v", "dout"),
     "column_sums": ("q", "k"),
 }
-
-#: Where a bias or a mask that broadcasts ends.
-_ENDLESS = 2**30
 
 
 class AttentionPlan(NamedTuple):
@@ -217,15 +201,15 @@ def _plan(
     in_waves = spec.deterministic and any(summed)
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, summed, in_waves),
-        **_tensors(call, misalignment, outputs, sums_slopes, hides_rows),
+        **_tensors(call, misalignment, outputs, has_dlse, sums_slopes, hides_rows),
         **_strides(kernel, triples),
-        **_scalars(call),
+        **_numbers(call),
+        **_side(call, hides_rows),
     }
     constants = {
-        **_constants(call, has_dlse),
+        **_constants(call),
         **_score_functions(kernel, spec.score_program, summed, in_waves),
         "IN_WAVES": in_waves,
-        **{f"STRIDE_{name.upper()}_ROW": row for name, (_, row, _) in zip(_STRIDED[kernel], triples)},
     }
     waves = programs if in_waves else 0
     if in_waves:
@@ -237,61 +221,57 @@ def _plan(
 
 
 def _tensors(
-    call: _Facts, misalignment: int, outputs: tuple[Layout, ...], sums_slopes: bool, hides_rows: bool
-) -> dict[str, Parameter]:
-    """The pointers. Constants say whether lengths and dropout's seed are there."""
-    side, dtype = call.side, call.dtype
-    index_q, index_k = side.index_dtypes or (torch.int32, torch.int32)
-    pointers = power_of_two_factor(misalignment)
-    tensor, statistics = pointer_to(_stored(dtype), pointers), pointer_to(torch.float32)
-    patterns = side.blocks is not None and side.blocks.patterns > 0
-    sinks = side.sinks and (call.kernel == "forward" or hides_rows)
+    call: _Facts,
+    misalignment: int,
+    outputs: tuple[Layout, ...],
+    has_dlse: bool,
+    sums_slopes: bool,
+    hides_rows: bool,
+) -> dict[str, Any]:
+    """The pointers, except for those of side inputs."""
+    dtype, pointers = call.dtype, power_of_two_factor(misalignment)
+    tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
+    out = pointer_to(stored(out_dtype(dtype)), pointers)
+    dlse = pointer_to(torch.float32 if has_dlse else None)
     return {
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
-        "out_ptr": pointer_to(_stored(out_dtype(dtype)), pointers),
+        "out_ptr": out,
         "lse_ptr": statistics,
+        "results": Results(out=out, dout=tensor, lse=statistics, dlse=dlse),
         "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),
-        "dlse_ptr": statistics,
         "statistics_ptr": pointer_to(torch.float32, 16),
         "sums_ptr": pointer_to(outputs[0].dtype if call.kernel == "dbias" else torch.float32, 16),
         "slope_sums_ptr": pointer_to(torch.float32 if sums_slopes else None),
         "quiet_ptr": pointer_to(dtype if hides_rows else None, 16),
-        "cu_seqlens_q_ptr": pointer_to(index_q),
-        "cu_seqlens_k_ptr": pointer_to(index_k),
-        "key_lengths_ptr": pointer_to(side.key_lengths_dtype or torch.int32),
-        "dropout_seed_ptr": pointer_to(torch.int64),
-        **_table("bias", side.bias, call.covered),
-        **_table("mask", side.mask, call.covered),
-        "alibi_slopes_ptr": pointer_to(torch.float32 if side.alibi else None),
-        "sinks_ptr": pointer_to(torch.float32 if sinks else None),
-        "block_lists_ptr": pointer_to(torch.int32 if call.spec.block_shape else None),
-        "block_patterns_ptr": pointer_to(
-            torch.uint8 if patterns else None, power_of_two_factor(side.pattern_misalignment)
-        ),
-        **descale_parameters(side.descales),
     }
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    """As kernels read it: a mask as bytes, and 8-bit q, k and v, whose type not every compiler knows."""
-    return torch.uint8 if dtype in (torch.bool, FP8) else dtype
+def _side(call: _Facts, hides_rows: bool) -> dict[str, Any]:
+    """The side inputs that the kernel reads. Most of the backward has lse, which counts the sinks."""
+    side = call.side._replace(
+        sinks=call.side.sinks and (call.kernel == "forward" or hides_rows),
+        dropout=call.side.dropout and call.kernel != "column_sums",
+    )
+    spec = call.spec._replace(origin=None) if call.kernel == "column_sums" else call.spec
+    heads, by_column = call.shapes[0][-2], call.kernel in OWN_KEYS
+    described = side_parameters(side, spec, heads, covered=call.covered, by_column=by_column)
+    # The factor of dropout in any case: that of the bias's gradient is in its loop.
+    numbers = described.numbers._replace(dropout=dropout_numbers(call.spec.dropout_p))
+    return {"side": described.pointers, "numbers": numbers, "constants": described.constants}
 
 
-def _strides(kernel: Kernel, triples: list[tuple[int, int, int]]) -> dict[str, Parameter]:
-    """Those that are no constants."""
+def _strides(kernel: Kernel, triples: list[tuple[int, int, int]]) -> dict[str, Strides]:
     multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
     return {
-        name: parameter
-        for of, (batch, _, head) in zip(_STRIDED[kernel], triples)
-        for name, parameter in strides_of(of, {"batch": batch, "head": head}, multiple).items()
+        f"{of}_strides": Strides(int64(batch, multiple), int64(head, multiple), row)
+        for of, (batch, row, head) in zip(_STRIDED[kernel], triples)
     }
 
 
-def _scalars(call: _Facts) -> dict[str, Parameter]:
-    (rows_q, heads, _), (rows_k, heads_kv, _) = call.shapes[0][-3:], call.shapes[2][-3:]
-    spec, side, work = call.spec, call.side, call.work
-    left, right = clipped_window(spec)
-    origin = spec.origin or (None,) * len(Origin._fields)
+def _numbers(call: _Facts) -> dict[str, Any]:
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = call.shapes[0][-3:], call.shapes[2][-3:]
+    tiles = call.tiles
+    width, width_v = tile_widths(call.situation)
     return {
         "batch": int32(call.batch),
         "heads": int32(heads),
@@ -299,54 +279,35 @@ def _scalars(call: _Facts) -> dict[str, Parameter]:
         "shares": int32(call.shares),
         "rows_q": int32(rows_q),
         "rows_k": int32(rows_k),
-        "window_left": int32(left),
-        "window_right": int32(right),
-        "keep_threshold": int32(keep_threshold(spec.dropout_p)),
-        "scale": float32(spec.scale),
-        "keep_scale": float32(1 / (1 - spec.dropout_p)),
-        "softcap": float32(spec.softcap or None),
-        "stride_alibi_batch": int32(None if not side.alibi else heads if side.alibi == 2 else 0),
-        **{name: int32(value) for name, value in block_scalars(call.kernel, spec, side.blocks).items()},
-        **{f"origin_{name}": int32(value) for name, value in zip(Origin._fields, origin)},
-        **{name: int32(value) for name, value in (work.scalars(side.bias) if side.bias else {}).items()},
-        # In 64 bits where the loop counts past 32.
-        "sharing": (int64 if work.many else int32)(work.sharing),
+        "window": window_parameters(call.spec),
+        "scale": float32(call.spec.scale),
+        "softcap": float32(call.spec.softcap or None),
+        "work": call.work.numbers(call.side.bias),
+        "shape": TileShape(
+            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
+            BLOCK_D=width,
+            BLOCK_E=width_v,
+            BLOCK_M=tiles.block_m,
+            BLOCK_N=tiles.block_n,
+            CHUNK=tiles.chunk,
+        ),
     }
 
 
-def _constants(call: _Facts, has_dlse: bool) -> dict[str, Any]:
-    (*_, head_dim), (*_, head_dim_v) = call.shapes[0], call.shapes[2]
-    spec, side, tiles = call.spec, call.side, call.tiles
-    width, width_v = tile_widths(call.situation)
+def _constants(call: _Facts) -> dict[str, Any]:
+    spec, side = call.spec, call.side
     bias = None if side.bias is None else side.bias.shape
-    tile_q, tile_k = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     # Where a bias is the same for all batch entries, tiles that read the same of it follow one another.
     shared_batch, shared_rows, shared_columns = (bias is not None and bias[at] == 1 for at in (0, 2, 3))
     return {
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": width,
-        "BLOCK_E": width_v,
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "CHUNK": tiles.chunk,
         "PACKED": side.sequences is not None,
-        "HAS_LEFT": spec.window_left is not None,
-        "HAS_RIGHT": spec.window_right is not None,
         "TOP_LEFT": spec.top_left,
         "WHOLE": call.whole,
         "ALL_VISIBLE": call.whole and not spec.banded and drops_masks(call.situation),
-        "HAS_KEY_LENGTHS": side.key_lengths_dtype is not None,
-        "DROPOUT": side.dropout,
         "ALIGNED": spec.origin is None or (spec.origin.row | spec.origin.column) % 16 == 0,
-        "HAS_DLSE": has_dlse,
         "PRECISION": call.situation.precision,
         "MODIFIED": spec.softcap > 0 or side.modified or spec.score_program is not None,
-        "STRIDE_BIAS_COLUMN": _column_stride(side.bias),
-        "STRIDE_MASK_COLUMN": _column_stride(side.mask),
-        "TILE_Q": tile_q,
-        "TILE_K": tile_k,
-        "PATTERNS": side.blocks is not None and side.blocks.patterns > 0,
         "BATCH_FIRST": shared_batch and not shared_rows,
         "SHARED_ROWS": shared_rows,
         "SHARED_COLUMNS": shared_columns,
@@ -365,33 +326,6 @@ def _score_functions(kernel: Kernel, text: str | None, summed: tuple[bool, ...],
 def _entries(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> int:
     """The number of gradients that are added up."""
     return sum(math.prod(of.shape) for of, wants in zip(captured, summed) if wants)
-
-
-def _column_stride(table: Table | None) -> int:
-    return 0 if table is None or table.shape[-1] == 1 else table.strides[-1]
-
-
-def _table(name: str, table: Table | None, covered: bool) -> dict[str, Parameter]:
-    """The parameters of a bias or a mask: strides, 0 where it broadcasts, and ends.
-
-    The number of columns decides machine code as far as it is a multiple of 16: a bounds check that could fall within
-    16 bytes would keep them from being read together. `covered`: no tile of the kernel ends past the table, so that
-    there is no such check.
-    """
-    if table is None:
-        strides = dict.fromkeys(("batch", "head", "row"))
-        absent = {f"{name}_{of}": int32(None) for of in ("rows", "columns")}
-        return {f"{name}_ptr": ABSENT, **strides_of(name, strides), **absent}
-    itemsize = table.dtype.itemsize
-    used = [stride if size > 1 else 0 for size, stride in zip(table.shape, table.strides[:3])]
-    multiple = max(1, power_of_two_factor(*(stride * itemsize for stride in used)) // itemsize)
-    rows, columns = (size if size != 1 else _ENDLESS for size in table.shape[2:])
-    return {
-        f"{name}_ptr": pointer_to(_stored(table.dtype), power_of_two_factor(table.misalignment)),
-        **strides_of(name, dict(zip(("batch", "head", "row"), used)), multiple),
-        f"{name}_rows": int32(None if covered else rows),
-        f"{name}_columns": int32(None if covered else columns, power_of_two_factor(columns)),
-    }
 
 
 def _output_layouts(

@@ -19,24 +19,6 @@ from flashtile.ops.attention.triton.tiles import LOG2_E
 from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
 
-class Table(NamedTuple):
-    """A bias or a mask: a tensor that broadcasts to the scores of all heads.
-
-    Attributes:
-        ptr: its first entry; None where a call has no such table.
-        stride_batch, stride_head, stride_row, STRIDE_COLUMN: in elements; 0 where it broadcasts.
-        rows, columns: where it ends; None where no tile ends past it.
-    """
-
-    ptr: Any
-    stride_batch: Any
-    stride_head: Any
-    stride_row: Any
-    STRIDE_COLUMN: Any
-    rows: Any
-    columns: Any
-
-
 class Alibi(NamedTuple):
     """ALiBi of one head: `-slope · |i + diagonal - j|`."""
 
@@ -57,34 +39,33 @@ class ScoreFunction(NamedTuple):
     sums: Any
 
 
-class Modifiers(NamedTuple):
-    """What changes the scores of one head of one sequence. `softcap`, `alibi` and `function` are None without one."""
+class TableColumns(NamedTuple):
+    """Strides of the columns of bias and mask, in elements; 0 where they broadcast."""
 
-    sequence: Any
-    head: Any
-    softcap: Any
     bias: Any
-    alibi: Any
     mask: Any
-    function: Any
 
 
-class Dropout(NamedTuple):
-    """Which weights of one head of one sequence are dropped.
+class Modifiers(NamedTuple):
+    """What changes the scores and weights of one head of one sequence.
 
     Attributes:
-        seed_ptr: two int64, seed and offset.
-        matrix: `sequence · heads + head` of the whole call.
-        origin: `spec.Origin`, where in the whole call this one lies; its fields are None where this is the whole call.
-        threshold: a weight is kept if its random bits, as a signed number, reach it.
-        scale: 1 / (1 - dropout_p).
+        side, numbers: the side inputs (`side_parameters`).
+        columns: `TableColumns`.
+        softcap, function: None without one.
+        alibi: `load_alibi`.
+        dropout_matrix: `dropout_matrix`.
     """
 
-    seed_ptr: Any
-    matrix: Any
-    origin: Any
-    threshold: Any
-    scale: Any
+    side: Any
+    numbers: Any
+    columns: Any
+    softcap: Any
+    function: Any
+    sequence: Any
+    head: Any
+    alibi: Any
+    dropout_matrix: Any
 
 
 @triton.jit
@@ -102,21 +83,22 @@ def modified_scores(
         scores = function_scores(scores, first_row, first_column, modifiers, TRANSPOSED, SCORE_FUNCTION)
     if bias_tile is not None:
         scores += bias_tile.to(tl.float32)
-    elif modifiers.bias.ptr is not None:
+    elif modifiers.side.bias is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
         tile = load_table(
-            modifiers.bias, modifiers.sequence, modifiers.head, first_row, first_column, BLOCK_M, BLOCK_N,
-            float("nan"), TRANSPOSED,
+            modifiers.side.bias, modifiers.numbers.bias, modifiers.columns.bias, modifiers.sequence, modifiers.head,
+            first_row, first_column, BLOCK_M, BLOCK_N, float("nan"), TRANSPOSED,
         )  # fmt: skip
         scores += tile.to(tl.float32)
     if modifiers.alibi is not None:
         row = first_row + tl.arange(0, BLOCK_M)
         column = first_column + tl.arange(0, BLOCK_N)
         scores -= modifiers.alibi.slope * alibi_distance(row, column, modifiers.alibi, TRANSPOSED)
-    if modifiers.mask.ptr is not None:
+    if modifiers.side.mask is not None:
         shown = load_table(
-            modifiers.mask, modifiers.sequence, modifiers.head, first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED
-        )
+            modifiers.side.mask, modifiers.numbers.mask, modifiers.columns.mask, modifiers.sequence, modifiers.head,
+            first_row, first_column, BLOCK_M, BLOCK_N, 0, TRANSPOSED,
+        )  # fmt: skip
         scores = tl.where(shown != 0, scores, float("-inf"))
     return scores, tanh
 
@@ -192,23 +174,23 @@ def _positions(tile, first_row, first_column, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def load_table(
-    table, sequence, head, first_row, first_column,
+    pointer, numbers, stride_column, sequence, head, first_row, first_column,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OTHER: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile `[M, N]` of a `Table`, `OTHER` past its end."""
+    """A tile `[M, N]` of a bias or a mask (`side_parameters.TableNumbers`), `OTHER` past its end."""
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
     # Wide arithmetic for the first entry; the others need it only once, where the loop stays in their rows.
-    corner = tl.cast(sequence, tl.int64) * table.stride_batch + tl.cast(head, tl.int64) * table.stride_head
-    corner += tl.cast(first_row, tl.int64) * table.stride_row + tl.cast(first_column, tl.int64) * table.STRIDE_COLUMN
+    corner = tl.cast(sequence, tl.int64) * numbers.stride_batch + tl.cast(head, tl.int64) * numbers.stride_head
+    corner += tl.cast(first_row, tl.int64) * numbers.stride_row + tl.cast(first_column, tl.int64) * stride_column
     pointers = (
-        table.ptr
+        pointer
         + corner
-        + (row.to(tl.int64) * table.stride_row)[:, None]
-        + (column.to(tl.int64) * table.STRIDE_COLUMN)[None, :]
+        + (row.to(tl.int64) * numbers.stride_row)[:, None]
+        + (column.to(tl.int64) * stride_column)[None, :]
     )
-    if table.rows is not None:
-        inside = (first_row + row < table.rows)[:, None] & (first_column + column < table.columns)[None, :]
+    if numbers.rows is not None:
+        inside = (first_row + row < numbers.rows)[:, None] & (first_column + column < numbers.columns)[None, :]
         tile = tl.load(pointers, mask=inside, other=OTHER)
     else:
         tile = tl.load(pointers)
@@ -226,15 +208,16 @@ def load_table(
 
 
 @triton.jit
-def load_alibi(slopes_ptr, stride_batch, sequence, head, batch, seq_q, seq_k, origin_diagonal):
+def load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k):
     """`Alibi` of one head of one sequence; None without slopes. Rows past the end (sequence number `batch`) have slope
-    0. `origin_diagonal`: as in `spec.Origin`, None where this is the whole call."""
+    0."""
     alibi = None
-    if slopes_ptr is not None:
-        slope = tl.load(slopes_ptr + sequence * stride_batch + head, mask=sequence < batch, other=0.0)
+    if side.alibi_slopes is not None:
+        place = side.alibi_slopes + sequence * numbers.stride_alibi_batch + head
+        slope = tl.load(place, mask=sequence < batch, other=0.0)
         diagonal = seq_k - seq_q
-        if origin_diagonal is not None:
-            diagonal += origin_diagonal
+        if numbers.origin.diagonal is not None:
+            diagonal += numbers.origin.diagonal
         alibi = Alibi(slope, diagonal)
     return alibi
 
@@ -250,16 +233,22 @@ def alibi_distance(row, column, alibi, TRANSPOSED: tl.constexpr):
     return tl.abs(distance).to(tl.float32)
 
 
+@triton.jit
+def slope_gradients(dscores, row, column, modifiers):
+    """What a tile `[M, N]` adds to minus the gradient of the slope, by rows `[M]`."""
+    return tl.sum(dscores * alibi_distance(row, column, modifiers.alibi, TRANSPOSED=False), 1)
+
+
 # Sinks
 
 
 @triton.jit
-def load_sink(sinks_ptr, head, sequence, batch):
+def load_sink(side, head, sequence, batch):
     """The sink of one head in units of log2; None without sinks. Rows past the end (sequence number `batch`) have none,
     which is -inf."""
     sink = None
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
+    if side.sinks is not None:
+        sink = tl.load(side.sinks + head, mask=sequence < batch, other=float("-inf")) * LOG2_E
     return sink
 
 
@@ -276,9 +265,10 @@ def start_softmax(sink, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def sees_sink_alone(lse, sink, out_tile):
-    """Which rows `[M]` see their sink alone: they have `out = 0` and the sink as their lse (in units of log2), up to
-    rounding."""
+def sees_sink_alone(lse, side, head, out_tile):
+    """Which rows `[M]` of a head see their sink alone: they have `out = 0` and the sink as their lse (in units of
+    log2), up to rounding."""
+    sink = tl.load(side.sinks + head)
     near = tl.abs(sink * LOG2_E - lse) <= 1e-6 + 1e-6 * tl.abs(lse)
     return near & (tl.sum(tl.abs(out_tile.to(tl.float32)), 1) == 0.0)
 
@@ -287,7 +277,7 @@ def sees_sink_alone(lse, sink, out_tile):
 
 
 @triton.jit
-def dropout_matrix(sequence, head, heads, origin):
+def dropout_matrix(origin, sequence, head, heads):
     """`sequence · heads + head`, numbered as in the whole call, of which `origin` says where this one lies."""
     if origin.matrix is not None:
         matrix = origin.matrix + sequence * origin.heads + head
@@ -298,17 +288,19 @@ def dropout_matrix(sequence, head, heads, origin):
 
 @triton.jit
 def kept_weights(
-    dropout, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
+    modifiers, first_row, first_column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """Which attention weights dropout keeps: bool `[M, N]`. Philox scheme as in `flashtile.ops.attention.philox`.
 
     `ALIGNED`: a tile starts at multiples of 16 in the whole call too, so that one call of Philox serves four elements.
     """
-    if dropout.origin.row is not None:
-        first_row += dropout.origin.row
-        first_column += dropout.origin.column
-    seed = tl.load(dropout.seed_ptr)
-    offset = tl.load(dropout.seed_ptr + 1).to(tl.int32)
+    origin = modifiers.numbers.origin
+    threshold = modifiers.numbers.dropout.threshold
+    if origin.row is not None:
+        first_row += origin.row
+        first_column += origin.column
+    seed = tl.load(modifiers.side.dropout_seed)
+    offset = tl.load(modifiers.side.dropout_seed + 1).to(tl.int32)
     if ALIGNED:
         row_group = (first_row // 2 + tl.arange(0, BLOCK_M // 2))[:, None]
         column_group = (first_column // 2 + tl.arange(0, BLOCK_N // 2))[None, :]
@@ -318,18 +310,20 @@ def kept_weights(
         row_group = row // 16 * 8 + row % 8
         column_group = column // 16 * 8 + column % 8
     # [M / 2, N / 2], [M, N] where not aligned
-    top, bottom = _pair_words(seed, offset, dropout.matrix, row_group.to(tl.uint32), column_group.to(tl.uint32))
+    top, bottom = _pair_words(
+        seed, offset, modifiers.dropout_matrix, row_group.to(tl.uint32), column_group.to(tl.uint32)
+    )
     top_left, top_right, bottom_left, bottom_right = top << 16, top, bottom << 16, bottom
     if ALIGNED:
-        top = tl.join(_kept_words(top_left, dropout.threshold), _kept_words(top_right, dropout.threshold))
-        bottom = tl.join(_kept_words(bottom_left, dropout.threshold), _kept_words(bottom_right, dropout.threshold))
+        top = tl.join(_kept_words(top_left, threshold), _kept_words(top_right, threshold))
+        bottom = tl.join(_kept_words(bottom_left, threshold), _kept_words(bottom_right, threshold))
         kept = tl.reshape(tl.join(top, bottom), (BLOCK_M // 16, 8, BLOCK_N // 16, 8, 2, 2))
         # (row / 16, row % 8, column / 16, column % 8, column + 8?, row + 8?) -> (rows, columns)
         kept = tl.reshape(tl.permute(kept, (0, 5, 1, 2, 4, 3)), (BLOCK_M, BLOCK_N))
     else:
         left = tl.where(row // 8 % 2 == 0, top_left, bottom_left)
         right = tl.where(row // 8 % 2 == 0, top_right, bottom_right)
-        kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), dropout.threshold)
+        kept = _kept_words(tl.where(column // 8 % 2 == 0, left, right), threshold)
     return kept != 0
 
 

@@ -11,6 +11,8 @@ A *sequence* is a batch entry of a dense call, or what lies between two entries 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,40 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 #: The smallest scale: a smaller one is no number of full precision, or 0, and hidden scores times 0 are NaN.
 LEAST_SCALE = tl.constexpr(2.0**-126)
+
+
+class TileShape(NamedTuple):
+    """Constants of a kernel: head_dim of q and k, that of v, tiles that hold them, queries and keys of a tile, and the
+    columns of a head in one product, 0 for all of them."""
+
+    HEAD_DIM: Any
+    HEAD_DIM_V: Any
+    BLOCK_D: Any
+    BLOCK_E: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    CHUNK: Any
+
+
+class Strides(NamedTuple):
+    """Elements from one batch entry and head of a tensor to the next, and as a constant from one row to the next.
+
+    A constant in a NamedTuple stays one where the tuple is a parameter, not where it is assigned to a variable.
+    """
+
+    batch: Any
+    head: Any
+    ROW: Any
+
+
+class TileRanges(NamedTuple):
+    """Where the tiles lie that a program visits: `[begin, full_begin)` masked, `[full_begin, full_end)` wholly visible
+    to every row, `[full_end, end)` masked."""
+
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
 
 
 @triton.jit
@@ -90,13 +126,11 @@ def locate_tile(
 
 
 @triton.jit
-def head_pointer(
-    pointer, sequence, first_row, head, stride_batch, STRIDE_ROW: tl.constexpr, stride_head, PACKED: tl.constexpr
-):  # fmt: skip
+def head_pointer(pointer, strides, sequence, first_row, head, PACKED: tl.constexpr):
     """Pointer to row `first_row` of one head of one sequence, computed in 64 bits."""
-    offset = tl.cast(first_row, tl.int64) * STRIDE_ROW + tl.cast(head, tl.int64) * stride_head
+    offset = tl.cast(first_row, tl.int64) * strides.ROW + tl.cast(head, tl.int64) * strides.head
     if not PACKED:
-        offset += tl.cast(sequence, tl.int64) * stride_batch
+        offset += tl.cast(sequence, tl.int64) * strides.batch
     return pointer + offset
 
 
@@ -111,10 +145,10 @@ def row_statistics_offset(sequence, head, heads, begin, rows, PACKED: tl.constex
 
 
 @triton.jit
-def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.constexpr):
+def valid_keys(key_lengths_ptr, sequence, batch, seq_k):
     """How many keys of a sequence may be visible."""
     valid = seq_k
-    if HAS_KEY_LENGTHS:
+    if key_lengths_ptr is not None:
         # The sequence of the rows past the end (number `batch`) has no keys, and no length either.
         # A length may be far more than there are keys, so it is 32 bits wide only after that.
         length = tl.load(key_lengths_ptr + sequence, mask=sequence < batch, other=0)
@@ -123,25 +157,25 @@ def valid_keys(key_lengths_ptr, sequence, batch, seq_k, HAS_KEY_LENGTHS: tl.cons
 
 
 @triton.jit
-def row_pointers(pointer, STRIDE_ROW: tl.constexpr, first, BLOCK_ROWS: tl.constexpr):
+def row_pointers(base, STRIDE_ROW: tl.constexpr, first, BLOCK_ROWS: tl.constexpr):
     """Pointers to the first column of some rows, `[BLOCK_ROWS, 1]`: wide arithmetic once for the first row, narrow
     arithmetic inside the tile, where the stride allows it."""
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     if STRIDE_ROW >= 2**23:
         row = row.to(tl.int64)
-    return pointer + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW
+    return base + tl.cast(first, tl.int64) * STRIDE_ROW + row * STRIDE_ROW
 
 
 @triton.jit
 def load_rows(
-    pointer, STRIDE_ROW: tl.constexpr, first, rows, HEAD_DIM: tl.constexpr,
+    base, strides, first, rows, HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end: zeros. `WHOLE`
-    promises that no row lies past the end."""
+    """Loads rows `first..first + BLOCK_ROWS` of one head, `[BLOCK_ROWS, BLOCK_COLUMNS]`; past the end:
+    zeros. `WHOLE` promises that no row lies past the end."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    pointers = row_pointers(pointer, STRIDE_ROW, first, BLOCK_ROWS) + column[None, :]
+    pointers = row_pointers(base, strides.ROW, first, BLOCK_ROWS) + column[None, :]
     if not WHOLE and HEAD_DIM < BLOCK_COLUMNS:
         tile = tl.load(pointers, mask=(first + row < rows)[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
     elif not WHOLE:
@@ -167,15 +201,15 @@ def as_operand(tile):
 
 
 @triton.jit
-def load_descale(descale_ptr, stride_batch, stride_head, sequence, head_kv, batch):
+def load_descale(descale_ptr, strides, sequence, head_kv, batch):
     """The factor of one key/value head of one sequence. Rows past the end (sequence `batch`) have none."""
-    place = tl.cast(sequence, tl.int64) * stride_batch + head_kv * stride_head
+    place = tl.cast(sequence, tl.int64) * strides.batch + head_kv * strides.head
     return tl.load(descale_ptr + place, mask=sequence < batch, other=1.0)
 
 
 @triton.jit
 def product_by_chunks(
-    a_base, STRIDE_A_ROW: tl.constexpr, a_first, a_rows, b_base, STRIDE_B_ROW: tl.constexpr, b_first, b_rows,
+    a_base, a_strides, a_first, a_rows, b_base, b_strides, b_first, b_rows,
     HEAD_DIM: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,8 +219,8 @@ def product_by_chunks(
     """
     a_row = tl.arange(0, BLOCK_A)
     b_row = tl.arange(0, BLOCK_B)
-    a_pointers = row_pointers(a_base, STRIDE_A_ROW, a_first, BLOCK_A)
-    b_pointers = row_pointers(b_base, STRIDE_B_ROW, b_first, BLOCK_B)
+    a_pointers = row_pointers(a_base, a_strides.ROW, a_first, BLOCK_A)
+    b_pointers = row_pointers(b_base, b_strides.ROW, b_first, BLOCK_B)
     product = tl.zeros((BLOCK_A, BLOCK_B), tl.float32)
     for start in range(0, BLOCK_COLUMNS, CHUNK):
         column = (start + tl.arange(0, CHUNK))[None, :]
@@ -200,73 +234,67 @@ def product_by_chunks(
 
 @triton.jit
 def store_rows(
-    pointer, STRIDE_ROW: tl.constexpr, first, rows, tile, HEAD_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    base, strides, first, rows, tile, HEAD_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Stores a `[BLOCK_ROWS, BLOCK_COLUMNS]` tile, but for what lies past the last row or past HEAD_DIM."""
     row = tl.arange(0, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_COLUMNS)
-    pointers = row_pointers(pointer, STRIDE_ROW, first, BLOCK_ROWS) + column[None, :]
+    pointers = row_pointers(base, strides.ROW, first, BLOCK_ROWS) + column[None, :]
     mask = (first + row < rows)[:, None] & (column < HEAD_DIM)[None, :]
-    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def key_tile_ranges(
-    first, rows, shift, keys, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """The key tiles that a query tile visits: `[begin, full_begin)` masked, `[full_begin, full_end)` wholly visible
-    to every row, `[full_end, end)` masked. `shift` is the key of row 0's diagonal."""
+def key_tile_ranges(first, rows, shift, keys, window, constants, shape):
+    """The `TileRanges` of keys that a query tile visits. `shift` is the key of row 0's diagonal."""
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     last = tl.minimum(first + BLOCK_M, rows) - 1
     begin = 0
     full_begin = 0
     end = keys
     full_end = keys
-    if HAS_RIGHT:
-        end = tl.minimum(keys, last + shift + window_right + 1)
-        full_end = tl.minimum(keys, first + shift + window_right + 1)
-    if HAS_LEFT:
-        begin = tl.maximum(first + shift - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(last + shift - window_left, 0), BLOCK_N) * BLOCK_N
+    if constants.HAS_RIGHT:
+        end = tl.minimum(keys, last + shift + window.right + 1)
+        full_end = tl.minimum(keys, first + shift + window.right + 1)
+    if constants.HAS_LEFT:
+        begin = tl.maximum(first + shift - window.left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + shift - window.left, 0), BLOCK_N) * BLOCK_N
     end = tl.maximum(end, begin)
     full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_N) * BLOCK_N)
     full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N, full_begin)
-    return begin, full_begin, full_end, end
+    return TileRanges(begin, full_begin, full_end, end)
 
 
 @triton.jit
-def query_tile_ranges(
-    first, keys, shift, rows, window_left, window_right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """The query tiles that a key tile is visible to, split as in `key_tile_ranges`; the last, partial tile of the
-    queries counts as masked."""
+def query_tile_ranges(first, keys, shift, rows, window, constants, shape):
+    """The `TileRanges` of queries that a key tile is visible to; the last, partial tile of the queries counts as
+    masked."""
+    BLOCK_M: tl.constexpr = shape.BLOCK_M
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     last = tl.minimum(first + BLOCK_N, keys) - 1
     begin = 0
     full_begin = 0
     end = rows
     full_end = rows
-    if HAS_RIGHT:
-        begin = tl.maximum(first - shift - window_right, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(last - shift - window_right, 0), BLOCK_M) * BLOCK_M
-    if HAS_LEFT:
-        end = tl.minimum(rows, last - shift + window_left + 1)
-        full_end = tl.minimum(rows, first - shift + window_left + 1)
+    if constants.HAS_RIGHT:
+        begin = tl.maximum(first - shift - window.right, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(last - shift - window.right, 0), BLOCK_M) * BLOCK_M
+    if constants.HAS_LEFT:
+        end = tl.minimum(rows, last - shift + window.left + 1)
+        full_end = tl.minimum(rows, first - shift + window.left + 1)
     end = tl.where(first < keys, tl.maximum(end, begin), begin)
     full_begin = tl.minimum(full_begin, tl.cdiv(end, BLOCK_M) * BLOCK_M)
     full_end = tl.maximum(tl.maximum(full_end, 0) // BLOCK_M * BLOCK_M, full_begin)
-    return begin, full_begin, tl.minimum(full_end, tl.maximum(end, full_begin)), end
+    return TileRanges(begin, full_begin, tl.minimum(full_end, tl.maximum(end, full_begin)), end)
 
 
 @triton.jit
-def visible_pairs(
-    row, column, shift, keys, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
-):  # fmt: skip
+def visible_pairs(row, column, shift, keys, window, constants):
     """Which (query row, key column) pairs are visible; `row` and `column` broadcast against each other."""
     visible = (column < keys) & (row == row)
-    if HAS_RIGHT:
-        visible &= column <= row + (shift + window_right)
-    if HAS_LEFT:
-        visible &= column >= row + (shift - window_left)
+    if constants.HAS_RIGHT:
+        visible &= column <= row + (shift + window.right)
+    if constants.HAS_LEFT:
+        visible &= column >= row + (shift - window.left)
     return visible
