@@ -238,3 +238,44 @@ def test_calls_of_ever_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch
     for seq in range(1, 12):
         flashtile.attention(*inputs(seq=seq))
         assert 0 < len(calls._CALLS) <= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_on_a_gpu(dtype: torch.dtype, backend: str, decided: list[str]) -> None:
+    """Other addresses are other tensors; those that are no multiples of 16 bytes are decided about each time."""
+    options = {"causal": True, "deterministic": True, "backend": backend}
+    for seed, offset in enumerate([0, 8, 1, 0, 3, 16]):
+        torch.manual_seed(seed)
+        storage = torch.randn(3, offset + 2 * 200 * 4 * 64, device="cuda").to(dtype)
+        qkv = [row[offset:].view(2, 200, 4, 64).requires_grad_() for row in storage]
+        for through_lse in (False, True):
+            repeated = forward_backward(qkv, through_lse, **options)
+            decisions = len(decided)
+            assert same(repeated, forward_backward(qkv, through_lse, **options, dropout_p=0))
+            assert len(decided) == decisions + 2
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert same(forward_backward(qkv, True, **options), repeated)
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.unpoisoned
+def test_a_graph_of_repeated_calls() -> None:
+    qkv = [torch.randn(2, 200, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            forward_backward(qkv, deterministic=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(qkv, deterministic=True)
+    with torch.no_grad():
+        for tensor in qkv:
+            tensor.copy_(torch.randn_like(tensor))
+    graph.replay()
+    assert same(captured, forward_backward(qkv, deterministic=True))
