@@ -348,9 +348,15 @@ def test_command_writes_a_record_of_the_documented_form(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_cpu_cases", lambda: TINY)
     output, seen = tmp_path / "record.json", []
     record = bench_companions(
-        ["copy,rms_norm"], [], ["eager"], output, lambda *given: seen.append(given[:2]), seconds=0.0
+        ["copy,rms_norm"],
+        [],
+        ["eager"],
+        output,
+        lambda *given: seen.append((*given[:2], given[3] is None)),
+        seconds=0.0,
     )
-    assert seen == [(0, 2), (1, 2)] and json.loads(output.read_text()) == record
+    assert seen == [(0, 2, True), (0, 2, False), (1, 2, True), (1, 2, False)]
+    assert json.loads(output.read_text()) == record
     assert [(row["op"], row["phase"]) for row in record["rows"]] == [
         ("copy", "fwd"),
         ("rms_norm", "fwd"),
