@@ -196,6 +196,17 @@ BACKWARD_FORMS = {
     "64-window": _backward(64, 64, False, True, False),
     "128-window": _backward(128, 128, False, True, False),
     **{
+        f"{width}-window-rotated": _backward(width, width, False, True, False)._replace(rotates_walks=True)
+        for width in (64, 128, 256)
+    },
+    "128-window-rotated-fp16": _backward(128, 128, False, True, False)._replace(
+        rotates_walks=True, dtype=torch.float16
+    ),
+    "128-packed-window-rotated-fp16": _backward(128, 128, True, True, False)._replace(
+        rotates_walks=True, dtype=torch.float16
+    ),
+    "192x128-window-rotated": _backward(192, 128, False, True, False)._replace(rotates_walks=True),
+    **{
         f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },

@@ -181,7 +181,8 @@ def attention_backward_kernel(
     ORDERED: gl.constexpr, REVERSES_LINES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr,
     MASKS: gl.constexpr, MASKS_LAST: gl.constexpr, REVERSES_WALKS: gl.constexpr, SHARES_PROGRESS: gl.constexpr,
-    STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr, TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
+    ROTATES_WALKS: gl.constexpr, STATISTICS_MULTIPLIED: gl.constexpr, SUMS_BY_TMA: gl.constexpr,
+    TILE_Q: gl.constexpr, TILE_K: gl.constexpr,
     STRIDE_BIAS_COLUMN: gl.constexpr, STRIDE_MASK_COLUMN: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim, or None. `heads_kv` counts each key/value head `shares` times,
@@ -210,6 +211,7 @@ def attention_backward_kernel(
         MASKS_LAST=MASKS_LAST,
         REVERSES_WALKS=REVERSES_WALKS,
         SHARES_PROGRESS=SHARES_PROGRESS,
+        ROTATES_WALKS=ROTATES_WALKS,
         STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
         SUMS_BY_TMA=SUMS_BY_TMA,
         TILE_Q=TILE_Q,
@@ -422,7 +424,7 @@ def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
 def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
     """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
     `steps_done` steps before this key tile."""
-    step = step_of(work, index)
+    step = step_of(work, index, config)
     tile = visited_tile(work, step.tile, config)
     if config.SHARES_PROGRESS:
         if step.head == 0:
@@ -480,7 +482,7 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks,
         dk, dv = wide_zeros(shared.q), wide_zeros(shared.dout)
         k.acquire(slot)
         v.acquire(slot)
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         sums = KeyGradients(dk, dv)
         unmasked = 0
         if config.MASKS_LAST:
@@ -580,7 +582,7 @@ def _add_step(
             dout.release(slot)
         dk = wait_sum(0, q, dk)
     q.release(slot)
-    return step_after(work, step), KeyGradients(dk, dv)
+    return step_after(work, step, config), KeyGradients(dk, dv)
 
 
 # dv and dk, each by a warpgroup of its own
@@ -605,7 +607,7 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
         k_tile = k.operand(key_slot)
         dv = wide_zeros(dout)
         k.acquire(key_slot)
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             probs_slot = probs.slot(steps_done + index)
@@ -638,7 +640,7 @@ def sum_dv(config, shared, descriptors, problem, blocks, modifiers):
             dv = start_sum(weights, dout_tile, 0, dv, dout.TAIL)
             dv = wait_sum(0, dout, dv)
             dout.release(slot)
-            step = step_after(work, step)
+            step = step_after(work, step, config)
         steps_done += work.steps
         if work.steps > 0:  # `sum_dk` has read the values for the last time before it took the last weights
             probs.wait_released(probs.slot(steps_done - 1))
@@ -737,7 +739,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
         # sees them they may be gone before it looks.
         key_slot = k.slot(tiles_done)
         number_before = 0
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         for index in range(work.steps):
             if LOADS:
                 if (index > 0) & (index + STAGES - 1 < work.steps):
@@ -768,7 +770,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
-            step = step_after(work, step)
+            step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
             if work.steps > 0:

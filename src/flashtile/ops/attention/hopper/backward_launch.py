@@ -450,6 +450,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
         "MASKS_LAST": variant.masks_last,
         "REVERSES_WALKS": variant.reverses_walks,
         "SHARES_PROGRESS": variant.shares_progress,
+        "ROTATES_WALKS": variant.rotates_walks,
         "STATISTICS_MULTIPLIED": config.statistics_multiplied,
         "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
