@@ -212,7 +212,19 @@ BACKWARD_FORMS = {
     },
     "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
-    "192": _backward(192, 192, False, False, False),
+    **{f"{width}": _backward(width, width, False, False, False) for width in (80, 96, 160, 192)},
+    **{f"{width}-packed-window-ordered": _backward(width, width, True, True, True) for width in (80, 96, 160)},
+    **{
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
+        for name, heads in (("80", (80, 80)), ("96", (96, 96)), ("96x80", (96, 80)), ("64x96", (64, 96)))
+    },
+    **{
+        f"{width}-long-fp16": _backward(width, width, False, False, False)._replace(
+            masks_last=True, reverses_walks=True, dtype=torch.float16
+        )
+        for width in (80, 96)
+    },
+    "96-softcap": _backward(96, 96, False, False, False, ScoreVariant(softcap=True)),
     **{
         f"{width}-{name}": _backward(width, width, False, False, False, ScoreVariant(**changes))
         for width in (64, 128, 256)

@@ -1132,7 +1132,10 @@ def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, le
 
 @pytest.mark.parametrize(
     "head_dim, chunks",
-    [(1, (64, 0)), (65, (128, 0)), (128, (128, 0)), (129, (128, 64)), (192, (128, 64)), (193, (256, 0))],
+    [
+        *((1, (64, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)), (96, (64, 32)), (97, (128, 0))),
+        *((128, (128, 0)), (129, (128, 16)), (160, (128, 32)), (161, (128, 64)), (192, (128, 64)), (193, (256, 0))),
+    ],
     ids=str,
 )
 def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:

@@ -282,7 +282,12 @@ def attention_backward_kernel(
         ones = make_ones(statistics_desc)
     staging = None
     if SUMS_BY_TMA:
-        staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+        TOGETHER: gl.constexpr = sums_desc.block_shape[0]
+        if TOGETHER == SUM_COLUMNS:
+            staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+        else:
+            places: gl.constexpr = [SUM_COLUMNS // TOGETHER] + sums_desc.block_shape
+            staging = gl.allocate_shared_memory(gl.float32, places, sums_desc.layout)
     dq_sums = DqSums(sums_ptr, sums_desc, staging, turns_ptr)
     dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
     tile_info = None
@@ -720,8 +725,6 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
     STAGES: gl.constexpr = shared.q.STAGES
     PARTS: gl.constexpr = config.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.TAIL
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.SUM_COLUMNS, 16])
-    zeros = gl.zeros([ROWS, config.SUM_COLUMNS], gl.float32, layout)
     tiles_done = 0
     steps_done = 0
     if LOADS:
@@ -758,12 +761,12 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                     turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
-                    dq = _start_dq(slot, key_slot, part, column, zeros, config, shared)  # [64, SUM_COLUMNS]
+                    dq = _start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
                     if config.ORDERED and part == 0 and column == 0:
                         if index > 0:  # while this product is computed
                             pass_dq_turn(dq_sums.turns_ptr + number_before)
                     dq = warpgroup_mma_wait(0, [dq])
-                    if (part == PARTS - 1) and (column == WIDTH - config.SUM_COLUMNS):
+                    if (part == PARTS - 1) and (column + config.SUM_COLUMNS >= WIDTH):
                         dscores.release(slot)
                     if config.ORDERED and part == 0 and column == 0:
                         if config.TILE_K == 0:
@@ -782,15 +785,17 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
 
 
 @gluon.jit
-def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, zeros, config, shared):
-    """Starts `ds k` of 64 queries, `part`, and the columns from `column` on, over all keys of the tile. `key_slot`: of
-    the first 64 keys."""
+def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
+    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
+    keys of the tile. `key_slot`: of the first 64 keys."""
     k, dscores = shared.k, shared.dscores
-    dq = zeros
+    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for which in gl.static_range(dscores.WRITERS):
         ds = dscores.tile(slot, which).permute([1, 0])
         if config.M > ROWS:
             ds = ds.slice(part * ROWS, ROWS)
-        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, config.SUM_COLUMNS)
+        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
         dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
     return dq
