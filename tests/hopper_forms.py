@@ -200,12 +200,41 @@ BACKWARD_FORMS = {
     "64-window": _backward(64, 64, False, True, False),
     "128-window": _backward(128, 128, False, True, False),
     **{
+        f"{width}-window-rotated": _backward(width, width, False, True, False)._replace(rotates_walks=True)
+        for width in (64, 128, 256)
+    },
+    "128-window-rotated-fp16": _backward(128, 128, False, True, False)._replace(
+        rotates_walks=True, dtype=torch.float16
+    ),
+    "128-packed-window-rotated-fp16": _backward(128, 128, True, True, False)._replace(
+        rotates_walks=True, dtype=torch.float16
+    ),
+    "192x128-window-rotated": _backward(192, 128, False, True, False)._replace(rotates_walks=True),
+    **{
         f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
         for name, heads in (("64", (64, 64)), ("128", (128, 128)), ("192x128", (192, 128)), ("256", (256, 256)))
     },
     "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
-    "192": _backward(192, 192, False, False, False),
+    **{f"{width}": _backward(width, width, False, False, False) for width in (32, 80, 96, 160, 192)},
+    **{f"{width}-packed-window-ordered": _backward(width, width, True, True, True) for width in (80, 96, 160)},
+    **{
+        f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
+        for name, heads in (
+            ("80", (80, 80)),
+            ("96", (96, 96)),
+            ("96x80", (96, 80)),
+            ("64x96", (64, 96)),
+            ("32", (32, 32)),
+        )
+    },
+    **{
+        f"{width}-long-fp16": _backward(width, width, False, False, False)._replace(
+            masks_last=True, reverses_walks=True, dtype=torch.float16
+        )
+        for width in (80, 96)
+    },
+    "96-softcap": _backward(96, 96, False, False, False, softcap=True),
     **{
         f"{width}-{name}": _backward(width, width, False, False, False, **changes)
         for width in (64, 128, 256)

@@ -311,7 +311,7 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
     monkeypatch.setattr(devices, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(devices, "triton_missing", lambda: None)
     with FakeTensorMode():
-        q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16, device="cuda")
+        q = torch.empty(1, 80, 2, 64, dtype=torch.bfloat16, device="cuda")
         side = SideInputs(alibi_slopes=torch.empty(2, device="cuda"))
         monkeypatch.setattr(select, "aligned", lambda *tensors: True)  # fake tensors have no address
         modules = [
@@ -415,6 +415,25 @@ def test_long_walks_of_heads_that_share_keys_are_reversed(
 ) -> None:  # fmt: skip
     constants = _main_constants(rows, keys, heads, heads_kv, head_dim, AttentionSpec(0.1, **spec), monkeypatch)
     assert constants["loops.REVERSES_WALKS"] is reverses_walks
+
+
+@pytest.mark.parametrize(
+    "heads, heads_kv, spec, rotates_walks",
+    [
+        (16, 2, {"window_left": 99, "window_right": 0}, True),
+        (16, 2, {"window_left": 99, "window_right": 9}, True),
+        (2, 2, {"window_left": 99, "window_right": 0}, False),
+        (16, 2, {"window_left": 99}, False),
+        (16, 2, {"window_right": 0}, False),
+        (16, 2, {"window_left": 99, "window_right": 0, "deterministic": True}, False),
+    ],
+    ids=str,
+)
+def test_key_tiles_begin_together_in_a_window_of_heads_that_share_keys(
+    heads: int, heads_kv: int, spec: dict[str, Any], rotates_walks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = _main_constants(8192, 8192, heads, heads_kv, 128, AttentionSpec(0.1, **spec), monkeypatch)
+    assert constants["loops.ROTATES_WALKS"] is rotates_walks
 
 
 @pytest.mark.parametrize(
@@ -563,14 +582,15 @@ def test_steps_of_a_key_tile_in_the_backward(
 ) -> None:
     """All heads of each query tile, from the first tile on; the next step is found without the number of this one."""
     monkeypatch.setattr(backward_tiles, "gl", _NUMBERS)
-    work = SimpleNamespace(group=group, first_tile=start, direction=way)
-    visited = [backward_tiles.step_of.fn(work, it) for it in range(group * steps)]
+    monkeypatch.setattr(backward_tiles, "_rotated", backward_tiles._rotated.fn)
+    work, config = SimpleNamespace(group=group, first_tile=start, direction=way), SimpleNamespace(ROTATES_WALKS=False)
+    visited = [backward_tiles.step_of.fn(work, it, config) for it in range(group * steps)]
     assert visited == [(head, start + way * tile) for tile in range(steps) for head in range(group)]
     monkeypatch.setattr(backward_tiles, "gl", torch)
     step = backward_tiles.Step(torch.tensor(0), torch.tensor(start))
     for expected in visited:
         assert step == expected
-        step = backward_tiles.step_after.fn(work, step)
+        step = backward_tiles.step_after.fn(work, step, config)
 
 
 @pytest.mark.parametrize("last, unmasked, masked", [(7, 5, 2), (9, 3, 2), (4, 0, 2), (6, 7, 0)])
@@ -687,7 +707,7 @@ def test_walks_visit_each_tile_of_queries_once(
     problem = _problem(rows, keys, m, n, heads_kv=8, group=group)
     for first in range(0, keys, n):
         work = backward_tiles.work_of.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
-        steps = [backward_tiles.step_of.fn(work, it) for it in range(work.steps)]
+        steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
         tiles = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
         last = min(first + n, keys) - 1
         seeing = [tile for tile in range(-(-rows // m)) if min(rows, (tile + 1) * m) - 1 + shift >= first]
@@ -708,10 +728,45 @@ def test_a_key_tile_may_begin_anywhere(rows: int, keys: int, offset: int, monkey
     problem = _problem(rows, keys, 64, 128, heads_kv=8, group=2)
     tiles = problem.query_tiles
     work = backward_tiles.work_of.fn(backward_tiles.OffsetKeyTile(256, 0, 3, offset), problem, config)
-    steps = [backward_tiles.step_of.fn(work, it) for it in range(work.steps)]
+    steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
     visited = [(head, backward_tiles.visited_tile.fn(work, tile, config)) for head, tile in steps]
     begin = tiles - 1 - offset
     assert visited == [(head, tile % tiles) for tile in range(begin, begin - tiles, -1) for head in range(2)]
+
+
+@pytest.mark.parametrize("rows, keys", [(4096, 4096), (3900, 4200), (4200, 3900), (700, 4096)])
+@pytest.mark.parametrize("left, right", [(1024, 0), (1023, 0), (200, 30), (64, -3), (5000, 0)])
+@pytest.mark.parametrize("m, n", [(64, 128), (128, 128), (64, 64)])
+@pytest.mark.parametrize("group", [1, 4])
+def test_key_tiles_in_a_window_meet(
+    rows: int, keys: int, left: int, right: int, m: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each visits every query tile that sees it once, all heads of each, in the same order found either way. Those that
+    start together and see a whole window are at few query tiles at any time."""
+    _number_work(monkeypatch)
+    config = _config_of_work(m, n, left=True, ROTATES_WALKS=True)
+    problem = _problem(rows, keys, m, n, heads_kv=8, group=group, band=(left, right))
+    at_once: collections.defaultdict = collections.defaultdict(set)
+    whole = 0
+    for first in range(0, keys, n):
+        work = backward_tiles.work_of.fn(backward_tiles.KeyTile(first, 0, 3), problem, config)
+        steps = [backward_tiles.step_of.fn(work, it, config) for it in range(work.steps)]
+        seeing = range(work.begin, work.begin + work.tiles)
+        assert sorted(steps) == [(head, tile) for head in range(group) for tile in seeing]
+        if not steps:
+            continue
+        step = backward_tiles.Step(*steps[0])
+        for expected in steps[1:]:
+            step = backward_tiles.step_after.fn(work, step, config)
+            assert step == expected
+        if work.tiles >= (left + right + n) // m and (left + n) % m == 0:
+            whole += 1
+            for time, step in enumerate(steps):
+                at_once[time].add(step)
+    if whole > 1:
+        apart = n * (whole - 1) // (left + right + n) + 3
+        aligned = (keys - rows) % m == 0 and right % m == 0  # else each sees one tile more than a window has
+        assert max(map(len, at_once.values())) <= (apart if aligned else 2 * apart)
 
 
 def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -721,7 +776,7 @@ def _number_work(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (backward_tiles, backward_pieces, pieces):
         monkeypatch.setattr(module, "gl", numbers)
     monkeypatch.setattr(backward_tiles, "query_tile_ranges", backward_pieces.query_tile_ranges.fn)
-    for name in ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line"):
+    for name in ("unmasked_tiles", "reverses_walk", "_lines_at_once", "reverses_line", "rotated_start", "_rotated"):
         monkeypatch.setattr(backward_tiles, name, getattr(backward_tiles, name).fn)
     for name in ("tile_in_order", "locate_tile"):
         monkeypatch.setattr(backward_tiles, name, getattr(pieces, name).fn)
@@ -774,6 +829,7 @@ def _config_of_work(m: int, n: int, left: bool = False, right: bool = True, **ch
             "REVERSES_LINES",
             "REVERSES_WALKS",
             "SHARES_PROGRESS",
+            "ROTATES_WALKS",
             "TILE_K",
             "KEY_LENGTHS",
         ),
@@ -804,7 +860,7 @@ def test_key_tiles_add_in_one_order(
         work = backward_tiles.work_of.fn(key_tile, problem, config)
         directions |= {work.direction} if work.steps else set()
         for it in range(work.steps):
-            tile = backward_tiles.step_of.fn(work, it).tile
+            tile = backward_tiles.step_of.fn(work, it, config).tile
             adders = added[key_tile.sequence, key_tile.head_kv, tile]
             assert backward_tiles.dq_turn.fn(work, tile, problem, config) == len(adders)
             adders.append(work.first_key // n)
@@ -1077,7 +1133,20 @@ def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, le
 
 @pytest.mark.parametrize(
     "head_dim, chunks",
-    [(1, (64, 0)), (65, (128, 0)), (128, (128, 0)), (129, (128, 64)), (192, (128, 64)), (193, (256, 0))],
+    [
+        *(
+            (1, (32, 0)),
+            (32, (32, 0)),
+            (33, (64, 0)),
+            (64, (64, 0)),
+            (65, (64, 16)),
+            (80, (64, 16)),
+            (81, (64, 32)),
+            (96, (64, 32)),
+            (97, (128, 0)),
+        ),
+        *((128, (128, 0)), (129, (128, 16)), (160, (128, 32)), (161, (128, 64)), (192, (128, 64)), (193, (256, 0))),
+    ],
     ids=str,
 )
 def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
@@ -1165,10 +1234,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
     assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
-    assert ("dout_tail_desc" in main) == (128 < dout.shape[-1] <= 192)
+    assert ("dout_tail_desc" in main) == bool(configs.backward_chunks(dout.shape[-1])[1])
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
-        assert (f"{given}_tail_desc" in main) == (128 < at.shape[-1] <= 192)
+        assert (f"{given}_tail_desc" in main) == bool(configs.backward_chunks(at.shape[-1])[1])
     assert main["statistics_desc"] == begin["statistics_ptr"]
     assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"]
     ordered = arguments.get("deterministic", False)
@@ -1182,7 +1251,8 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
         assert following - begin["statistics_ptr"] >= 2 * rows * configs.STATISTIC_COLUMNS * 2
     assert ("turns_ptr" in main) == ordered
-    assert main["block_lists_ptr"] == (0 if side.block_lists is None else side.block_lists.data_ptr())
+    lists = 0 if side.block_lists is None else side.block_lists.data_ptr()
+    assert main["problem.side.block_lists"] == lists
     order = ("sums_ptr", "statistics_ptr", "masked_dout_ptr", "counter_ptr", "turns_ptr", "sink_sums_ptr")
     buffers = [begin[of] for of in order if of in begin]
     assert buffers == sorted(buffers)

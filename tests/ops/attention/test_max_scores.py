@@ -101,7 +101,7 @@ def test_with_the_rest_of_pytorch() -> None:
 
 
 def test_backends_without_it_say_so_and_leave_the_backward_alone() -> None:
-    q = torch.randn(1, 64, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    q = torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     asked = flashtile.explain(q, q, q, device="sm_90", return_max_scores=True)
     assert asked.backend == "triton" and "max_scores" in asked.rejected["hopper"]
     assert asked.kernels[-1].backend == "hopper"

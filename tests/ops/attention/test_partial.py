@@ -379,10 +379,10 @@ def test_distances_of_a_part_are_for_kernels_that_know_where_it_lies():
     from flashtile.ops.attention.options import Taken
     from flashtile.ops.attention.partial import _described
 
-    q = torch.empty(1, 64, 2, 64, dtype=torch.bfloat16)
+    q = torch.empty(1, 128, 2, 64, dtype=torch.bfloat16)
     slopes = torch.ones(2)
     for given in (None, slopes):
         taken = Taken(causal=True, alibi_slopes=given)
-        side, spec = _described(q, q, q, AttentionPart(64, 0, 128, 128), None, None, taken)
+        side, spec = _described(q, q, q, AttentionPart(128, 0, 256, 256), None, None, taken)
         for phase in ("forward", "backward"):
             assert select.BACKENDS.choose(hopper_call(phase, q, q, q, side, spec)).backend == "hopper"

@@ -65,7 +65,8 @@ FUNCTIONS: dict[str, Function] = {
     "casts": lambda x, b, h, q, k, t: x * (q.float() / 17 + (k > q).to(x.dtype)) + t["numbers"][-1 - k],
     "constant": lambda x, b, h, q, k, t: t["table"][h, k] + 0 * q,
     "buckets": lambda x, b, h, q, k, t: x + t["table"][h, torch.minimum(torch.abs(q - k), torch.full_like(q, 5))],
-    "few": lambda x, b, h, q, k, t: x * t["table"][h, 3] + t["narrow"][k // 8] + t["narrow"][q // 3] * t["factor"],
+    # What a function adds to all scores of a row has a gradient of 0, of which only rounding errors are left.
+    "few": lambda x, b, h, q, k, t: x * (t["table"][h, 3] + t["narrow"][q // 3] * t["factor"]) + t["narrow"][k // 8],
 }
 
 

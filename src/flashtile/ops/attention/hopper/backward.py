@@ -192,6 +192,7 @@ def attention_backward_kernel(
         MASKS_LAST=loops.MASKS_LAST,
         REVERSES_WALKS=loops.REVERSES_WALKS,
         SHARES_PROGRESS=loops.SHARES_PROGRESS,
+        ROTATES_WALKS=loops.ROTATES_WALKS,
         STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
         SUMS_BY_TMA=SUMS_BY_TMA,
         TILE_Q=constants.TILE_Q,
@@ -224,7 +225,12 @@ def attention_backward_kernel(
         ones = make_ones(statistics_desc)
     staging = None
     if SUMS_BY_TMA:
-        staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+        TOGETHER: gl.constexpr = sums_desc.block_shape[0]
+        if TOGETHER == SUM_COLUMNS:
+            staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
+        else:
+            places: gl.constexpr = [SUM_COLUMNS // TOGETHER] + sums_desc.block_shape
+            staging = gl.allocate_shared_memory(gl.float32, places, sums_desc.layout)
     dq_sums = DqSums(sums_ptr, sums_desc, staging, turns_ptr)
     dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
     tile_info = None
@@ -366,7 +372,7 @@ def _load_all_keys(ring, descriptors, rows, first_key, tiles_done, config):
 def load_step(work, index, steps_done, config, shared, descriptors, problem, counter_ptr):
     """Loads queries, statistics and dout of step `index` of a key tile without a block mask. The thread block had
     `steps_done` steps before this key tile."""
-    step = step_of(work, index)
+    step = step_of(work, index, config)
     tile = visited_tile(work, step.tile, config)
     if config.SHARES_PROGRESS:
         if step.head == 0:
@@ -424,7 +430,7 @@ def sum_dk_dv(WHICH: gl.constexpr, config, shared, descriptors, problem, blocks)
         dk, dv = wide_zeros(shared.q), wide_zeros(shared.dout)
         k.acquire(slot)
         v.acquire(slot)
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         sums = KeyGradients(dk, dv)
         unmasked = 0
         if config.MASKS_LAST:
@@ -524,7 +530,7 @@ def _add_step(
             dout.release(slot)
         dk = wait_sum(0, q, dk)
     q.release(slot)
-    return step_after(work, step), KeyGradients(dk, dv)
+    return step_after(work, step, config), KeyGradients(dk, dv)
 
 
 # dv and dk, each by a warpgroup of its own
@@ -549,7 +555,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
         k_tile = k.operand(key_slot)
         dv = wide_zeros(dout)
         k.acquire(key_slot)
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             probs_slot = probs.slot(steps_done + index)
@@ -582,7 +588,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             dv = start_sum(weights, dout_tile, 0, dv, dout.TAIL)
             dv = wait_sum(0, dout, dv)
             dout.release(slot)
-            step = step_after(work, step)
+            step = step_after(work, step, config)
         steps_done += work.steps
         if work.steps > 0:  # `sum_dk` has read the values for the last time before it took the last weights
             probs.wait_released(probs.slot(steps_done - 1))
@@ -662,8 +668,6 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
     STAGES: gl.constexpr = shared.q.STAGES
     PARTS: gl.constexpr = config.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.TAIL
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.SUM_COLUMNS, 16])
-    zeros = gl.zeros([ROWS, config.SUM_COLUMNS], gl.float32, layout)
     tiles_done = 0
     steps_done = 0
     if LOADS:
@@ -681,7 +685,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
         # sees them they may be gone before it looks.
         key_slot = k.slot(tiles_done)
         number_before = 0
-        step = step_of(work, 0)
+        step = step_of(work, 0, config)
         for index in range(work.steps):
             if LOADS:
                 if (index > 0) & (index + STAGES - 1 < work.steps):
@@ -700,19 +704,19 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                     turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
-                    dq = _start_dq(slot, key_slot, part, column, zeros, config, shared)  # [64, SUM_COLUMNS]
+                    dq = _start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
                     if config.ORDERED and part == 0 and column == 0:
                         if index > 0:  # while this product is computed
                             pass_dq_turn(dq_sums.turns_ptr + number_before)
                     dq = warpgroup_mma_wait(0, [dq])
-                    if (part == PARTS - 1) and (column == WIDTH - config.SUM_COLUMNS):
+                    if (part == PARTS - 1) and (column + config.SUM_COLUMNS >= WIDTH):
                         dscores.release(slot)
                     if config.ORDERED and part == 0 and column == 0:
                         if config.TILE_K == 0:
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
-            step = step_after(work, step)
+            step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
             if work.steps > 0:
@@ -724,15 +728,17 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
 
 
 @gluon.jit
-def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, zeros, config, shared):
-    """Starts `ds k` of 64 queries, `part`, and the columns from `column` on, over all keys of the tile. `key_slot`: of
-    the first 64 keys."""
+def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
+    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
+    keys of the tile. `key_slot`: of the first 64 keys."""
     k, dscores = shared.k, shared.dscores
-    dq = zeros
+    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     for which in gl.static_range(dscores.WRITERS):
         ds = dscores.tile(slot, which).permute([1, 0])
         if config.M > ROWS:
             ds = ds.slice(part * ROWS, ROWS)
-        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, config.SUM_COLUMNS)
+        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
         dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
     return dq

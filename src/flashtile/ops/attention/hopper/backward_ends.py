@@ -157,18 +157,29 @@ def _sees_sink_alone(lse, sink, out):
 @gluon.constexpr_function
 def _rows_of_sums(COLUMNS):
     """The layout of a block of sums in which each thread reads eight columns of two rows, 8 apart, which lie side by
-    side, and the same of the rows 4 below (`backward_pieces.add_to_dq`)."""
-    registers = [[1], [2], [4], [8], [64], *([64 << bit] for bit in range(6, (COLUMNS - 1).bit_length()))]
-    lanes = [[512], [1024], [2048], [16], [32]]
+    side (`backward_pieces.add_to_dq`), from 64 columns on also the same of the rows 4 below. Of 16 columns it reads
+    four."""
+    if COLUMNS == 16:
+        registers, lanes = [[1], [2], [4]], [[8], [512], [16], [32], [64]]
+    elif COLUMNS == 32:
+        registers, lanes = [[1], [2], [4], [8]], [[512], [1024], [16], [32], [64]]
+    else:
+        registers = [[1], [2], [4], [8], [64], *([64 << bit] for bit in range(6, (COLUMNS - 1).bit_length()))]
+        lanes = [[512], [1024], [2048], [16], [32]]
     return gl.DistributedLinearLayout(registers, lanes, [[128], [256]], [], [ROWS.value * COLUMNS])
 
 
 @gluon.constexpr_function
 def _rows_of_dq(COLUMNS):
     """The same layout by rows and columns, in the order in which a thread writes."""
-    more = [[0, 1 << bit] for bit in range(6, (COLUMNS - 1).bit_length())]
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0], [4, 0], *more]
-    lanes = [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
+    if COLUMNS == 16:
+        registers, lanes = [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    elif COLUMNS == 32:
+        registers, lanes = [[0, 1], [0, 2], [0, 4], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    else:
+        more = [[0, 1 << bit] for bit in range(6, (COLUMNS - 1).bit_length())]
+        registers = [[0, 1], [0, 2], [0, 4], [8, 0], [4, 0], *more]
+        lanes = [[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, COLUMNS])
 
 

@@ -338,7 +338,10 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
         if name == "statistics":
             boxes[name] = _statistics_box(variant)
         elif name == "sums":
-            boxes[name] = (config.sum_columns, CONSUMER_ROWS) if config.sums_by_tma else None
+            # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
+            whole, tail = backward_chunks(variant.head_dim)
+            together = min(config.sum_columns, tail or whole)
+            boxes[name] = (together, CONSUMER_ROWS) if config.sums_by_tma else None
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
             whole, tail = backward_chunks(head_dim)
@@ -474,5 +477,6 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
             REVERSES_WALKS=variant.reverses_walks,
             REVERSES_LINES=variant.reverses_lines,
             SHARES_PROGRESS=variant.shares_progress,
+            ROTATES_WALKS=variant.rotates_walks,
         ),
     }

@@ -185,7 +185,7 @@ def wide_zeros(ring):
     """A sum as wide as the tiles of a ring, `[64, WIDTH + TAIL]`, in two chunks: at most `_BLOCK` columns, and what is
     left. Where nothing is left, the second one is not used."""
     COLUMNS: gl.constexpr = min(ring.WIDTH, _BLOCK)
-    MORE: gl.constexpr = max(ring.WIDTH + ring.TAIL - _BLOCK, 64)
+    MORE: gl.constexpr = ring.TAIL if ring.TAIL > 0 else max(ring.WIDTH - _BLOCK, 64)
     main = gl.zeros([ROWS, COLUMNS], gl.float32, _sum_layout(COLUMNS))
     return Chunks(main, gl.zeros([ROWS, MORE], gl.float32, _sum_layout(MORE)))
 
@@ -193,7 +193,7 @@ def wide_zeros(ring):
 @gluon.constexpr_function
 def products_of_sum(ring):
     """How many products add one term to a `wide_zeros` sum."""
-    return 2 if ring.WIDTH + ring.TAIL > 128 else 1
+    return 2 if ring.TAIL > 0 or ring.WIDTH > 128 else 1
 
 
 @gluon.jit
@@ -241,9 +241,15 @@ def add_to_dq(sums, dq, line, config):
         tma_store_wait(0)  # until the block before has been read from there
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0])
         parts = gl.permute(gl.reshape(dq, [4, 2, 8, BLOCKS, 4, 2]), [3, 0, 2, 4, 1, 5])
-        reinterpret(sums.staging, gl.float32, [BLOCKS, 4, 8, 4, 2, 2], plain).store(parts)
+        places = reinterpret(sums.staging, gl.float32, [config.SUM_COLUMNS // 8, 4, 8, 4, 2, 2], plain)
+        slice_of(places, 0, BLOCKS, 0).store(parts)
         fence_async_shared()
-        tma_reduce_add(sums.desc, (line, 0), sums.staging)
+        TOGETHER: gl.constexpr = sums.desc.block_shape[0]
+        if TOGETHER == config.SUM_COLUMNS:
+            tma_reduce_add(sums.desc, (line, 0), sums.staging)
+        else:
+            for some in gl.static_range(dq.shape[1] // TOGETHER):
+                tma_reduce_add(sums.desc, (line + some * TOGETHER, 0), sums.staging.index(some))
     else:
         ADDITIONS: gl.constexpr = _additions(BLOCKS)
         OPERANDS: gl.constexpr = _addition_operands(BLOCKS)

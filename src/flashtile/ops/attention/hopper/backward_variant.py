@@ -49,6 +49,7 @@ class BackwardVariant(NamedTuple):
     masks_last: bool = False
     reverses_walks: bool = False
     shares_progress: bool = False
+    rotates_walks: bool = False
     reverses_lines: bool = False
 
     @property
@@ -75,6 +76,7 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
         masks_last=masks and long and not reverses_lines and _may_mask_last(variant),
         reverses_walks=long and group > 1 and _may_reverse_walks(variant),
         shares_progress=group * rows_q >= WALK_BEYOND_CACHE and not banded and _may_share_progress(variant),
+        rotates_walks=group > 1 and _may_rotate_walks(variant),
         reverses_lines=reverses_lines,
     )
 
@@ -101,6 +103,12 @@ def _may_reverse_walks(variant: BackwardVariant) -> bool:
     where they add in no order."""
     causal = variant.has_right and not variant.has_left and not variant.packed and not variant.listed
     return causal and variant.config.producer and not variant.ordered
+
+
+def _may_rotate_walks(variant: BackwardVariant) -> bool:
+    """Whether key tiles may begin at the same query tile (`backward_tiles.rotated_start`): in a window that ends on
+    both sides, where they add in no order."""
+    return variant.has_left and variant.has_right and not variant.listed and not variant.ordered
 
 
 def _may_share_progress(variant: BackwardVariant) -> bool:

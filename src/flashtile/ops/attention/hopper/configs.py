@@ -351,9 +351,11 @@ _BACKWARD_CAPPED_ROWS = (
 
 
 def backward_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile of the backward, in one or two powers of two that a row of the swizzle divides: 129 to 192 =
-    128 + 64. The second is 0 where there is none."""
-    return (128, 64) if 128 < head_dim <= 192 else (max(64, 1 << (head_dim - 1).bit_length()), 0)
+    """Columns of a tile of the backward, in one or two powers of two, at least 32: 65 to 80 = 64 + 16, 81 to 96 = 64 +
+    32, 129 to 160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
+    whole = max(32, 1 << (head_dim - 1).bit_length())
+    tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
+    return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
 
 
 def tile_width(head_dim: int) -> int:
@@ -410,4 +412,5 @@ def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: in
         statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
-    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + _OVERHEAD
+    tails = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v))  # Measured: up to 12 bytes more
+    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * tails + _OVERHEAD
