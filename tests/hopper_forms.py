@@ -216,17 +216,11 @@ BACKWARD_FORMS = {
     },
     "128-uncut-fp16": _backward(128, 128, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
     "192x128-packed-window-ordered": _backward(192, 128, True, True, True),
-    **{f"{width}": _backward(width, width, False, False, False) for width in (32, 80, 96, 160, 192)},
+    **{f"{width}": _backward(width, width, False, False, False) for width in (80, 96, 160, 192)},
     **{f"{width}-packed-window-ordered": _backward(width, width, True, True, True) for width in (80, 96, 160)},
     **{
         f"{name}-uncut": _backward(*heads, False, False, False, right=False)._replace(masks=False)
-        for name, heads in (
-            ("80", (80, 80)),
-            ("96", (96, 96)),
-            ("96x80", (96, 80)),
-            ("64x96", (64, 96)),
-            ("32", (32, 32)),
-        )
+        for name, heads in (("80", (80, 80)), ("96", (96, 96)), ("96x80", (96, 80)), ("64x96", (64, 96)))
     },
     **{
         f"{width}-long-fp16": _backward(width, width, False, False, False)._replace(

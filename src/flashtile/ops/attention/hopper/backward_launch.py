@@ -339,8 +339,7 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             boxes[name] = _statistics_box(variant)
         elif name == "sums":
             # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
-            whole, tail = backward_chunks(variant.head_dim)
-            together = min(config.sum_columns, tail or whole)
+            together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
             boxes[name] = (together, CONSUMER_ROWS) if config.sums_by_tma else None
         else:
             head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v

@@ -351,9 +351,9 @@ _BACKWARD_CAPPED_ROWS = (
 
 
 def backward_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile of the backward, in one or two powers of two, at least 32: 65 to 80 = 64 + 16, 81 to 96 = 64 +
-    32, 129 to 160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
-    whole = max(32, 1 << (head_dim - 1).bit_length())
+    """Columns of a tile of the backward, in one or two powers of two: 65 to 80 = 64 + 16, 81 to 96 = 64 + 32, 129 to
+    160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
+    whole = max(64, 1 << (head_dim - 1).bit_length())
     tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
     return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
 
