@@ -39,6 +39,7 @@ def load_line(side, numbers, sequence, head, line):
 @triton.jit
 def listed_tile(blocks, step, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Where the kernel's tile number `step / BLOCK` of a line begins, and the kind of the stored one that it is in."""
+    step = tl.cast(step, tl.int32)  # the interpreter's loops count in Python's numbers
     entry = step // TILE
     start = tl.load(blocks.tiles_ptr + entry) * TILE + step % TILE
     return tl.multiple_of(start, BLOCK), tl.load(blocks.kinds_ptr + entry)
