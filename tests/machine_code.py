@@ -115,8 +115,9 @@ def described(source: KernelSource) -> dict[str, Any]:
     """What decides a kernel's machine code, by its parameters' names: the value of a constant, None of what is not
     there, and else the type and a power of two that divides it, such as "i64" or "*bf16 % 16"."""
     run_time = {
-        name: None if of == "constexpr" else of if multiple == 1 else f"{of} % {multiple}"
+        name: of if multiple == 1 else f"{of} % {multiple}"
         for name, of, multiple in zip(source.names, source.types, source.multiples, strict=True)
+        if of != "constexpr"
     }
     return {**source.constants, **run_time}
 
