@@ -117,10 +117,11 @@ def attention_dbias_kernel(
             kind = kind_of_tile(blocks, start // constants.TILE_K)
             needed = needed & (kind != EMPTY)
         if needed:
+            head_kv = head // group
             product = _product(
                 head_pointer(q_ptr, q_strides, sequence, begin_q, head, PACKED),
-                head_pointer(k_ptr, k_strides, sequence, begin_k, head // group, PACKED),
-                head_pointer(v_ptr, v_strides, sequence, begin_k, head // group, PACKED),
+                head_pointer(k_ptr, k_strides, sequence, begin_k, head_kv, PACKED),
+                head_pointer(v_ptr, v_strides, sequence, begin_k, head_kv, PACKED),
                 head_pointer(dout_ptr, dout_strides, sequence, begin_q, head, PACKED),
                 q_strides, k_strides, v_strides, dout_strides,
                 second, first, seq_q, start, keys, shape, WHOLE, PRECISION,
