@@ -5,6 +5,8 @@ cuTensorMapEncodeTiled)."""
 from __future__ import annotations
 
 import itertools
+import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -289,3 +291,36 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
     after_turns = (begin["turns_ptr"] or turns) + (4 * tiles if begin["turns_ptr"] else 0)
     assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
+
+
+class _AllocatedError(Exception):
+    """Ends a call at its outputs."""
+
+
+@pytest.mark.parametrize("module", [launch, backward_launch], ids=["forward", "backward"])
+def test_a_copy_of_lists_lives_when_outputs_are_allocated(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an output may lie where the kernel reads the lists."""
+    copies = []
+
+    def with_aligned_lists(side: SideInputs) -> SideInputs:
+        side = aligned_lists(side)
+        copies.append(weakref.ref(side.block_lists))
+        return side
+
+    def allocate() -> None:
+        assert copies[0]() is not None and copies[0]() is not lists
+        raise _AllocatedError
+
+    aligned_lists = module.with_aligned_lists
+    plan = SimpleNamespace(kernel=SimpleNamespace(programs=1), widening=None, allocate=allocate)
+    monkeypatch.setattr(module, "with_aligned_lists", with_aligned_lists)
+    monkeypatch.setattr(module, "_plan_for", lambda *_: plan)
+    lists = torch.zeros(9, dtype=torch.int32)[1:]
+    assert lists.data_ptr() % 16
+    q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+    side = SideInputs(max_seqlen_q=128, max_seqlen_k=128, block_lists=lists)
+    spec = AttentionSpec(1.0, block_shape=(1, 1, 128, 128))
+    lse = torch.zeros(1, 2, 128)
+    call = (q, q, q, side, spec) if module is launch else (q, None, q, q, q, q, lse, side, spec, Wanted())
+    with pytest.raises(_AllocatedError):
+        (module.forward if module is launch else module.backward)(*call)

@@ -47,10 +47,10 @@ from flashtile.ops.attention.hopper.parameters import (
     FLOAT32,
     INT32,
     LOG2_E,
-    readable_side,
     score_units,
     side_of_call,
     whole_tiles,
+    with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import (
@@ -131,9 +131,10 @@ def backward(
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted.bias)
     row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
+    side = with_aligned_lists(side)
     dq, dk, dv, scratch = _launch(
         plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        side_pointers(readable_side(side)), pointer(row_statistics),
+        side_pointers(side), pointer(row_statistics),
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:

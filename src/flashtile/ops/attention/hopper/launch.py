@@ -30,7 +30,7 @@ from flashtile.ops.attention.hopper.configs import (
     table_bytes,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import readable_side, score_units, side_of_call, whole_tiles
+from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import Layout, SideShape, Table, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
@@ -80,7 +80,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
-    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), side_pointers(readable_side(side)))
+    side = with_aligned_lists(side)
+    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), side_pointers(side))
 
 
 def prepare_forward(

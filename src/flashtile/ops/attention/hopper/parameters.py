@@ -34,8 +34,9 @@ def side_of_call(
 NO_SIDE = side_of_call(PLAIN_SIDE, AttentionSpec(1.0), 1, covered=False, by_column=True)
 
 
-def readable_side(side: SideInputs) -> SideInputs:
-    """With the lists of the block mask at a multiple of 16 bytes: a copy of those that are not."""
+def with_aligned_lists(side: SideInputs) -> SideInputs:
+    """With the lists of the block mask at a multiple of 16 bytes: a copy of those that are not. Who passes on its
+    addresses keeps it until the launch, or what is allocated meanwhile takes the place of the copy."""
     lists = side.block_lists
     return side if lists is None or lists.data_ptr() % 16 == 0 else side._replace(block_lists=lists.clone())
 
