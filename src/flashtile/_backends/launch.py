@@ -185,7 +185,7 @@ def _leaves(name: str, group: GroupShape | None, path: tuple[int, ...] = ()) -> 
 
 
 def _nested(group: GroupShape | None, flat: Iterator[Any]) -> Any:
-    """What comes next of `flat` as the NamedTuple."""
+    """The NamedTuple, made of the next values of `flat`."""
     return next(flat) if group is None else group.kind(*(_nested(shape, flat) for shape in group.fields))
 
 

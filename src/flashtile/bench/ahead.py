@@ -1,6 +1,6 @@
 """Compiling before measuring: every call runs once in one of several processes.
 
-What they compile goes to the caches on disk of Triton, of `torch.compile` and of the peers, where the measuring process
+The kernels go to the caches on disk of Triton, of `torch.compile` and of the peers, where the measuring process
 finds it. Compilation takes most of the time of a first run otherwise.
 """
 

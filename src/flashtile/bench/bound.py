@@ -59,7 +59,7 @@ class Bound:
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """What is timed in each phase.
+        """The call that is timed in each phase.
 
         PyTorch keeps the seed of a forward outside a graph on the host, where a captured backward cannot read it.
         """

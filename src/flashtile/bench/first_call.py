@@ -1,8 +1,8 @@
 """How long a user waits for the first call with a function that was never compiled: forward and backward, each in a new
 process.
 
-What the processes compile lies in a folder for each case, which starts with what a call of another head_dim left, such
-as Triton's launcher. The measuring process goes on with the same folders, so that FlexAttention compiles a case once.
+The processes compile into a folder for each case. It starts with the files of a call of another head_dim, such as
+Triton's launcher. The measuring process goes on with the same folders, so that FlexAttention compiles a case once.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Oracle:
     def _pick(self, name: str, tensor: Tensor) -> Tensor:
         """The chosen key/value heads of a tensor, or the query heads that read them: `[n, S or tokens, heads, D]`.
 
-        With a bias `[B, S, n · heads, D]`, and of the bias `[1 or B, n · heads, S, S]`. Of a table `[n, ...]`.
+        With a bias they are `[B, S, n · heads, D]`; those of the bias are `[1 or B, n · heads, S, S]`, and those of a
+        table `[n, ...]`.
         """
         tensor, key_heads = tensor.detach(), self._case.Hkv
         if name.lstrip("d").startswith("table"):
@@ -94,7 +95,7 @@ class Oracle:
         return grouped.transpose(1, 2)[batch, head]
 
     def _pick_mask(self, mask: Tensor | None) -> Tensor | None:
-        """What the batch entries of the chosen heads see: `[1 or n, 1, 1 or S, keys]`."""
+        """The mask of the batch entries of the chosen heads: `[1 or n, 1, 1 or S, keys]`."""
         if mask is None or mask.shape[0] == 1:
             return mask
         return mask[self._heads // self._case.Hkv]

@@ -276,7 +276,7 @@ class AttentionByHeads(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, *(table.grad for table in tables)
 
 
-#: Where bias, slopes and sinks have their heads. What a score function reads is whole everywhere (None).
+#: Where bias, slopes and sinks have their heads. Tensors that a score function reads are whole everywhere (None).
 _DIMS = (1, -1, 0)
 
 

@@ -27,7 +27,7 @@ class Bound:
 
     @property
     def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """What is timed in each phase."""
+        """The call that is timed in each phase."""
         return {"fwd": self.forward, "bwd": self.backward, "fwd+bwd": self.forward_backward}
 
     def forward(self) -> Tensors:

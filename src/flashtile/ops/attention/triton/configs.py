@@ -178,7 +178,7 @@ def _width(situation: Situation) -> int:
 
 def shared_memory(kernel: Kernel, tiles: TileConfig, situation: Situation) -> int:
     """Estimate of the shared memory of a program, in bytes; tests compile every row and hold it to the limit."""
-    width, width_v = tile_widths(situation)[0], 0 if kernel == "column_sums" else tile_widths(situation)[1]
+    width, width_v = tile_widths(situation) if kernel != "column_sums" else (tile_widths(situation)[0], 0)
     scores = tiles.block_m * tiles.block_n
     moving, resident = (tiles.block_m, tiles.block_n) if kernel in OWN_KEYS else (tiles.block_n, tiles.block_m)
     # A tile is split when its turn comes, and those that move take turns in one place. Ahead of that they are whole.
