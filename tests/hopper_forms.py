@@ -238,6 +238,17 @@ BACKWARD_FORMS = {
         f"{width}-fp16": _backward(width, width, False, False, False)._replace(dtype=torch.float16)
         for width in (64, 128, 256)
     },
+    **{
+        f"{width}-single-tile": _backward(width, width, False, False, False, right=False)._replace(single_key_tile=True)
+        for width in (64, 80, 96, 128)
+    },
+    "128-single-tile-fp16": _backward(128, 128, False, False, False)._replace(
+        single_key_tile=True, masks_last=True, dtype=torch.float16
+    ),
+    "64x96-single-tile-fp16": _backward(64, 96, False, False, False)._replace(
+        single_key_tile=True, dtype=torch.float16
+    ),
+    "256-single-tile-ordered": _backward(256, 256, False, False, True)._replace(single_key_tile=True, ordered=False),
     "128-fp16-packed": _backward(128, 128, True, False, False)._replace(dtype=torch.float16),
     "128-long-fp16": _backward(128, 128, False, False, False)._replace(masks_last=True, dtype=torch.float16),
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
@@ -268,6 +279,12 @@ BACKWARD_FEATURE_FORMS = {
     "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
     "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
+    **{
+        f"{width}-single-tile-bias-and-dropout": _backward(
+            width, width, False, False, False, right=False, side=SideShape(bias=_BIAS, dropout=True)
+        )._replace(single_key_tile=True)
+        for width in (64, 128)
+    },
     "64-all": _backward(64, 64, True, True, False, side=_ALL),
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),

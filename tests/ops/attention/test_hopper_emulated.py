@@ -95,6 +95,34 @@ def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> N
     check(with_arguments(case, **arguments), "hopper")
 
 
+@pytest.mark.parametrize(
+    "arguments, summed",
+    [
+        ({}, False),
+        ({"causal": True, "deterministic": True}, False),
+        ({"window": (None, 9), "align": "top_left", "softcap": 5.0}, False),
+        ({"window": (70, None)}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, seq_k", [(32, 64, 49), (64, 64, 128), (96, 80, 77), (128, 128, 100)], ids=str
+)
+def test_all_keys_in_one_tile(
+    hopper: Callable, head_dim: int, head_dim_v: int, seq_k: int, arguments: dict, summed: bool
+) -> None:
+    """dq is stored as it is multiplied where each query tile visits the only key tile, and summed elsewhere."""
+    emulated = hopper()
+    for seq_q in (49, 200):
+        case = replace(
+            _SMALL, batch=2, heads=3, heads_kv=3, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, head_dim_v=head_dim_v
+        )
+        check(with_arguments(case, **arguments), "hopper")
+        needs_sums = summed or ("causal" in arguments and seq_q > seq_k)
+        needs_sums = needs_sums or ("softcap" in arguments and max(head_dim, head_dim_v) > 64 and seq_k > 64)
+        assert (emulated.launched[-1] == "attention_end_kernel") is needs_sums
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16)], ids=str)
 def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype, packed: bool) -> None:
@@ -244,7 +272,7 @@ def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
 def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int) -> None:
     emulated = hopper()
     case = replace(_SMALL, heads=heads, heads_kv=heads_kv, seq_q=300, seq_k=100, head_dim=128, head_dim_v=128)
-    check(with_arguments(case, causal=True), "hopper")
+    check(with_arguments(case, causal=True), "hopper")  # the first queries see no key, so dq is summed
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
 
 

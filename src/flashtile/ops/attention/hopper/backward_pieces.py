@@ -117,6 +117,15 @@ class DqSums(NamedTuple):
     turns_ptr: Any
 
 
+class DqStores(NamedTuple):
+    """How dq of a single key tile leaves: by TMA, as `Chunks`, through a place on chip for 64 queries and the columns
+    of a product. `tail`: the place for the last columns where these are fewer, or None."""
+
+    chunks: Any
+    staging: Any
+    tail: Any
+
+
 @gluon.jit
 def query_tile_ranges(
     first, keys, shift, rows, window_left, window_right,
@@ -255,6 +264,22 @@ def add_to_dq(sums, dq, line, config):
         OPERANDS: gl.constexpr = _addition_operands(BLOCKS)
         base = (sums.sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
         gl.inline_asm_elementwise(ADDITIONS, OPERANDS, [dq, base], dtype=gl.int32, is_pure=False, pack=4 * BLOCKS)
+
+
+@gluon.jit
+def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
+    """Stores a `[64, columns]` block of dq, which no other key tile adds to, from `row` of a sequence (`HeadRows`) and
+    column `COLUMN` on. What is past the end is not written."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    descriptor = stores.chunks.main
+    staging = stores.staging
+    if COLUMNS < config.SUM_COLUMNS:
+        descriptor = stores.chunks.tail
+        staging = stores.tail
+    tma_store_wait(0)  # until the block before has been read from there
+    matrix(staging, ROWS, COLUMNS).store(dq.to(staging.dtype))
+    fence_async_shared()
+    tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), staging)
 
 
 @gluon.constexpr_function
