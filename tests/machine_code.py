@@ -30,7 +30,7 @@ from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, 
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
-from flashtile.ops.attention.triton.configs import LONG, Kernel
+from flashtile.ops.attention.triton.configs import Kernel, length_of
 from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
@@ -153,7 +153,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
             shapes,
             (q_strides, _strides(k_shape), _strides(v_shape), dout_strides),
             call.misalignment,
-            call.seq_q >= LONG and call.seq_k >= LONG,
+            length_of(call.seq_q, call.seq_k),
             side,
             spec,
             call.has_dlse,

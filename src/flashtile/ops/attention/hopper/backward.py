@@ -55,6 +55,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     columns_of,
     make_handover,
     make_ones,
+    make_sums_staging,
     pass_dq_turn,
     pin_pairs_before_product,
     products_of_sum,
@@ -226,23 +227,16 @@ def attention_backward_kernel(
     ones = None
     if STATISTICS_MULTIPLIED:
         ones = make_ones(statistics_desc)
-    staging = None
+    sums_staging, dq_stores = None, None
+    if SUMS_BY_TMA and not loops.SINGLE_KEY_TILE:
+        sums_staging = make_sums_staging(sums_desc, config)
+    dq_sums = DqSums(sums_ptr, sums_desc, sums_staging, turns_ptr)
     if loops.SINGLE_KEY_TILE:
-        staging = gl.allocate_shared_memory(q_desc.dtype, dq_desc.block_shape, dq_desc.layout)
-    elif SUMS_BY_TMA:
-        TOGETHER: gl.constexpr = sums_desc.block_shape[0]
-        if TOGETHER == SUM_COLUMNS:
-            staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
-        else:
-            places: gl.constexpr = [SUM_COLUMNS // TOGETHER] + sums_desc.block_shape
-            staging = gl.allocate_shared_memory(gl.float32, places, sums_desc.layout)
-    if loops.SINGLE_KEY_TILE:
-        tail = None
+        place = gl.allocate_shared_memory(q_desc.dtype, dq_desc.block_shape, dq_desc.layout)
+        tail_place = None
         if dq_tail_desc is not None:
-            tail = gl.allocate_shared_memory(q_desc.dtype, dq_tail_desc.block_shape, dq_tail_desc.layout)
-        dq_target = DqStores(Chunks(dq_desc, dq_tail_desc), staging, tail)
-    else:
-        dq_target = DqSums(sums_ptr, sums_desc, staging, turns_ptr)
+            tail_place = gl.allocate_shared_memory(q_desc.dtype, dq_tail_desc.block_shape, dq_tail_desc.layout)
+        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place, tail_place))
     dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
     tile_info = None
     if TILE_K > 0:
@@ -268,7 +262,7 @@ def attention_backward_kernel(
     if SPLIT_ROLES:
         gl.warp_specialize(
             [
-                (sum_dq, (False, config, shared, descriptors, dq_target, problem, blocks, counter_ptr)),
+                (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                 (sum_dv, (config, shared, descriptors, problem, blocks)),
                 (sum_dk, (config, shared, descriptors, problem)),
                 (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -280,7 +274,7 @@ def attention_backward_kernel(
         if PRODUCER:
             gl.warp_specialize(
                 [
-                    (sum_dq, (False, config, shared, descriptors, dq_target, problem, blocks, counter_ptr)),
+                    (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                     (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -291,7 +285,7 @@ def attention_backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (sum_dq, (True, config, shared, descriptors, dq_target, problem, blocks, counter_ptr)),
+                    (sum_dq, (True, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                 ],
@@ -669,9 +663,10 @@ def sum_dk(config, shared, descriptors, problem):
 
 
 @gluon.jit
-def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_target, problem, blocks, counter_ptr):
-    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq. Where
-    there is a single key tile the product is dq, and is stored as such.
+def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr):
+    """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
+
+    Where there is a single key tile the product is dq, and is stored as such.
 
     LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
     the others no longer read by the time that they hand over the next `ds`.
@@ -706,7 +701,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_target, problem,
             tile_visited = visited_tile(work, step.tile, config)
             number = first_number_of(work, step.head) + tile_visited
             if config.ORDERED and config.TILE_K == 0:
-                turn_seen = gl.load(dq_target.turns_ptr + number, volatile=True)
+                turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             dscores.acquire(slot)
             if config.TILE_K > 0:
                 place = place_of_info(steps_done + index, config, shared)
@@ -714,31 +709,31 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_target, problem,
                 number += read_tile_info(shared.tile_info, place, TILE_NUMBER)
                 if config.ORDERED:
                     turn = read_tile_info(shared.tile_info, place, TILE_TURN)
-                    turn_seen = gl.load(dq_target.turns_ptr + number, volatile=True)
+                    turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
                     dq = _start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
                     if config.ORDERED and part == 0 and column == 0:
                         if index > 0:  # while this product is computed
-                            pass_dq_turn(dq_target.turns_ptr + number_before)
+                            pass_dq_turn(dq_sums.turns_ptr + number_before)
                     dq = warpgroup_mma_wait(0, [dq])
                     if (part == PARTS - 1) and (column + config.SUM_COLUMNS >= WIDTH):
                         dscores.release(slot)
                     if config.ORDERED and part == 0 and column == 0:
                         if config.TILE_K == 0:
                             turn = dq_turn(work, step.tile, problem, config)
-                        wait_dq_turn(dq_target.turns_ptr + number, turn_seen, turn)
+                        wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
                     if config.SINGLE_KEY_TILE:
                         rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
                         row = tile_visited * config.M + part * ROWS
-                        store_dq(dq_target, dq * problem.scale, rows, row, column, config)
+                        store_dq(dq_stores, dq * problem.scale, rows, row, column, config)
                     else:
-                        add_to_dq(dq_target, dq, (number * PARTS + part) * WIDTH + column, config)
+                        add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:
             if work.steps > 0:
-                pass_dq_turn(dq_target.turns_ptr + number_before)
+                pass_dq_turn(dq_sums.turns_ptr + number_before)
         steps_done += work.steps
         tiles_done += 1
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)

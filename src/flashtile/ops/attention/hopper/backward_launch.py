@@ -179,8 +179,8 @@ def _launch(
     masked_dout = sums + plan.masked_dout_at if plan.has_empty_rows else None
     sink_sums = sums + plan.sink_sums_at if side.sinks else None
     plan.begin.launch(
-        out, dout, lse, dlse, statistics, dq_sums, turns, counter, masked_dout, side.sinks, sink_sums, side.cu_seqlens_q,
-        row_statistics,
+        out, dout, lse, dlse, statistics, dq_sums, turns, counter, masked_dout, side.sinks, sink_sums,
+        side.cu_seqlens_q, row_statistics,
     )  # fmt: skip
     descriptors = plan.describe(
         q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr()

@@ -118,12 +118,23 @@ class DqSums(NamedTuple):
 
 
 class DqStores(NamedTuple):
-    """How dq of a single key tile leaves: by TMA, as `Chunks`, through a place on chip for 64 queries and the columns
-    of a product. `tail`: the place for the last columns where these are fewer, or None."""
+    """How dq of a single key tile leaves: by TMA, through places on chip for 64 queries and the columns of a product.
+    Both are `Chunks`; the tail is of the last columns, where these are fewer."""
 
-    chunks: Any
-    staging: Any
-    tail: Any
+    descriptors: Any
+    places: Any
+
+
+@gluon.jit
+def make_sums_staging(desc, config):
+    """The place on chip from which TMA adds."""
+    TOGETHER: gl.constexpr = desc.block_shape[0]
+    if TOGETHER == config.SUM_COLUMNS:
+        staging = gl.allocate_shared_memory(gl.float32, desc.block_shape, desc.layout)
+    else:
+        places: gl.constexpr = [config.SUM_COLUMNS // TOGETHER] + desc.block_shape
+        staging = gl.allocate_shared_memory(gl.float32, places, desc.layout)
+    return staging
 
 
 @gluon.jit
@@ -271,15 +282,12 @@ def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
     """Stores a `[64, columns]` block of dq, which no other key tile adds to, from `row` of a sequence (`HeadRows`) and
     column `COLUMN` on. What is past the end is not written."""
     COLUMNS: gl.constexpr = dq.shape[1]
-    descriptor = stores.chunks.main
-    staging = stores.staging
-    if COLUMNS < config.SUM_COLUMNS:
-        descriptor = stores.chunks.tail
-        staging = stores.tail
     tma_store_wait(0)  # until the block before has been read from there
-    matrix(staging, ROWS, COLUMNS).store(dq.to(staging.dtype))
+    descriptor = stores.descriptors.main if COLUMNS == config.SUM_COLUMNS else stores.descriptors.tail
+    place = stores.places.main if COLUMNS == config.SUM_COLUMNS else stores.places.tail
+    matrix(place, ROWS, COLUMNS).store(dq.to(place.dtype))
     fence_async_shared()
-    tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), staging)
+    tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), place)
 
 
 @gluon.constexpr_function

@@ -35,13 +35,14 @@ from flashtile.ops.attention.triton.column_sums import attention_column_sums_ker
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
+    Length,
     Situation,
     TileConfig,
     choose_tiles,
     dot_precision,
     drops_bounds,
     drops_masks,
-    is_long,
+    length_of,
     situation_of,
     tile_widths,
 )
@@ -136,7 +137,7 @@ def plan_for(
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride(), dout_stride),
         addresses & 15,
-        is_long(side.max_seqlen_q, side.max_seqlen_k),
+        length_of(side.max_seqlen_q, side.max_seqlen_k),
         side_shape(side),
         spec,
         has_dlse,
@@ -155,7 +156,7 @@ def _plan(
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...] | None, ...],
     misalignment: int,
-    long: bool,
+    length: Length,
     side: SideShape,
     spec: AttentionSpec,
     has_dlse: bool,
@@ -174,7 +175,7 @@ def _plan(
     facts = device_facts(device)
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_reads(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)
-    situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables, precision)
+    situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, tables, precision)
     tiles = choose_tiles(kernel, facts, situation)
     work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
