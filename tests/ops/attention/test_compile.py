@@ -97,7 +97,7 @@ _SPILLS: dict[str, dict[tuple[str, int], int]] = {
     # fastest in spite of these bytes.
     "cuda 16-bit": {
         ("dbias", 64): 64, ("dbias", 128): 64, ("dbias", 256): 64,
-        ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
+        ("dq", 512): 64, ("dkdv", 64): 64, ("dkdv", 128): 128, ("dkdv", 256): 256, ("dkdv", 512): 64,
     },
     # Ordinary units take whole rows of both operands through registers.
     "cuda float32": {
