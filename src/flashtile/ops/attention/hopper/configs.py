@@ -147,11 +147,12 @@ _ROWS = (
             consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
         ),
     ),
+    # Half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same.
     (
         192,
         192,
         HopperConfig(
-            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=64
+            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=32
         ),
     ),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
@@ -326,6 +327,11 @@ _BACKWARD_ROWS = (
     # multiplied: 3 % fewer cycles.
     (64, 64, BackwardConfig(
         block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+    )),
+    # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
+    (96, 96, BackwardConfig(
+        block_n=128, block_m=64, parts=1, stages=4, key_stages=1, dscore_stages=2,
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
     )),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
