@@ -28,6 +28,10 @@ _HEADS = {
     "256x192": Call(head_dim=256, head_dim_v=192),
     "256": Call(head_dim=256, head_dim_v=256),
     "256-short": Call(head_dim=256, head_dim_v=256, seq_q=512, seq_k=512),
+    "192x512": Call(head_dim=192, head_dim_v=512),
+    "320": Call(head_dim=320, head_dim_v=320),
+    "512x384": Call(head_dim=512, head_dim_v=384),
+    "512": Call(head_dim=512, head_dim_v=512),
 }
 _MASKS = {
     "full": {},
@@ -38,7 +42,19 @@ _MASKS = {
 _LONG_WINDOW = {"window_left": 4095, "window_right": 0}
 
 #: Heads that share a row of the table with one that is compiled with every mask; a band adds the same to each.
-_SHARE_A_ROW = ("16", "64-middle", "80", "96", "64x128", "192x128-short", "256x192", "256-short")
+_SHARE_A_ROW = (
+    "16",
+    "64-middle",
+    "80",
+    "96",
+    "64x128",
+    "192x128-short",
+    "256x192",
+    "256-short",
+    "192x512",
+    "320",
+    "512x384",
+)
 
 #: "<head>-<mask>" -> call.
 FORMS = (
@@ -50,14 +66,14 @@ FORMS = (
     }
     | {
         f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
-        for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"))
+        for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"), ("512", "causal"))
     }
     | {f"{head}-long-window": _HEADS[head]._replace(**_LONG_WINDOW) for head in ("64", "128", "192x128", "256")}
 )
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {
     f"{head}-{mask}-scores": _HEADS[head]._replace(**_MASKS[mask], softcap=30.0, alibi=2, sinks=True)
-    for head in ("64", "128", "192x128", "256")
+    for head in ("64", "128", "192x128", "256", "512")
     for mask in ("full", "packed")
 }
 #: With a block mask, and beside a band; and of whole tiles only.
@@ -66,6 +82,7 @@ BLOCK_FORMS = {
     "64-whole-blocks": _HEADS["64"]._replace(block_tile=(128, 128), patterns=False),
     "128-whole-blocks": _HEADS["128"]._replace(block_tile=(256, 128), patterns=False),
     "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
+    "512-causal-blocks": _HEADS["512"]._replace(window_right=0, block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
 }
 #: 8-bit operands: each row of their table, and all that a call may have.
@@ -103,7 +120,7 @@ _WINDOW_BIAS = Table(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 
 FEATURE_FORMS = {
     **{
         f"{head}-{name}": _HEADS[head]._replace(**changes)
-        for head in ("64", "128", "192x128", "192", "256")
+        for head in ("64", "128", "192x128", "192", "256", "512")
         for name, changes in {
             "key-lengths": {"key_lengths_dtype": torch.int32},
             "padding-mask": {"mask": _PADDING_MASK},

@@ -303,6 +303,10 @@ def _stores_done(found: re.Match, dtype: Any, threads: Value) -> None:
     current().finish_stores()
 
 
+def _products_done(found: re.Match, dtype: Any) -> None:
+    current().wait_products(int(found[1]), [])
+
+
 def _named_barrier(found: re.Match, dtype: Any) -> None:
     crew = current()
     barrier = crew.program.named_barriers.setdefault(int(found[2]), NamedBarrier())
@@ -352,6 +356,7 @@ _INSTRUCTIONS = {
     r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
     r"pmevent": _same,
     r"cp\.async\.bulk\.wait_group 0": _stores_done,
+    r"wgmma\.wait_group\.sync\.aligned (\d+)": _products_done,
     r"barrier\.cta\.(sync|arrive)\.aligned (\d+), (\d+)": _named_barrier,
     r"\.reg \.b32 (flashtile_flag_\d)": _declare_flag,
     r"(?s)setp\.gt\.f32 above, largest, (\S+);.*vote\.sync\.any.*selp\.b32 (flashtile_flag_\d)": _vote,

@@ -81,7 +81,7 @@ def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
     "arguments, reason",
     [
         ({"dtype": torch.float32}, "not float32"),
-        ({"head_dim": 288}, "up to 256 columns, and these 288"),
+        ({"head_dim": 288, "dtype": torch.float8_e4m3fn}, "up to 256 columns, and these 288"),
         ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),
         ({"device": "sm_80"}, "for sm_90"),
         ({"block_mask": patterns.causal(4096, tile=(64, 128)).to("meta")}, "do not divide those of the block_mask"),

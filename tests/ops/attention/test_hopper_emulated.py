@@ -20,6 +20,7 @@ from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper
 
@@ -50,7 +51,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
             if backend != "hopper":
                 return serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
             reason = unsupported_reason(hopper_call(phase, q, k, v, side, spec, learned_slopes))
-            if learned_slopes and phase == "backward":
+            wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
+            if phase == "backward" and (learned_slopes or wide):
                 return serve(phase, q, k, v, side, spec, "cpu", learned_slopes)  # any backward follows any forward
             assert reason is None, reason
             return emulated
@@ -77,7 +79,21 @@ _MASKS = {
 @pytest.mark.parametrize("arguments", _MASKS.values(), ids=_MASKS)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v",
-    [(40, 72), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 144), (256, 256)],
+    [
+        (40, 72),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (160, 144),
+        (256, 256),
+        (272, 40),
+        (192, 320),
+        (320, 272),
+        (512, 384),
+        (512, 512),
+    ],
     ids=str,
 )
 def test_heads_and_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
@@ -86,7 +102,7 @@ def test_heads_and_masks(hopper: Callable, head_dim: int, head_dim_v: int, argum
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:
     hopper()
     case = replace(
@@ -124,7 +140,11 @@ def test_all_keys_in_one_tile(
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, dtype",
+    [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16), (512, torch.bfloat16)],
+    ids=str,
+)
 def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype, packed: bool) -> None:
     hopper()
     lengths = {"lengths_q": (100, 0, 60), "lengths_k": (70, 33, 60)} if packed else {}
@@ -172,7 +192,12 @@ _TABLES = {
 @pytest.mark.parametrize("tables", _TABLES.values(), ids=_TABLES)
 @pytest.mark.parametrize(
     "seq_q, seq_k, head_dim, dtype",
-    [(256, 384, 64, torch.float16), (129, 321, 128, torch.bfloat16), (100, 150, 256, torch.bfloat16)],
+    [
+        (256, 384, 64, torch.float16),
+        (129, 321, 128, torch.bfloat16),
+        (100, 150, 256, torch.bfloat16),
+        (129, 200, 512, torch.float16),
+    ],
     ids=str,
 )
 def test_tables(
@@ -184,7 +209,7 @@ def test_tables(
     check(replace(_SMALL, **size, dtype=dtype, **tables), "hopper")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_dropout(hopper: Callable, head_dim: int, packed: bool) -> None:
     """Scores that rise are exponentiated again, with the same random bits."""
@@ -252,7 +277,7 @@ def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (512, 512)])
 def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
     hopper()
     case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
@@ -298,7 +323,13 @@ _VALUES = ("normal", "rising", "large", "sink", "spike")
 @pytest.mark.parametrize("values", _VALUES)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, dtype",
-    [(64, 64, torch.bfloat16), (64, 64, torch.float16), (128, 128, torch.bfloat16), (192, 192, torch.float16)],
+    [
+        (64, 64, torch.bfloat16),
+        (64, 64, torch.float16),
+        (128, 128, torch.bfloat16),
+        (192, 192, torch.float16),
+        (512, 512, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_scores_that_rise_after_the_first_tile(

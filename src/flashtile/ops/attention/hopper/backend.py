@@ -6,7 +6,7 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import configs
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.common.backends import Backend
@@ -51,8 +51,13 @@ def _slower(call: AttentionCall) -> str | None:
 
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
-    if max(call.head_dims) > MAX_HEAD_DIM:
-        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
+    widest = max(call.head_dims)
+    if call.phase == "backward" and widest > MAX_HEAD_DIM_BACKWARD:
+        return f"heads of its backward have up to {MAX_HEAD_DIM_BACKWARD} columns, and these {widest}"
+    if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
+        return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
+    if widest > MAX_HEAD_DIM:
+        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {widest}"
     if call.spec.returns_max_scores:
         return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
     if call.spec.score_program is not None:

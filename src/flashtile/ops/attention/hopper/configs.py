@@ -12,8 +12,12 @@ import torch
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
 
-#: Widest head of q and k, and of v.
-MAX_HEAD_DIM = 256
+#: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
+MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_BACKWARD = MAX_HEAD_DIM_8 = 256
+
+#: Columns of v of a tile at most. Two consumers hold the output of 64 rows each in half of all registers.
+_MAX_PART = 256
 
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
@@ -84,7 +88,8 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
     """Columns of a tile, in one or two powers of two: 96 = 64 + 32, 192 = 128 + 64. The second is 0 or at least what
     one instruction multiplies, 16 columns, of 8-bit operands 32.
 
-    Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle.
+    Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle. Heads of more than 256
+    always have one.
     """
     least = 32 // dtype.itemsize
     whole = max(least, 1 << (head_dim - 1).bit_length())
@@ -92,10 +97,26 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
     if whole <= 64 or head_dim <= half:
         return whole, 0
     rest = max(least, 1 << (head_dim - half - 1).bit_length())
-    return (half, rest) if rest < half else (whole, 0)
+    return (half, rest) if rest < half or whole > _MAX_PART else (whole, 0)
 
 
-#: (widest head_dim, widest head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
+def value_parts(head_dim_v: int) -> int:
+    """Parts of the columns of v, each with tiles of its own, which compute the weights once more."""
+    return -(-head_dim_v // _MAX_PART)
+
+
+def value_chunks(head_dim_v: int) -> tuple[int, int]:
+    """Columns of a part of v in a tile, as `column_chunks`."""
+    return column_chunks(_part_width(head_dim_v))
+
+
+def _part_width(head_dim_v: int) -> int:
+    """Columns of a part of v, a multiple of 16 where there are several."""
+    parts = value_parts(head_dim_v)
+    return head_dim_v if parts == 1 else -(-head_dim_v // (16 * parts)) * 16
+
+
+#: (widest head_dim, widest part of head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
     # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
@@ -170,6 +191,21 @@ _ROWS = (
             in_turn=True,
         ),
     ),
+    # Queries take 128 KiB, and keys and values of one stage 96.
+    (
+        512,
+        256,
+        HopperConfig(
+            consumers=2,
+            block_n=64,
+            stages=1,
+            registers=240,
+            max_registers=168,
+            q_in_registers=False,
+            ahead=64,
+            in_turn=True,
+        ),
+    ),
 )
 
 #: Instead of the row of 64 columns, where sequences are short, and in windows: fewer rows of a tile are past the end
@@ -206,7 +242,8 @@ def choose_config(
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
     block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` has it."""
     widest = max(head_dim, head_dim_v)
-    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
+    part = _part_width(head_dim_v)
+    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
@@ -239,9 +276,11 @@ def table_bytes(*tables: Broadcast | None) -> int:
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Places for output on its way out: one for each consumer, or where there is no room for that, one after the
-    other uses the same."""
-    room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=config.consumers)
-    return config.consumers if room <= SHARED_MEMORY else 1
+    other uses the same. Without room even for one, out leaves through the place of the queries."""
+    for places in (config.consumers, 1):
+        if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= SHARED_MEMORY:
+            return places
+    return 0
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -263,7 +302,7 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
 def _shared_memory(
     config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, queries: int, outs: int
 ) -> int:
-    width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v))
+    width, width_v = sum(column_chunks(head_dim, dtype)), sum(value_chunks(head_dim_v))
     read = dtype.itemsize * (config.block_m * queries + config.block_n * config.stages) * width
     overhead = _OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead

@@ -28,6 +28,8 @@ from flashtile.ops.attention.hopper.configs import (
     out_places,
     query_places,
     table_bytes,
+    value_chunks,
+    value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
@@ -162,7 +164,8 @@ def _plan(
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
-    lines = heads if packed else batch * heads
+    parts = value_parts(head_dim_v)
+    lines = parts * (heads if packed else batch * heads)
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
@@ -176,7 +179,7 @@ def _plan(
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
     bounded = packed or side.key_lengths_dtype is not None
-    boxes = _boxes(config, column_chunks(head_dim, dtype), column_chunks(head_dim_v), packed, bounded)
+    boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
     whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
     whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
     covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
@@ -223,6 +226,7 @@ def _plan(
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
+        "VALUE_PARTS": parts,
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
     }
     kernel = make_plan(
