@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -30,6 +29,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting
+from flashtile._backends.launcher import arguments_of, filling, launcher_types, word
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
 
@@ -386,22 +386,22 @@ def make_launch(
 
 
 def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """What the launcher's C function is given: a function that picks from what a launch is given, and the scalars.
-    Constants, and parameters that are compiled away, are no arguments of it: it would take 0.4 µs to read past them."""
-    widths = [_arguments_of(of) for of in source.types]
-    ends = list(itertools.accumulate(widths))
-    indices = [place for index in source.present() for place in range(ends[index] - widths[index], ends[index])]
-    given = sum(widths) - len(scalars)
-    picked = [place for place in indices if place < given]
+    """What the C function of `launcher` is given: a function that picks from what a launch is given, and the scalars.
+    It would take 0.4 µs to read past constants and parameters that are compiled away."""
+    places = [of for of in source.types for _ in range(arguments_of(of))]
+    given = len(places) - len(scalars)
+    assert "fp32" not in places[:given], f"{source.function.__name__}: float32 numbers are the same for all launches"
+    present = [place for place, of in enumerate(places) if of != "constexpr"]
+    picked = [place for place in present if place < given]
     consecutive = len(picked) < 2 or picked[-1] - picked[0] == len(picked) - 1
     first = picked[0] if picked else 0
     pick = operator.itemgetter(*([slice(first, first + len(picked))] if consecutive else picked))
-    return pick, tuple(scalars[place - given] for place in indices if place >= given)
+    after = (word(places[place], scalars[place - given]) for place in present if place >= given)
+    return pick, (*after, *(0,) * filling(_present_types(source)))
 
 
-def _arguments_of(of: str) -> int:
-    """Arguments for a parameter: of a descriptor, which is given encoded, itself, its shape and its strides."""
-    return 1 + 2 * (of[: of.index("]")].count(",") + 1) if of.startswith("tensordesc") else 1
+def _present_types(source: KernelSource) -> list[str]:
+    return [source.types[index] for index in source.present()]
 
 
 #: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
@@ -427,12 +427,12 @@ def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[...
 
     Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
     the one version whose C function is known here, that is called directly, which saves a microsecond, and it is made
-    for the parameters that the machine code has, without tuples and constants.
+    for `launcher_types`, without tuples and constants.
     """
     if not _PASSES_FLAT:
         launcher, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
         return _with_all_arguments(launcher, source), before
-    compiled.src.signature = {source.names[index]: source.types[index] for index in source.present()}
+    compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
