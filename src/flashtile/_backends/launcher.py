@@ -9,7 +9,8 @@ multiple of 16 arguments. A kernel then finds a function that was compiled for a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 #: Arguments come in so many.
@@ -34,3 +35,15 @@ def launcher_types(types: Sequence[str]) -> list[str]:
 def word(of: str, value: Any) -> Any:
     """What is passed for a parameter of a type: for float32 an integer of its bits."""
     return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value if of == "fp32" else value
+
+
+def placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments in tuples, of which `places` has the numbers."""
+    return tuple(arguments[at] if isinstance(at, int) else placed(at, arguments) for at in places)
+
+
+def c_function(launch: Callable[..., None]) -> Callable[..., None]:
+    """Triton 3.6 wraps the launch of a kernel with TMA descriptors in a function that encodes them on every call. The
+    arguments here hold them encoded (`tma.descriptor_maker`)."""
+    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
+    return wrapped.get("launcher", launch)
