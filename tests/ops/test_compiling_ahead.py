@@ -102,12 +102,11 @@ def test_a_forward_has_its_backward_compiled_beside_it(monkeypatch: pytest.Monke
     q = torch.zeros(1, 8, 2, 16, dtype=torch.float16)
     side = attention_launch.SideInputs(captured=function.captured)
     spec = attention_launch.AttentionSpec(1.0, score_program=function.program)
-    out = torch.empty_like(q)
-    attention_launch._compile_backward_too(plan_for("forward"), out, q, q, q, side, spec)
+    attention_launch.compile_backward_too(plan_for("forward").kernel, q, q, q, side, spec)
     ((first, others),) = together
     assert first.name == "forward" and [each.name for each in others] == ["dq", "dkdv"]
     assert [kernel for kernel, *_ in asked] == ["forward", "dq", "dkdv"] and asked[1][-1] == (True,)
     together.clear()
     detached = side._replace(captured=(table.detach(),))
-    attention_launch._compile_backward_too(plan_for("forward"), out, q, q, q, detached, spec)
+    attention_launch.compile_backward_too(plan_for("forward").kernel, q, q, q, detached, spec)
     assert not together

@@ -52,6 +52,7 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
 from flashtile.ops.attention.hopper.forward_scores import (
+    FunctionInputs,
     HeadModifiers,
     cap_scale_of_head,
     drop_weights,
@@ -123,6 +124,7 @@ class KernelConfig:
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
     BATCH_FIRST: gl.constexpr
+    SCORE_FUNCTION: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -152,6 +154,7 @@ class Problem(NamedTuple):
 
     Attributes:
         side, numbers: the side inputs (`side_parameters`).
+        captured, captured_sizes: addresses and sizes of what a score function reads; None without any.
         batch, heads: of the call. `group` query heads share a key/value head.
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
         tiles, lines: `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks take them as they come.
@@ -161,6 +164,7 @@ class Problem(NamedTuple):
     """
 
     side: Any
+    captured: Any
     batch: Any
     heads: Any
     group: Any
@@ -174,6 +178,7 @@ class Problem(NamedTuple):
     k_rows_apart: Any
     v_rows_apart: Any
     numbers: Any
+    captured_sizes: Any
 
 
 class BlockMask(NamedTuple):
@@ -248,12 +253,13 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    SCORE_FUNCTION: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
-    for all rows, and keys past the last one that it shows are left out. A parameter that a call does not need is
-    None.
+    for all rows, and keys past the last one that it shows are left out. `SCORE_FUNCTION`: the user's
+    (`score_functions`). A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -274,6 +280,7 @@ def attention_forward_kernel(
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
         BATCH_FIRST=BATCH_FIRST,
+        SCORE_FUNCTION=SCORE_FUNCTION,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -521,6 +528,9 @@ def consume_tile(
     bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, tile.head)
     mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, tile.head)
     dropout = forward_dropout(problem, tile.sequence, tile.head)
+    function = FunctionInputs(
+        problem.units.function_scale, tile.sequence, tile.head, problem.captured, problem.captured_sizes
+    )
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
@@ -535,7 +545,7 @@ def consume_tile(
         tiles=visited,
     )
     cap_scale = cap_scale_of_head(problem.units, factor)
-    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout)
+    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function)
     attended = attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)
