@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+import flashtile
+from flashtile.bench import functions as bench_functions
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
@@ -142,6 +144,22 @@ FEATURE_FORMS = {
     ),
     "128-blocks-dropout": _HEADS["128"]._replace(block_tile=(256, 128), dropout_p=0.1, key_lengths_dtype=torch.int32),
 }  # fmt: skip
+
+_WAVES = bench_functions.SCORES["waves"].make((torch.zeros(4), torch.zeros(4, 4096)), 4096)
+_RELATIVE = bench_functions.SCORES["relative"].make((torch.zeros(4, 8191),), 4096)
+_CAPPED = bench_functions.SCORES["softcap"].make((), 4096)
+_ALIBI_FUNCTION = bench_functions.SCORES["alibi"].make((torch.zeros(4),), 4096)
+#: With functions of scores: that read an element for each score, one for each key, one for each head, and nothing.
+FUNCTION_FORMS = {
+    f"{head}-{mask}-{name}": _HEADS[head]._replace(**_MASKS[mask], score_mod=flashtile.trace_score_mod(function))
+    for head, mask, functions in (
+        ("64", "causal", {"relative": _RELATIVE, "capped": _CAPPED}),
+        ("128", "causal", {"relative": _RELATIVE, "waves": _WAVES, "alibi": _ALIBI_FUNCTION, "capped": _CAPPED}),
+        ("128", "packed", {"relative": _RELATIVE}),
+        ("256", "full", {"alibi": _ALIBI_FUNCTION}),
+    )
+    for name, function in functions.items()
+}
 
 
 _ALIBI = SideShape(alibi=1)

@@ -41,6 +41,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window
+from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.side_parameters import BlockNumbers, SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (
@@ -50,6 +51,7 @@ from hopper_forms import (
     FEATURE_FORMS,
     FORMS,
     FP8_FORMS,
+    FUNCTION_FORMS,
     SCORE_FORMS,
     SERIALISED,
 )
@@ -114,6 +116,9 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float8_e4m3fn, "dropout_p": 0.1}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "key_lengths": True}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "tables": True}, "triton"),
+        ({"score_program": UNCHANGED}, "hopper"),
+        ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),
+        ({"score_program": UNCHANGED, "returns_max_scores": True}, "triton"),
         ({"block_tile": (64, 128)}, "triton"),
         ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),
@@ -142,6 +147,7 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
     assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED) == "triton"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, learned_slopes=True) == "triton"
         assert _chosen("backward", backend, head_dim=36) == "hopper"
@@ -932,7 +938,7 @@ _SPILLS = {3: 168, 2: 96}
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144
 #: Half the keys, as in narrower heads, would leave products of 32 columns, which take as long as those of 64.
-_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296}
+_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296, "256-full-alibi": 272}
 
 
 def _instructions(binary: Binary) -> list[str]:
@@ -966,10 +972,11 @@ def test_machine_code(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", differing({form: hopper_plan(call).kernel.source for form, call in FEATURE_FORMS.items()})
+    "form",
+    differing({form: hopper_plan(call).kernel.source for form, call in (FEATURE_FORMS | FUNCTION_FORMS).items()}),
 )
 def test_machine_code_of_features(form: str) -> None:
-    call = FEATURE_FORMS[form]
+    call = (FEATURE_FORMS | FUNCTION_FORMS)[form]
     binary = compile_hopper(call)
     config, lines = hopper_config(call), _instructions(binary)
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT

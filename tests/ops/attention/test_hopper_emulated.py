@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, parameters
+from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -50,10 +50,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
         ) -> Any:  # fmt: skip
             if backend != "hopper":
                 return serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
-            reason = unsupported_reason(hopper_call(phase, q, k, v, side, spec, learned_slopes))
             wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
-            if phase == "backward" and (learned_slopes or wide):
-                return serve(phase, q, k, v, side, spec, "cpu", learned_slopes)  # any backward follows any forward
+            if phase == "backward" and (learned_slopes or wide or spec.score_program is not None):
+                # Any backward follows any forward.
+                return serve(phase, q, k, v, side, spec, "cpu", learned_slopes, learned_captured)
+            call = hopper_call(phase, q, k, v, side, spec, learned_slopes)._replace(requested="hopper")
+            reason = unsupported_reason(call)
             assert reason is None, reason
             return emulated
 
@@ -153,8 +155,8 @@ def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype,
     check(with_arguments(case, causal=True, softcap=5.0), "hopper")
 
 
-def _emulated_pairs() -> list:
-    """Every pair of features, in sizes of several tiles and in 16 bits."""
+def _emulated_pairs(pairs: dict[str, AttentionCase]) -> list:
+    """Pairs of features, in sizes of several tiles and in 16 bits."""
     changes = {
         "key_lengths": (300, 17, 0),
         "lengths_q": (5, 0, 137),
@@ -162,7 +164,7 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in PAIRS.items() if not (case.packed and case.block_mask)}
+    served = {name: case for name, case in pairs.items() if not (case.packed and case.block_mask)}
     for number, (name, case) in enumerate(served.items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
@@ -172,7 +174,7 @@ def _emulated_pairs() -> list:
     return parameters(cases)
 
 
-@pytest.mark.parametrize("case", _emulated_pairs())
+@pytest.mark.parametrize("case", _emulated_pairs(PAIRS | SCORE_MOD_PAIRS))
 def test_pairs_of_features(hopper: Callable, case: AttentionCase) -> None:
     hopper()
     check(case, "hopper")

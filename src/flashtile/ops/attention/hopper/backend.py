@@ -9,6 +9,7 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
+from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend
 
 #: Up to so many queries and keys most of a tile would be empty.
@@ -61,14 +62,19 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     if call.spec.returns_max_scores:
         return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
     if call.spec.score_program is not None:
-        return "it has no score functions"
+        if call.phase == "backward":
+            return "it has no derivatives of score functions"
+        operation = unsupported_operation(call.spec.score_program, with_derivative=False)
+        if operation is not None:
+            return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
     origin = call.spec.origin
     if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
         return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
-    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables):
-        return "with 8-bit inputs it has no dropout, key_lengths, bias or mask"
+    function = call.spec.score_program is not None
+    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables or function):
+        return "with 8-bit inputs it has no dropout, key_lengths, bias, mask or score function"
     return None
 
 
@@ -112,7 +118,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
     side = call.side or SideInputs()
-    tables = configs.table_bytes(side.bias, side.mask)
+    tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
         *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables
     )

@@ -13,6 +13,7 @@ from flashtile._backends.alignment import aligned, used_strides
 from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
+    ABSENT,
     KernelSource,
     Parameter,
     Plan,
@@ -478,7 +479,7 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
             *(INT32,) * 8,
             window=Window(INT32, INT32),
             scale=FLOAT32,
-            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32)),
+            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), ABSENT),
             numbers=variant.side.numbers,
             k_rows_apart=rows_apart,
             v_rows_apart=rows_apart,

@@ -51,6 +51,7 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
 from flashtile.ops.attention.hopper.forward_scores import (
+    FunctionInputs,
     HeadModifiers,
     cap_scale_of_head,
     drop_weights,
@@ -126,6 +127,7 @@ class KernelConfig:
     BATCH_FIRST: gl.constexpr
     VALUE_PARTS: gl.constexpr
     ONE_STAGE: gl.constexpr
+    SCORE_FUNCTION: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -157,6 +159,7 @@ class Problem(NamedTuple):
 
     Attributes:
         side, numbers: the side inputs (`side_parameters`).
+        captured, captured_sizes: addresses and sizes of what a score function reads; None without any.
         batch, heads: of the call. `group` query heads share a key/value head.
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
         tiles, lines: `tiles` (packed: slots) on each of `lines`, which are as many for each part of the values'
@@ -167,6 +170,7 @@ class Problem(NamedTuple):
     """
 
     side: Any
+    captured: Any
     batch: Any
     heads: Any
     group: Any
@@ -180,6 +184,7 @@ class Problem(NamedTuple):
     k_rows_apart: Any
     v_rows_apart: Any
     numbers: Any
+    captured_sizes: Any
 
 
 class BlockMask(NamedTuple):
@@ -255,12 +260,14 @@ def attention_forward_kernel(
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
     VALUE_PARTS: gl.constexpr,
+    SCORE_FUNCTION: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
     for all rows, and keys past the last one that it shows are left out. `VALUE_PARTS`: so many tiles of the same rows
-    have a part of the values' columns each. A parameter that a call does not need is None.
+    have a part of the values' columns each. `SCORE_FUNCTION`: the user's (`score_functions`). A parameter that a call
+    does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -283,6 +290,7 @@ def attention_forward_kernel(
         BATCH_FIRST=BATCH_FIRST,
         VALUE_PARTS=VALUE_PARTS,
         ONE_STAGE=STAGES == 1,
+        SCORE_FUNCTION=SCORE_FUNCTION,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -617,6 +625,9 @@ def consume_tile(
     bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, head)
     mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, head)
     dropout = forward_dropout(problem, tile.sequence, head)
+    function = FunctionInputs(
+        problem.units.function_scale, tile.sequence, head, problem.captured, problem.captured_sizes
+    )
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
@@ -631,7 +642,7 @@ def consume_tile(
         tiles=visited,
     )
     cap_scale = cap_scale_of_head(problem.units, factor)
-    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout)
+    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function)
     attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)

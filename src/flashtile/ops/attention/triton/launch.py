@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import allocator, empty
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import Plan, compile_together, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
@@ -18,7 +18,8 @@ from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
-_NOTHING = (pointer(None),)
+#: What a launch is given for captured tensors where there are none.
+NO_CAPTURED = (pointer(None),)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -31,9 +32,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+        if spec.score_program is not None and plan.kernel.is_new:
+            compile_backward_too(plan.kernel, q, k, v, side, spec)
         max_scores = results[2] if spec.returns_max_scores else None
         tensors = map(pointer, (q, k, v, *results[:2], max_scores))
-        plan.kernel.launch(*tensors, *side_pointers(side), *_captured_pointers(side))
+        plan.kernel.launch(*tensors, *side_pointers(side), *captured_pointers(side))
     return results
 
 
@@ -67,6 +70,19 @@ def backward(
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
+
+
+def compile_backward_too(forward: Plan, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> None:
+    """Has the kernels of a backward compiled beside that of a forward, where tensors want gradients: kernels of a new
+    score function are on no disk. The gradient of out is taken to be contiguous, and lse to have none."""
+    summed = tuple(tensor.requires_grad for tensor in side.captured)
+    if q.requires_grad or k.requires_grad or v.requires_grad or any(summed):
+        spec, hides_rows = spec._replace(returns_max_scores=False), may_hide_rows(q, k, side, spec)
+        learns_slopes = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
+        summed = summed if any(summed) else ()
+        dout = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        queries = plan_for("dq", q, k, v, dout, side, spec, False, learns_slopes, hides_rows, summed)
+        compile_together(forward, [queries.kernel, plan_for("dkdv", q, k, v, dout, side, spec).kernel])
 
 
 def prepare_forward(
@@ -155,7 +171,7 @@ def backward_queries(
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq, dk, dv)
-        pointers = (*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
+        pointers = (*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
         if plan.waves:
             waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
             for start in waves.starts:
@@ -183,7 +199,7 @@ def backward_keys(
     dk, dv = _outputs(plan, q.device)
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
-        plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
+        plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
     return _whole_heads(dk, dv, plan.shares)
 
 
@@ -208,7 +224,7 @@ def backward_bias(
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
-    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
+    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
@@ -245,10 +261,10 @@ def _captured_sums(side: SideInputs, wanted: Wanted) -> list[Tensor | None]:
     ]
 
 
-def _captured_pointers(side: SideInputs) -> tuple:
+def captured_pointers(side: SideInputs) -> tuple:
     """Of the tensors that the score function reads; something in their place where there are none."""
     if not side.captured:
-        return _NOTHING
+        return NO_CAPTURED
     return tuple(
         pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
     )
