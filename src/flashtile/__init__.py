@@ -9,14 +9,14 @@ __version__ = "0.1.0"
 
 
 def _runs_a_command() -> bool:
-    """Whether this process is `flashtile`, `python -m flashtile` or `python -m flashtile.bench`.
+    """Whether this process is `flashtile`, or `python -m` with `flashtile` or its benchmarks.
 
     Their help and version are shown without torch, so a command loads the public names when it first uses one. Any
     other program gets them at once, because `import flashtile` also registers the operators.
     """
     program = (getattr(sys, "argv", None) or [""])[0]
     if program == "-m":  # Python is still looking for the module that it is to run
-        return not {"flashtile", "flashtile.bench"}.isdisjoint(sys.orig_argv)
+        return not {"flashtile", "flashtile.bench", "flashtile.bench.distributed"}.isdisjoint(sys.orig_argv)
     return os.path.splitext(os.path.basename(program))[0] == "flashtile"
 
 

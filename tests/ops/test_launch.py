@@ -230,6 +230,55 @@ def test_the_interpreter_runs_a_plan_with_a_named_tuple() -> None:
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
 
 
+class Table(NamedTuple):
+    rows: Any
+    inner: Any
+    WIDTH: Any
+
+
+class Inner(NamedTuple):
+    shift: Any
+    HALVES: Any
+
+
+@triton.jit
+def _halved(x, column, inner):
+    tl.static_assert(inner.HALVES)
+    return (x + inner.shift) * 0.5 if inner.HALVES else x + column
+
+
+@triton.jit
+def nested_kernel(x_ptr, table, BLOCK: tl.constexpr):
+    tl.static_assert(table.WIDTH == 60)
+    column = tl.arange(0, BLOCK)
+    pointers = x_ptr + tl.program_id(0) * BLOCK + column
+    inside = (column < table.WIDTH) & (tl.program_id(0) < table.rows)
+    tl.store(pointers, _halved(tl.load(pointers, mask=inside), column, table.inner), mask=inside)
+
+
+def _nested_plan() -> launch.Plan:
+    described = {"x_ptr": pointer_to(torch.float32, 16), "table": Table(int32(4), Inner(float32(2.0), True), 60)}
+    return launch.make_plan(nested_kernel, described, {"BLOCK": 64}, 5, torch.device("cpu"), num_warps=4)
+
+
+@pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")
+def test_a_constant_in_a_nested_named_tuple_is_one_when_the_kernel_compiles() -> None:
+    """`tl.static_assert` refuses anything else. What is True at run time has no argument either."""
+    source = _nested_plan().source
+    assert source.types == ("*fp32", "i32", "fp32", "constexpr", "constexpr")
+    assert source.constants == {"BLOCK": 64, "table.inner.HALVES": True, "table.WIDTH": 60}
+    ptx = compile_source(source, devices.KNOWN_DEVICES["sm_90"]).asm["ptx"]
+    assert [name in ptx for name in (f"{source.function.__name__}_param_{index}" for index in (2, 5))] == [True, False]
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif("not devices.interpreting()", reason="needs TRITON_INTERPRET=1")
+def test_the_interpreter_runs_a_plan_with_a_nested_named_tuple() -> None:
+    x = torch.ones(5, 64)
+    _nested_plan().launch(launch.pointer(x))
+    assert (x[:4, :60] == 1.5).all() and (x[:, 60:] == 1).all() and (x[4] == 1).all()
+
+
 @pytest.mark.skipif("devices.interpreting()", reason="launches through the driver: needs TRITON_INTERPRET unset")
 def test_another_launcher_is_given_tuples_and_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Triton's own launch gives them to its launcher object, whatever the version."""

@@ -319,14 +319,14 @@ def measure(command: str, options: Mapping[str, Any], output: Path | None, on_ca
         ChoiceError: `output` cannot be written, `seconds` are no time, or as the command's function.
     """
     require_writable(output)
-    _check_seconds(options.get("seconds"))
+    check_seconds(options.get("seconds"))
     given = {name: value for name, value in options.items() if value is not None}
     if command not in WITHOUT_CASES:
         given["on_case"] = on_case
     return _MEASURES[command](output=output, **given)
 
 
-def _check_seconds(seconds: float | None) -> None:
+def check_seconds(seconds: float | None) -> None:
     """Refuses what is no time for samples: below zero, without an end, or NaN. Zero is for one sample."""
     if seconds is not None and not 0 <= seconds < math.inf:
         raise ChoiceError(f"--seconds: expected a time of at least 0, got {seconds}; 0.1 is a tenth of a second")

@@ -173,6 +173,46 @@ def bench_breakdown(
     _measure("breakdown", choice, output, compare, against)
 
 
+@bench.command("distributed", cls=_Command)
+def bench_distributed(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file for the record.")],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Processes, one for each GPU. Default: all GPUs; two on a CPU.")
+    ] = None,
+    lengths: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="NUMBERS", help="Some of the table's lengths, such as 131072.")
+    ] = None,
+    mask: Annotated[str, typer.Option(help="both, causal or full: the cases with this mask.")] = "both",
+    impl: _Impl = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the cases with 32k and 128k tokens.")] = False,
+    seconds: Annotated[float, typer.Option(help="Time for the samples of each phase.")] = 0.25,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Where each one's time goes, and how much of it is hidden.")
+    ] = False,
+    limit: Annotated[float, typer.Option(min=0, help="Seconds after which nothing new is started.")] = 240.0,
+) -> None:
+    """Context parallelism over the GPUs of this machine, ours beside PyTorch's own; wrong results get no speed."""
+
+    def work() -> bool:
+        from flashtile.bench.distributed import launch
+
+        names = [part for name in impl or () for part in name.split(",") if part]
+        launch.bench_distributed(
+            output,
+            gpus=gpus,
+            quick=quick,
+            lengths=lengths or (),
+            mask=mask,
+            impl=names,
+            seconds=seconds,
+            profile=profile,
+            limit=limit,
+        )
+        return True
+
+    run_command(work)
+
+
 def _measure(
     command: str,
     choice: dict[str, Any],

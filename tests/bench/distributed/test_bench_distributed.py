@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 import torch
 
-from flashtile.bench.distributed.__main__ import main
 from flashtile.bench.distributed.cases import PHASES, cases_of
+from flashtile.bench.distributed.launch import bench_distributed
 from flashtile.bench.distributed.profile import covered, line, summary
+from flashtile.bench.errors import ChoiceError
 
 
 @pytest.mark.slow
-def test_a_record_of_two_processes(tmp_path, capfd):
+def test_a_record_of_two_processes(tmp_path, capfd, monkeypatch):
     output = tmp_path / "record.json"
-    assert main(["--output", str(output), "--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]) == 0
+    arguments = ["--gpus=2", "--impl", "flashtile-ring", "torch-cp-alltoall"]
+    monkeypatch.setattr("sys.argv", ["flashtile", "bench", "distributed", "--output", str(output), *arguments])
+    bench_distributed(output, gpus=2, impl=arguments[2:])
     record = json.loads(output.read_text("utf-8"))
-    assert "flashtile.bench.distributed --gpus=2 --impl flashtile-ring" in record["command"]
+    assert record["command"] == "flashtile bench distributed --gpus=2 --impl flashtile-ring torch-cp-alltoall"
     rows = {(row["impl"], row["phase"]): row for row in record["rows"]}
     assert set(rows) == {
         (impl, phase) for impl in ("flashtile-one-gpu", "flashtile-ring", "torch-cp-alltoall") for phase in PHASES
@@ -46,14 +50,44 @@ def test_cases_are_of_all_gpus_together():
     assert full.checked.S == 2048
 
 
-def test_lengths_that_are_not_there(tmp_path, capsys):
-    assert main(["--output", str(tmp_path / "record.json"), "--lengths", "7"]) == 2
-    assert "--lengths: expected some of the table's" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"lengths": [7]}, r"--lengths: expected some of the table's, \d+.*, got 7"),
+        ({"mask": "none"}, "--mask: no none on this benchmark; there are: both, causal, full"),
+        ({"impl": ["nothing"]}, "--impl: no nothing on"),
+        ({"seconds": -1.0}, "--seconds: expected a time of at least 0, got -1"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options_that_match_nothing_are_refused(tmp_path, options, message):
+    with pytest.raises(ChoiceError, match=message):
+        bench_distributed(tmp_path / "record.json", **options)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
-    assert main(["--output", str(tmp_path), "--gpus=2"]) == 2
-    assert "--output: expected a file that can be written, got" in capsys.readouterr().err
+def test_a_record_that_cannot_be_written_is_refused_at_once(tmp_path):
+    with pytest.raises(ChoiceError, match="--output: expected a file that can be written, got"):
+        bench_distributed(tmp_path, gpus=None)
+
+
+def test_the_command_is_the_module_and_passes_its_options_on(tmp_path, monkeypatch):
+    pytest.importorskip("typer")
+    from command_line import invoke
+    from flashtile.bench.distributed import launch
+
+    seen = []
+    monkeypatch.setattr(launch, "bench_distributed", lambda output, **options: seen.append((output, options)))
+    given = shlex.split(
+        "--gpus 2 --quick --lengths 64 128 --mask causal --impl a b,c --seconds 0.5 --profile --limit 9"
+    )
+    result = invoke("bench", "distributed", "--output", str(tmp_path / "r.json"), *given)
+    assert result.exit_code == 0, result.output
+    expected = {
+        "gpus": 2, "quick": True, "lengths": [64, 128], "mask": "causal", "impl": ["a", "b", "c"], "seconds": 0.5,
+        "profile": True, "limit": 9.0,
+    }  # fmt: skip
+    assert seen == [(tmp_path / "r.json", expected)]
 
 
 def test_what_is_covered():

@@ -161,7 +161,10 @@ def prepare_backward(
     return lambda *addresses: _launch(plan, *addresses)[:3]
 
 
-def _plan_for(dout, has_dlse, q, k, v, side, spec, has_empty_rows, wants_bias=False) -> BackwardPlan:
+def _plan_for(
+    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
+    has_empty_rows: bool, wants_bias: bool = False,
+) -> BackwardPlan:  # fmt: skip
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
     return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wants_bias)
 
