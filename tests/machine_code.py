@@ -136,6 +136,23 @@ def differing(sources: Mapping[Case, Any]) -> list[Case]:
     return [case for case, _ in found]
 
 
+def with_news(sources: Mapping[Case, KernelSource]) -> list[Case]:
+    """The cases in which a parameter has a type or a value that it has in none before them (`described`)."""
+    known: set[tuple[str, str]] = set()
+    found = []
+    for case, source in sources.items():
+        mine = facts(source)
+        if not mine <= known:
+            found.append(case)
+            known |= mine
+    return found
+
+
+def facts(source: KernelSource) -> set[tuple[str, str]]:
+    """Each thing that decides a kernel's machine code: a parameter, and what `described` says of it."""
+    return {(name, repr(value)) for name, value in described(source).items()}
+
+
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:
     """The plan of a call on `device`."""
     q_shape, k_shape, v_shape = shapes = _shapes(call)
