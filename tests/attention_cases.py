@@ -94,6 +94,49 @@ def _pairs() -> dict[str, AttentionCase]:
 
 PAIRS = _pairs()
 
+#: At most so many features in a case of `combined`, so that none hides what another does.
+_FEATURES_OF_A_CASE = 4
+
+
+def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
+    """Every pair of features in fewer cases than `PAIRS`, for tests that take long: a case has four of them, and so six
+    pairs. Features alone, and what `PAIRS` has besides pairs, are here too.
+
+    Args:
+        apart: two features that no case has together.
+    """
+
+    def compatible(first: str, second: str) -> bool:
+        return first.split()[0] != second.split()[0] and {first, second} != set(apart or ())
+
+    names = [name for name in _FEATURES if name not in _UNPAIRED]
+    left = {pair for pair in combinations(names, 2) if compatible(*pair)}
+    cases = {name: case for name, case in PAIRS.items() if "+" not in name}
+    if apart:
+        cases = {name: case for name, case in cases.items() if not all(word in name for word in apart)}
+
+    def missing(feature: str, chosen: list[str]) -> int:
+        return sum((feature, other) in left or (other, feature) in left for other in chosen)
+
+    while left:
+        chosen = list(min(left))
+        while len(chosen) < _FEATURES_OF_A_CASE:
+            more = [name for name in names if all(compatible(name, other) for other in chosen)]
+            best = max(more, key=lambda name: missing(name, chosen))
+            if not missing(best, chosen):
+                break
+            chosen.append(best)
+        chosen.sort(key=names.index)
+        case = BASE
+        for name in chosen:
+            case = _FEATURES[name](case)
+        cases["+".join(chosen)] = case
+        left -= set(combinations(chosen, 2))
+    return cases
+
+
+COMBINED = combined()
+
 
 def _score_mod_pairs() -> dict[str, AttentionCase]:
     """A score function alone, and with every other feature."""

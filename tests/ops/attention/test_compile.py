@@ -32,7 +32,9 @@ from machine_code import (
     compile_source,
     described,
     differing,
+    family,
     instructions,
+    once_for_each_family,
     plan,
     sass,
     serialises_products,
@@ -49,20 +51,19 @@ _DTYPES = {_FP16: "fp16", _BF16: "bf16", _FP32: "fp32"}
 #: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
 _BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
 
-#: Head sizes, one for each row of a table. 256 columns only where on-chip memory is small, so that rows shrink. One
-#: size for architectures that have the rows and the matrix instructions of sm_86.
+#: Head sizes, one for each row of a table, in float16. 256 columns only where on-chip memory is small, so that rows
+#: shrink. One size for architectures that have the rows and the matrix instructions of sm_86. `test_tiles` computes for
+#: all rows whether they fit.
 _ROWS = (
     dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512))
     | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512))
     | dict.fromkeys(("sm_89", "sm_120"), (128,))
 )
+#: The same in float32: each row on sm_80 and sm_90, and elsewhere the one that fills the most registers.
+_FP32_ROWS = {"sm_80": (64, 128, 256, 512), "sm_86": (128, 256), "sm_90": (64, 128, 256, 512)}
 
 #: One architecture of each kind of matrix instructions.
 _KINDS = ("sm_75", "sm_80", "sm_90", "gfx942", "gfx1100")
-
-#: Architectures whose compilers have the same instructions for products of 16 bits. Without such products, as in
-#: float32 other than sm_90's, all of NVIDIA's are one family.
-_FAMILIES = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "gfx950": "gfx942"}
 
 #: (head_dim, head_dim_v) that fill their tiles only in part, or differ.
 _ODD_HEADS = ((80, 80), (192, 128))
@@ -83,52 +84,47 @@ class _Fit(NamedTuple):
     @property
     def family(self) -> str:
         if self.dtype is _FP32 and self.arch.startswith("sm_") and self.arch != "sm_90":
-            return "cuda"
-        return _FAMILIES.get(self.arch, self.arch)
+            return "cuda"  # no tensor cores
+        return family(self.arch)
 
 
 def _matrix() -> dict[_Fit, int]:
     """What is compiled, and the on-chip memory that it must fit.
 
-    The table rows in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel where no
-    other test compiles it. A source that architectures of one family share is compiled for the first of them, and must
-    fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
+    The rows of the tables in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel
+    where no other test compiles it. A source that architectures of one family share is compiled for the first of them,
+    and must fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
     """
     cases = [
         _Fit(arch, kernel, dtype, (width, width))
-        for arch, widths in _ROWS.items()
+        for arch in _ROWS
+        for dtype, widths in ((_FP16, _ROWS[arch]), (_FP32, _FP32_ROWS.get(arch, (128,))))
         for width in widths
-        for dtype in (_FP16, _FP32)
         for kernel in _KERNELS
     ]
     cases += [_Fit(arch, kernel, _BF16, (64, 64)) for arch in ("gfx942", "gfx1100") for kernel in _KERNELS]
+    cases += [_Fit("sm_80", kernel, _FP16, heads) for kernel in _KERNELS for heads in _ODD_HEADS]
     cases += [
-        _Fit(arch, kernel, _FP16, heads) for arch in ("sm_80", "gfx942") for kernel in _KERNELS for heads in _ODD_HEADS
+        _Fit(arch, "dbias", dtype, (width, width))
+        for arch, dtype, widths in (
+            ("sm_80", _FP16, (64, 128, 256, 512)),
+            ("sm_80", _FP32, (128,)),
+            ("sm_90", _FP16, (128, 256)),
+            ("sm_90", _FP32, (64, 128, 256, 512)),
+            ("gfx942", _FP16, (128,)),
+            ("gfx942", _FP32, (128,)),
+        )
+        for width in widths
     ]
-    cases += [
-        _Fit("sm_90", "dbias", dtype, (width, width)) for dtype in (_FP16, _FP32) for width in (64, 128, 256, 512)
-    ]
-    cases += [_Fit("sm_80", "dbias", _FP16, (width, width)) for width in (64, 128, 256, 512)]
-    cases += [_Fit(arch, "dbias", dtype, (128, 128)) for arch in ("sm_80", "gfx942") for dtype in (_FP16, _FP32)]
     cases += [
         _Fit(arch, "column_sums", dtype, (width, width))
         for arch in _ROWS
         for dtype, width in ((_FP16, 64), (_FP16, 128), (_FP16, 512), (_FP32, 128))
-        if arch in _KINDS or (dtype, width) == (_FP16, 128)
+        if (dtype, width) == (_FP16, 128) or arch in ("sm_80", "sm_90")
     ]
-    compiled: dict[_Fit, int] = {}
-    sources: list[tuple[str, KernelSource, _Fit]] = []
-    for case in cases:
-        memory, source = devices.KNOWN_DEVICES[case.arch].shared_memory, case.source
-        shared = [first for family, other, first in sources if family == case.family and source == other]
-        everywhere = (case.dtype, case.heads) == (_FP16, (128, 128)) and case.kernel in _KERNELS
-        if shared:
-            compiled[shared[0]] = min(compiled[shared[0]], memory)
-        else:
-            sources.append((case.family, source, case))
-        if everywhere or not shared:
-            compiled[case] = memory
-    return compiled
+    compiled = once_for_each_family({case: (case.family, case.arch, case.source) for case in cases})
+    everywhere = [case for case in cases if case[1:] in [(kernel, _FP16, (128, 128)) for kernel in _KERNELS]]
+    return {case: devices.KNOWN_DEVICES[case.arch].shared_memory for case in everywhere} | compiled
 
 
 _MATRIX = _matrix()
@@ -274,6 +270,7 @@ def _on_hopper() -> list[Any]:
         for kernel in (*_KERNELS, "column_sums")
         for situation, call in _SITUATIONS.items()
         for width in (64, 128, 256)
+        if kernel != "column_sums" or situation != "banded_short"
     }
     sources = {name: plan(kernel, _HOPPER, call).kernel.source for name, (kernel, call) in cases.items()}
     return [pytest.param(*cases[name], id=name) for name in differing(sources)]
@@ -402,8 +399,9 @@ _FEATURES = {
 }
 
 
-#: Several features at once. Those need the most registers and memory, and sm_80 has less of the latter.
+#: Several features at once, and those of them that need the most registers and memory.
 _TOGETHER = ("hidden_rows", "block_mask_odd_tiles", "packed_block_mask", "score_mod_and_more", "part", "everything")
+_LARGE = ("block_mask_odd_tiles", "score_mod_and_more", "everything")
 
 
 def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]]]:
@@ -414,7 +412,7 @@ def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]
         for feature, (call, shows) in _FEATURES.items()
         for kernel in (*_KERNELS, "column_sums", *(("dbias",) if call.bias else ()))
         for arch in ("sm_80", "sm_90")
-        if arch == "sm_90" or (kernel in ("dkdv", "dbias") and feature in _TOGETHER)
+        if arch == "sm_90" or (kernel in ("dkdv", "dbias") and feature in _LARGE)
     }
 
 
@@ -428,15 +426,14 @@ def test_features_are_in_what_is_compiled() -> None:
 
 
 def _compiled_features() -> list[Any]:
-    """In the forward each feature alone. In the other kernels, which read features by the same functions, features at
-    once, and alone where a kernel has a parameter or a value of one that it has in none of those."""
+    """Features at once, and alone where a kernel has a parameter or a value of one that it has in none of those. On
+    sm_80, which has less memory, those that need the most."""
     features = {case: source for case, (source, _) in _features().items()}
     found = []
     for kernel in (*_KERNELS, "column_sums", "dbias"):
         mine = {case: source for case, source in features.items() if case[1:] == (kernel, "sm_90")}
         together = differing({case: source for case, source in mine.items() if case[0] in _TOGETHER})
-        first = [] if kernel == "forward" else together
-        found += dict.fromkeys(with_news({case: mine[case] for case in (*first, *mine)}) + together)
+        found += dict.fromkeys(together + with_news({case: mine[case] for case in (*together, *mine)}))
     found += differing({case: source for case, source in features.items() if case[-1] == "sm_80"})
     return [pytest.param(*case, id="-".join(case)) for case in found]
 

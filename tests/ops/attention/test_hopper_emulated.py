@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, parameters
+from attention_cases import combined, parameters
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -114,8 +114,7 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in PAIRS.items() if not (case.packed and case.block_mask)}
-    for number, (name, case) in enumerate(served.items()):
+    for number, (name, case) in enumerate(combined(apart=("packed", "block_mask")).items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
