@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from covering import covering
 from flashtile.testing import AttentionCase, with_arguments
 
 BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
@@ -94,13 +95,10 @@ def _pairs() -> dict[str, AttentionCase]:
 
 PAIRS = _pairs()
 
-#: At most so many features in a case of `combined`, so that none hides what another does.
-_FEATURES_OF_A_CASE = 4
-
 
 def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
-    """Every pair of features in fewer cases than `PAIRS`, for tests that take long: a case has four of them, and so six
-    pairs. Features alone, and what `PAIRS` has besides pairs, are here too.
+    """Every pair of features in fewer cases than `PAIRS` (`covering`), for tests that take long. Features alone, and
+    what `PAIRS` has besides pairs, are here too.
 
     Args:
         apart: two features that no case has together.
@@ -109,29 +107,14 @@ def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
     def compatible(first: str, second: str) -> bool:
         return first.split()[0] != second.split()[0] and {first, second} != set(apart or ())
 
-    names = [name for name in _FEATURES if name not in _UNPAIRED]
-    left = {pair for pair in combinations(names, 2) if compatible(*pair)}
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
     if apart:
         cases = {name: case for name, case in cases.items() if not all(word in name for word in apart)}
-
-    def missing(feature: str, chosen: list[str]) -> int:
-        return sum((feature, other) in left or (other, feature) in left for other in chosen)
-
-    while left:
-        chosen = list(min(left))
-        while len(chosen) < _FEATURES_OF_A_CASE:
-            more = [name for name in names if all(compatible(name, other) for other in chosen)]
-            best = max(more, key=lambda name: missing(name, chosen))
-            if not missing(best, chosen):
-                break
-            chosen.append(best)
-        chosen.sort(key=names.index)
+    for names in covering([name for name in _FEATURES if name not in _UNPAIRED], compatible):
         case = BASE
-        for name in chosen:
+        for name in names:
             case = _FEATURES[name](case)
-        cases["+".join(chosen)] = case
-        left -= set(combinations(chosen, 2))
+        cases["+".join(names)] = case
     return cases
 
 
