@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
+from attention_cases import SCORE_MOD_PAIRS, combined, parameters
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -155,7 +155,7 @@ def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype,
     check(with_arguments(case, causal=True, softcap=5.0), "hopper")
 
 
-def _emulated_pairs(pairs: dict[str, AttentionCase]) -> list:
+def _emulated_pairs() -> list:
     """Pairs of features, in sizes of several tiles and in 16 bits."""
     changes = {
         "key_lengths": (300, 17, 0),
@@ -164,8 +164,8 @@ def _emulated_pairs(pairs: dict[str, AttentionCase]) -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in pairs.items() if not (case.packed and case.block_mask)}
-    for number, (name, case) in enumerate(served.items()):
+    served = {name: case for name, case in SCORE_MOD_PAIRS.items() if not (case.packed and case.block_mask)}
+    for number, (name, case) in enumerate((combined(apart=("packed", "block_mask")) | served).items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -174,7 +174,7 @@ def _emulated_pairs(pairs: dict[str, AttentionCase]) -> list:
     return parameters(cases)
 
 
-@pytest.mark.parametrize("case", _emulated_pairs(PAIRS | SCORE_MOD_PAIRS))
+@pytest.mark.parametrize("case", _emulated_pairs())
 def test_pairs_of_features(hopper: Callable, case: AttentionCase) -> None:
     hopper()
     check(case, "hopper")
