@@ -495,7 +495,7 @@ _FAULTS: dict[str, tuple[str, Callable[[ModuleType], None], str]] = {
     "tiles are released twice": ("pieces", _twice, "more arrivals|deadlock|largest error"),
     "no wait for tiles": ("pieces", _never("acquire"), "more arrivals|deadlock|largest error"),
     "no wait for room": ("pieces", _never("wait_empty"), "more arrivals|deadlock|largest error"),
-    "scores are not waited for": ("forward", _scores_at_once, "before warpgroup_mma_wait"),
+    "scores are not waited for": ("forward_softmax", _scores_at_once, "before warpgroup_mma_wait"),
     "out is not fenced": ("forward_epilogue", _without("fence_async_shared"), "without fence_async_shared"),
     "out may not have been read yet": (
         "forward_epilogue",
