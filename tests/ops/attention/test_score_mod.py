@@ -411,10 +411,12 @@ def test_other_functions_do_not_take_one() -> None:
 
 
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
-def test_explain_says_why_not() -> None:
+def test_explain_says_which_kernels_a_function_gets() -> None:
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
     answer = flashtile.explain(q, q, q, score_mod=_capped, device="sm_90")
-    assert "score function" in answer.rejected["hopper"]
+    assert [(kernel.name, kernel.backend) for kernel in answer.kernels] == [
+        ("forward", "hopper"), ("dq", "triton"), ("dkdv", "triton"),
+    ]  # fmt: skip
     assert flashtile.explain(q, q, q, score_mod=_capped).backend == "cpu"
 
 

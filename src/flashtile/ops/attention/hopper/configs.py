@@ -192,7 +192,8 @@ _ROWS = (
             in_turn=True,
         ),
     ),
-    # Queries take 128 KiB, and keys and values of one stage 96.
+    # Queries take 128 KiB, and keys and values of one stage 96. 1.13 ms, causal 0.62 (4 sequences of 4,096 tokens, 4
+    # heads of 512); in turn 1.23 and 0.64, half of the exponentials ahead 1.17 and 0.62.
     (
         512,
         256,
@@ -204,7 +205,6 @@ _ROWS = (
             max_registers=168,
             q_in_registers=False,
             ahead=64,
-            in_turn=True,
         ),
     ),
 )

@@ -113,7 +113,7 @@ def _launch(
 ) -> tuple[Tensor, Tensor]:
     """Enqueues the kernel, from addresses. Returns (out, lse)."""
     out, lse = plan.allocate()
-    counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else None
+    counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
     plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side, *captured)
     return out, lse
 
