@@ -33,10 +33,8 @@ _SPLIT_KEYS = range(256, 769)
 _USUAL_SPLIT = 512
 #: Most rows, queries times heads of a group, of a call whose keys are split: with more, products take the time.
 _MOST_SPLIT_ROWS = 32
-#: Bytes of keys and values from which a single thread gains more than merging costs (about 30 µs).
-_LEAST_SPLIT_BYTES = 2**22
-#: Bytes of a key in all heads from which it does, in 16 bits and in more. Nearer rows share lines and pages anyway.
-_LEAST_SPLIT_ROW_BYTES = {2: 2**9, 4: 2**11, 8: 2**11}
+#: Most elements of keys and values with which a single thread does not gain from splits: the caches hold them.
+_MOST_UNSPLIT_ELEMENTS = 2**22
 #: Copies of a single row that PyTorch's kernel gets where it is slow with one.
 _COPIES_OF_SINGLE_ROW = 4
 
@@ -223,11 +221,8 @@ def _splitting_pays(q: Tensor, k: Tensor) -> bool:
     batch, keys, heads_kv, head_dim = k.shape
     if batch > 1 or q.shape[1] * (q.shape[2] // heads_kv) > _MOST_SPLIT_ROWS or keys < 2 * _SPLIT_KEYS.start:
         return False
-    row = heads_kv * head_dim * k.itemsize
-    if row >= _LEAST_SPLIT_ROW_BYTES[k.itemsize] and 2 * keys * row >= _LEAST_SPLIT_BYTES:
-        return True
     # PyTorch's kernel gives the rows of a key/value head to one thread.
-    return heads_kv < torch.get_num_threads()
+    return 2 * keys * heads_kv * head_dim > _MOST_UNSPLIT_ELEMENTS or heads_kv < torch.get_num_threads()
 
 
 def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics | None:
