@@ -183,13 +183,13 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
     _assert_all_close(case, inputs, actual, oracle, eager)
 
 
-@pytest.mark.parametrize("slow", [False, True], ids=["once", "repeated"])
+@pytest.mark.parametrize("packs", [True, False], ids=["once", "repeated"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch, seq_k, splits", [(2, 7, False), (2, 150, False), (1, 150, True), (1, 151, True)])
-def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, slow, no_tiles, monkeypatch):
+def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, packs, no_tiles, monkeypatch):
     """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
     monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
-    monkeypatch.setattr(torch_flash, "_slow_with_single_rows", lambda: slow)
+    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
     monkeypatch.setattr(torch_flash, "_splitting_pays", lambda q, k: splits)
     rows, forward_op = set(), torch_flash._forward_op
 
@@ -201,7 +201,7 @@ def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dty
     case = replace(BASE, batch=batch, seq_q=1, seq_k=seq_k, dtype=dtype)
     inputs = make_inputs(case)
     actual = _run_without_lse(case, inputs, "cpu", dtype)
-    assert rows == {4 if slow else 1}
+    assert rows == {1 if packs else 4}
     oracle = _run_without_lse(case, inputs, "reference", torch.float64)
     eager = _run_without_lse(case, inputs, "reference", dtype)
     _assert_all_close(case, inputs, actual, oracle, eager)

@@ -155,7 +155,10 @@ def attention_with_kv_cache(
     key = None
     if (
         k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
-        is sinks is window is softcap is num_splits is None
+        is sinks is None
+        and window is None
+        and softcap is None
+        and num_splits is None
         and rotary_interleaved is False
     ):  # fmt: skip
         key = calls.key_of(q, k_cache, v_cache, causal, scale, return_lse, backend)

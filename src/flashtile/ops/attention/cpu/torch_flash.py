@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 # Half of a small call's time is the way to it: this one is shorter than that through `torch.ops`.
-_forward_op = torch._scaled_dot_product_flash_attention_for_cpu
+_forward_op: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 #: At least as many elements as a vector register of any processor holds.
@@ -100,10 +100,10 @@ def _multiplies_float16() -> bool:
 
 
 @functools.cache
-def _slow_with_single_rows() -> bool:
-    """Whether a product of one row in 16 bits takes longer than that of four. Without AMX it does, because PyTorch
-    computes it by a loop of its own, element after element."""
-    return not torch.cpu._is_amx_tile_supported()
+def _packs_16_bits() -> bool:
+    """Whether PyTorch's kernel packs keys and values in 16 bits, for AMX. Elsewhere it multiplies them where they lie,
+    a single row element after element."""
+    return torch.cpu._is_amx_tile_supported()
 
 
 class Part(NamedTuple):
@@ -315,9 +315,9 @@ def _gradients(
 
 def _by_head(tensor: Tensor, reread: bool) -> Tensor:
     """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. Where several query heads read a key/value head in turn, a copy whose rows
-    lie side by side saves an eighth of the time in float32; in 16 bits PyTorch's kernel packs the rows itself."""
+    lie side by side saves a tenth of the time, unless PyTorch's kernel packs the rows itself."""
     heads_first = tensor.transpose(1, 2)
-    return heads_first.contiguous() if reread and tensor.itemsize >= 4 else heads_first
+    return heads_first.contiguous() if reread and (tensor.itemsize > 2 or not _packs_16_bits()) else heads_first
 
 
 def _stacked(tensor: Tensor, group: int) -> Tensor:
@@ -331,7 +331,7 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
 
 def _repeated(stacked: Tensor) -> Tensor:
     """Rows `[b, Hkv, G·R, D]` as PyTorch's kernel gets them: copies of a single one where it is slow with that."""
-    if stacked.shape[2] > 1 or stacked.itemsize > 2 or not _slow_with_single_rows():
+    if stacked.shape[2] > 1 or stacked.itemsize > 2 or _packs_16_bits():
         return stacked
     return stacked.repeat(1, 1, _COPIES_OF_SINGLE_ROW, 1)
 
