@@ -37,6 +37,8 @@ _MOST_SPLIT_ROWS = 32
 _MOST_UNSPLIT_ELEMENTS = 2**22
 #: Copies of a single row that PyTorch's kernel gets where it is slow with one.
 _COPIES_OF_SINGLE_ROW = 4
+#: Fewest keys of such a row: with fewer, the library that multiplies several takes longer to begin (3 µs).
+_FEWEST_KEYS_OF_COPIES = 64
 
 
 def served_by_torch(
@@ -199,7 +201,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Sta
     group = q.shape[2] // k.shape[2]
     rows = q.shape[1]
     stacked = not causal and (rows == 1 or (group > 1 and rows <= _MOST_STACKED_QUERIES))
-    q = _repeated(_stacked(q, group)) if stacked else q.transpose(1, 2)
+    q = _repeated(_stacked(q, group), k.shape[1]) if stacked else q.transpose(1, 2)
     reread = group > 1 and not stacked
     out, lse = _forward_op(q, _by_head(k, reread), _by_head(v, reread), 0.0, causal, scale=scale)
     # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a visible
@@ -231,7 +233,7 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics 
     group = q.shape[2] // heads_kv
     count, size = _splits(keys)
     rows = group * q.shape[1]
-    stacked = _repeated(_stacked(q, group))
+    stacked = _repeated(_stacked(q, group), keys)
     whole = (k, v) if count * size == keys else (k[:, : count * size], v[:, : count * size])
     splits = [t.view(count, size, heads_kv, head_dim).transpose(1, 2) for t in whole]
     out, lse = _forward_op(stacked.expand(count, -1, -1, -1), *splits, 0.0, False, scale=scale)
@@ -329,9 +331,9 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
     return by_head.reshape(batch, heads // group, group * rows, head_dim)
 
 
-def _repeated(stacked: Tensor) -> Tensor:
+def _repeated(stacked: Tensor, keys: int) -> Tensor:
     """Rows `[b, Hkv, G·R, D]` as PyTorch's kernel gets them: copies of a single one where it is slow with that."""
-    if stacked.shape[2] > 1 or stacked.itemsize > 2 or _packs_16_bits():
+    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or _packs_16_bits():
         return stacked
     return stacked.repeat(1, 1, _COPIES_OF_SINGLE_ROW, 1)
 
