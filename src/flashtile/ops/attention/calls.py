@@ -239,7 +239,7 @@ class PlainCall:
 
 def prepared_unmasked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
-) -> Callable[[Tensor, Tensor, Tensor], Results | None] | None:
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
     """What computes calls like this one, in which every query sees every key, for any number of keys; None where the
     backend has no such thing."""
     module = select.implementation("forward", q, k, v, SideInputs(), spec, backend)
