@@ -27,6 +27,8 @@ _LONGEST_VECTOR = 128
 #: Most queries of a rectangle without a diagonal whose heads of a group are stacked as rows. With more, products are
 #: large without it, and copies of q and out cost more than reading the keys again.
 _MOST_STACKED_QUERIES = 64
+#: The same of the backward in 16 bits, where the kernel does not pack.
+_MOST_STACKED_GRADIENTS = 512
 #: Fewest and most keys of a split, and the number where none between them divides the keys. PyTorch's kernel reads 512
 #: keys of one head, then those of the next head lie far away; in splits of 512 their lines are in the L2 already.
 _SPLIT_KEYS = range(256, 769)
@@ -305,7 +307,8 @@ def _gradients(
     """(dq, dk, dv) of a rectangle, from the out and lse of its rows over all their keys."""
     group = q.shape[2] // k.shape[2]
     # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
-    stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or q.itemsize < 4)
+    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or _packs_16_bits())
+    stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or gains)
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)
