@@ -154,6 +154,30 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, change
     _assert_all_close(case, inputs, actual, oracle, eager)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("most", [100, 200], ids=["apart", "stacked"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypatch):
+    """The heads of a group are rows of one head, or heads that read it in turn. Nothing else changes."""
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
+    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
+    monkeypatch.setattr(torch_flash, "_MOST_STACKED_GRADIENTS", most)
+    rows, backward_op = [], torch_flash._backward_op
+
+    def counted(dout, *rest, **scale):
+        rows.append(dout.shape[2])
+        return backward_op(dout, *rest, **scale)
+
+    monkeypatch.setattr(torch_flash, "_backward_op", counted)
+    case = replace(BASE, seq_q=150, seq_k=130, heads_kv=2, dtype=dtype)
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    assert rows == [300 if packs or most == 200 else 150]
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    _assert_all_close(case, inputs, actual, oracle, eager)
+
+
 @pytest.fixture
 def always_split(monkeypatch):
     monkeypatch.setattr(torch_flash, "_SPLIT_KEYS", range(24, 49))
