@@ -17,6 +17,7 @@ import torch.utils.deterministic
 import flashtile
 import selection
 from flashtile.ops.attention.calls import forget_calls
+from flashtile.ops.kv_cache.calls import forget_steps
 
 _POISONED_TESTS = Path(__file__).parent / "ops"
 
@@ -131,6 +132,7 @@ def poisoned_memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def forgotten_calls() -> None:
     """A test may change what calls of attention are decided by; so each decides anew about its own."""
     forget_calls()
+    forget_steps()
 
 
 # Every kernel compiles in a run with --complete; test_selection.py looks at the names

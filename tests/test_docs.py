@@ -333,6 +333,14 @@ def test_times_on_a_cpu_are_those_of_the_records(table, record, columns):
     assert {tuple(line[:named]) for line in lines} == {case for case, *_ in found}
 
 
+@pytest.mark.parametrize("record", ["cpu-decode.json", "cpu-grouped.json"])
+def test_no_peer_is_much_faster_on_a_cpu(record):
+    """The bar is 0.9 of the speed of PyTorch's fastest in each row."""
+    ratios = ratios_to_best(_rows(record))
+    slower = [(each.case, each.phase, each.peer, each.value) for each in ratios if each.value < 0.9]
+    assert ratios and not slower
+
+
 def test_decoding_speeds_are_those_of_the_record():
     found = {}
     for row in _rows("h200-decode.json"):

@@ -154,11 +154,35 @@ def test_calls_served_by_pytorch_without_gradient_of_lse(dtype, heads_kv, change
     _assert_all_close(case, inputs, actual, oracle, eager)
 
 
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("most", [100, 200], ids=["apart", "stacked"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_a_group_in_16_bits(dtype, most, packs, no_tiles, monkeypatch):
+    """The heads of a group are rows of one head, or heads that read it in turn. Nothing else changes."""
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
+    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
+    monkeypatch.setattr(torch_flash, "_MOST_STACKED_GRADIENTS", most)
+    rows, backward_op = [], torch_flash._backward_op
+
+    def counted(dout, *rest, **scale):
+        rows.append(dout.shape[2])
+        return backward_op(dout, *rest, **scale)
+
+    monkeypatch.setattr(torch_flash, "_backward_op", counted)
+    case = replace(BASE, seq_q=150, seq_k=130, heads_kv=2, dtype=dtype)
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    assert rows == [300 if packs or most == 200 else 150]
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    _assert_all_close(case, inputs, actual, oracle, eager)
+
+
 @pytest.fixture
 def always_split(monkeypatch):
     monkeypatch.setattr(torch_flash, "_SPLIT_KEYS", range(24, 49))
     monkeypatch.setattr(torch_flash, "_USUAL_SPLIT", 32)
-    monkeypatch.setattr(torch_flash, "_LEAST_SPLIT_BYTES", 0)
+    monkeypatch.setattr(torch_flash, "_MOST_UNSPLIT_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -183,6 +207,32 @@ def test_splits_of_the_keys(dtype, heads_kv, seq_q, seq_k, always_split, no_tile
     _assert_all_close(case, inputs, actual, oracle, eager)
 
 
+@pytest.mark.parametrize("packs", [True, False], ids=["once", "repeated"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "batch, seq_k, splits", [(2, 63, False), (2, 64, False), (2, 150, False), (1, 150, True), (1, 151, True)]
+)
+def test_a_single_row_is_repeated_where_that_is_faster(batch, seq_k, splits, dtype, packs, no_tiles, monkeypatch):
+    """One query of each head, with a key/value head of its own. PyTorch's kernel gets one row or four."""
+    monkeypatch.setattr(torch_flash, "_multiplies_float16", lambda: True)
+    monkeypatch.setattr(torch_flash, "_packs_16_bits", lambda: packs)
+    monkeypatch.setattr(torch_flash, "_splitting_pays", lambda q, k: splits)
+    rows, forward_op = set(), torch_flash._forward_op
+
+    def counted(q, *rest, **scale):
+        rows.add(q.shape[2])
+        return forward_op(q, *rest, **scale)
+
+    monkeypatch.setattr(torch_flash, "_forward_op", counted)
+    case = replace(BASE, batch=batch, seq_q=1, seq_k=seq_k, dtype=dtype)
+    inputs = make_inputs(case)
+    actual = _run_without_lse(case, inputs, "cpu", dtype)
+    assert rows == {1 if packs or seq_k < 64 else 4}
+    oracle = _run_without_lse(case, inputs, "reference", torch.float64)
+    eager = _run_without_lse(case, inputs, "reference", dtype)
+    _assert_all_close(case, inputs, actual, oracle, eager)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("seq_k", [150, 151])
@@ -200,12 +250,12 @@ def test_nan_and_inf_in_splits(which, value, seq_k, dtype, always_split):
 
 
 @pytest.mark.parametrize("shape, heads_kv, seq_q, threads, pays", [
-    ((1, 2048), 8, 1, 1, True),  # 8 MiB
-    ((1, 512), 8, 1, 1, False),  # 2 MiB
+    ((1, 4097), 8, 1, 1, True),
+    ((1, 4096), 8, 1, 1, False),
     ((1, 512), 1, 1, 2, True),  # one key/value head for two threads
     ((1, 511), 1, 1, 2, False),
-    ((2, 2048), 8, 1, 1, False),
-    ((1, 2048), 8, 33, 1, False),
+    ((2, 8192), 8, 1, 1, False),
+    ((1, 8192), 8, 33, 1, False),
 ])  # fmt: skip
 def test_when_splitting_pays(shape, heads_kv, seq_q, threads, pays, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)

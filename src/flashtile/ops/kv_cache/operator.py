@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.ops.common import dispatch
+from flashtile.ops.common import dispatch, watch
 from flashtile.ops.common.backends import standard_backends
 from flashtile.ops.kv_cache import checks
+from flashtile.ops.kv_cache.calls import Forward
 from flashtile.ops.kv_cache.spec import CacheCall, CacheSpec, lse_dtype
 
 _BACKENDS = standard_backends("kv_cache")
@@ -42,6 +43,13 @@ def run_with_cache(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tens
     if dispatch.unobserved(*call):
         return _forward(call, spec, backend)
     return (_op if call.k is None else _appending_op)(*call, *spec, backend)
+
+
+def forward_of_steps(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, backend: str) -> Forward | None:
+    """What serves steps of one query like one that was served, where the backend decides once for those."""
+    module = _BACKENDS.implementation(backend, q.device.type, q.dtype)
+    prepare = None if watch.watching() else getattr(module, "prepare_steps", None)
+    return None if prepare is None else prepare(q, k_cache, v_cache, scale)
 
 
 def _forward(call: CacheCall, spec: CacheSpec, backend: str) -> tuple[Tensor, Tensor]:

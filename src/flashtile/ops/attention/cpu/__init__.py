@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from torch import Tensor
 
 from flashtile.ops.attention.cpu import tiled, torch_flash
@@ -10,7 +13,7 @@ from flashtile.ops.attention.cpu.torch_flash import served_by_torch
 from flashtile.ops.attention.fp8 import dequantized
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, out_dtype
 
-__all__ = ["backward", "column_sums", "forward"]
+__all__ = ["backward", "column_sums", "forward", "prepare_unmasked"]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -24,6 +27,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         if found is not None:
             return found
     return tiled.forward(q, k, v, side, spec)
+
+
+def prepare_unmasked(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
+    """What computes the forward of calls like this one without any mask, for any number of keys; None where that would
+    not be PyTorch's flash attention. Its None is a result that cannot be told from a wrong one."""
+    if not served_by_torch(spec, SideInputs(), q.shape, k.shape, v.shape, q.dtype)[0]:
+        return None
+    return functools.partial(torch_flash.forward_unmasked, scale=spec.scale)
 
 
 def backward(

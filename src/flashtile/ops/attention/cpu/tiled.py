@@ -94,7 +94,7 @@ def _forward_block(
             if modifiers is not None:
                 modify(scores, block, rows, keys, modifiers)
             tiles.mask_band(scores, block, rows, keys)
-            kept = tiles.keep_weights(block, rows, keys, side, spec, scratch)
+            kept = tiles.keep_weights(block, rows, keys, spec, scratch)
             softmax.add(scores, v_matrices[:, keys.start : keys.stop], kept, scratch)
         out_tile, *statistics_tiles = softmax.finish(spec.dropout_p)
         tiles.store_rows(out_view, rows, out_tile)
@@ -266,7 +266,7 @@ def _backward_block(
             scores = tiles.score_tile(keys, row.q_scaled, matrices.k, scratch.scores)
             changes = None if modifiers is None else modify(scores, block, rows, keys, modifiers)
             tiles.mask_band(scores, block, rows, keys)
-            kept = tiles.keep_weights(block, rows, keys, side, spec, scratch)
+            kept = tiles.keep_weights(block, rows, keys, spec, scratch)
             weights, dscores = _score_gradients(row, slice(keys.start, keys.stop), scores, kept, matrices, scratch)
             of_side.add_scores(dscores, block, rows, range(keys.start, keys.stop), 1 / keep_probability)
             if modifiers is not None and changes is not None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.philox import keep_tile, positions, sequence_heads
+from flashtile.ops.attention.philox import head_words, keep_tile_of_heads, positions, sequence_heads
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 #: Scores carry a factor log₂e, because PyTorch's `exp2` takes a third of the time of its `exp`.
@@ -75,7 +75,7 @@ class Block(NamedTuple):
         group: G.
         tile_rows: R.
         tile_keys: C.
-        sequence_head: `sequence · H + head` of each stacked query head, int64 `[N·G]`; None without dropout.
+        dropout_words: `head_words` of each stacked query head, int64 `[N·G, 3]`; None without dropout.
         sequence: number of the first batch entry or sequence.
         diagonal: the key at which ALiBi's distance from row 0 is 0; seq_k - seq_q, but in a part of a larger call.
     """
@@ -89,7 +89,7 @@ class Block(NamedTuple):
     group: int
     tile_rows: int
     tile_keys: int
-    sequence_head: Tensor | None
+    dropout_words: Tensor | None
     sequence: int
     diagonal: int
 
@@ -158,14 +158,17 @@ def blocks(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -> Itera
                 first_sequence = segment.sequence + first - segment.batches.start
                 yield Block(
                     batches, segment.rows, segment.keys, segment.visible, of_q, of_kv, group, tile_rows, tile_keys,
-                    _sequence_heads(first_sequence, batches, of_q, heads, spec) if spec.dropout_p else None,
+                    _dropout_words(first_sequence, batches, of_q, heads, side, spec) if spec.dropout_p else None,
                     first_sequence, segment.diagonal + (0 if spec.origin is None else spec.origin.diagonal),
                 )  # fmt: skip
 
 
-def _sequence_heads(first_sequence: int, batches: slice, of_q: slice, heads: int, spec: AttentionSpec) -> Tensor:
+def _dropout_words(
+    first_sequence: int, batches: slice, of_q: slice, heads: int, side: SideInputs, spec: AttentionSpec
+) -> Tensor:
+    assert side.dropout_seed is not None
     sequences = range(first_sequence, first_sequence + batches.stop - batches.start)
-    return sequence_heads(sequences, range(of_q.start, of_q.stop), heads, spec.origin)
+    return head_words(side.dropout_seed, sequence_heads(sequences, range(of_q.start, of_q.stop), heads, spec.origin))
 
 
 def query_tiles(block: Block) -> Iterator[range]:
@@ -234,20 +237,18 @@ def _hidden(rows: range, columns: range, visible: Band) -> Tensor:
     return hidden
 
 
-def keep_weights(
-    block: Block, rows: range, keys: KeyTile, side: SideInputs, spec: AttentionSpec, scratch: Scratch
-) -> Tensor | None:
+def keep_weights(block: Block, rows: range, keys: KeyTile, spec: AttentionSpec, scratch: Scratch) -> Tensor | None:
     """Which weights of a tile dropout keeps: 1 or 0, `[N, G·R, C]` in the compute dtype, by which PyTorch multiplies
     faster than by bool; None without dropout."""
     if not spec.dropout_p:
         return None
-    assert side.dropout_seed is not None and block.sequence_head is not None
+    assert block.dropout_words is not None
     at = positions(rows, range(keys.start, keys.stop), spec.origin)
-    shape = len(block.sequence_head), len(rows), keys.stop - keys.start
+    shape = len(block.dropout_words), len(rows), keys.stop - keys.start
     kept = scratch.kept[: math.prod(shape)].view(shape)
     together = max(1, _TILE_WORDS_PER_THREAD * torch.get_num_threads() // (shape[1] * shape[2]))
-    for some, of_matrices in zip(kept.split(together), block.sequence_head.split(together)):
-        some.copy_(keep_tile(side.dropout_seed, spec.dropout_p, of_matrices, *at))
+    for some, of_matrices in zip(kept.split(together), block.dropout_words.split(together)):
+        some.copy_(keep_tile_of_heads(of_matrices, spec.dropout_p, *at))
     return kept.view(-1, block.group * len(rows), shape[2])
 
 
@@ -295,7 +296,7 @@ def scratch_of(block: Block, q: Tensor, v: Tensor) -> Scratch:
         q.new_empty(tile, dtype=computed),
         q.new_empty(tile if multiplied is not computed else 0, dtype=multiplied),
         q.new_empty(product_tile, dtype=multiplied),
-        q.new_empty(0 if block.sequence_head is None else tile, dtype=computed),
+        q.new_empty(0 if block.dropout_words is None else tile, dtype=computed),
     )
 
 

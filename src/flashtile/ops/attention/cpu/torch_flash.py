@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# Half of a small call's time is the way to it: this one is shorter than that through `torch.ops`.
+_forward_op: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 #: At least as many elements as a vector register of any processor holds.
@@ -26,14 +27,20 @@ _LONGEST_VECTOR = 128
 #: Most queries of a rectangle without a diagonal whose heads of a group are stacked as rows. With more, products are
 #: large without it, and copies of q and out cost more than reading the keys again.
 _MOST_STACKED_QUERIES = 64
+#: The same of the backward in 16 bits, where the kernel does not pack.
+_MOST_STACKED_GRADIENTS = 512
 #: Fewest and most keys of a split, and the number where none between them divides the keys. PyTorch's kernel reads 512
 #: keys of one head, then those of the next head lie far away; in splits of 512 their lines are in the L2 already.
 _SPLIT_KEYS = range(256, 769)
 _USUAL_SPLIT = 512
 #: Most rows, queries times heads of a group, of a call whose keys are split: with more, products take the time.
 _MOST_SPLIT_ROWS = 32
-#: Bytes of keys and values from which a single thread gains more than merging costs (about 30 µs).
-_LEAST_SPLIT_BYTES = 2**22
+#: Most elements of keys and values with which a single thread does not gain from splits: the caches hold them.
+_MOST_UNSPLIT_ELEMENTS = 2**22
+#: Copies of a single row that PyTorch's kernel gets where it is slow with one.
+_COPIES_OF_SINGLE_ROW = 4
+#: Fewest keys of such a row: with fewer, the library that multiplies several takes longer to begin (3 µs).
+_FEWEST_KEYS_OF_COPIES = 64
 
 
 def served_by_torch(
@@ -96,6 +103,13 @@ def _multiplies_float16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+@functools.cache
+def _packs_16_bits() -> bool:
+    """Whether PyTorch's kernel packs keys and values in 16 bits, for AMX. Elsewhere it multiplies them where they lie,
+    a single row element after element."""
+    return torch.cpu._is_amx_tile_supported()
+
+
 class Part(NamedTuple):
     """A rectangle of scores: rows and keys of some batch entries, as indices into tensors `[B, S, ...]`.
 
@@ -136,12 +150,19 @@ def parts(segment: tiles.Segment) -> Iterator[Part]:
         yield Part(segment.batches, below, slice(keys.start + stop, keys.start + last), True)
 
 
+def forward_unmasked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    """(out, lse) where every row sees every key; None as in `forward`."""
+    found = _attend_split(q, k, v, scale) if _splitting_pays(q, k) else _attend(q, k, v, False, scale)
+    return None if found is None else (found.out.contiguous(), found.lse.contiguous())
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor] | None:
     """(out, lse) of a call that is `served_by_torch`; None where PyTorch's result cannot be told from a wrong one."""
     causal = _one_rectangle(side, spec, q.shape[-3], k.shape[-3])
     if causal is not None:
-        split = not causal and _splitting_pays(q, k)
-        whole = _attend_split(q, k, v, spec.scale) if split else _attend(q, k, v, causal, spec.scale)
+        if not causal:
+            return forward_unmasked(q, k, v, spec.scale)
+        whole = _attend(q, k, v, True, spec.scale)
         return None if whole is None else (whole.out.contiguous(), whole.lse.contiguous())
     if side.packed:
         q, k, v = q[None], k[None], v[None]
@@ -180,8 +201,9 @@ def _one_rectangle(side: SideInputs, spec: AttentionSpec, seq_q: int, seq_k: int
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Statistics | None:
     """The result of a rectangle, q `[b, R, H, D]`, k and v `[b, C, Hkv, D]`; None where it may be wrong."""
     group = q.shape[2] // k.shape[2]
-    stacked = group > 1 and not causal and q.shape[1] <= _MOST_STACKED_QUERIES
-    q = _stacked(q, group) if stacked else q.transpose(1, 2)
+    rows = q.shape[1]
+    stacked = not causal and (rows == 1 or (group > 1 and rows <= _MOST_STACKED_QUERIES))
+    q = _repeated(_stacked(q, group), k.shape[1]) if stacked else q.transpose(1, 2)
     reread = group > 1 and not stacked
     out, lse = _forward_op(q, _by_head(k, reread), _by_head(v, reread), 0.0, causal, scale=scale)
     # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a visible
@@ -192,7 +214,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Sta
     if out.dtype in (torch.bfloat16, torch.float16) and not math.isfinite(lse.sum().item()):
         out.masked_fill_((lse == float("inf")).unsqueeze(-1), float("nan"))
     if stacked:
-        return _Statistics(_unstacked(out, group), lse.reshape(lse.shape[0], -1, lse.shape[2] // group))
+        if q.shape[2] > group * rows:
+            out, lse = out[:, :, : group * rows], lse[:, :, : group * rows]
+        return _Statistics(_unstacked(out, group), lse.reshape(lse.shape[0], -1, rows))
     return _Statistics(out.transpose(1, 2), lse)
 
 
@@ -202,7 +226,7 @@ def _splitting_pays(q: Tensor, k: Tensor) -> bool:
     if batch > 1 or q.shape[1] * (q.shape[2] // heads_kv) > _MOST_SPLIT_ROWS or keys < 2 * _SPLIT_KEYS.start:
         return False
     # PyTorch's kernel gives the rows of a key/value head to one thread.
-    return 2 * keys * heads_kv * head_dim * k.itemsize >= _LEAST_SPLIT_BYTES or heads_kv < torch.get_num_threads()
+    return 2 * keys * heads_kv * head_dim > _MOST_UNSPLIT_ELEMENTS or heads_kv < torch.get_num_threads()
 
 
 def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics | None:
@@ -210,7 +234,8 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics 
     keys, heads_kv, head_dim = k.shape[1:]
     group = q.shape[2] // heads_kv
     count, size = _splits(keys)
-    stacked = _stacked(q, group)
+    rows = group * q.shape[1]
+    stacked = _repeated(_stacked(q, group), keys)
     whole = (k, v) if count * size == keys else (k[:, : count * size], v[:, : count * size])
     splits = [t.view(count, size, heads_kv, head_dim).transpose(1, 2) for t in whole]
     out, lse = _forward_op(stacked.expand(count, -1, -1, -1), *splits, 0.0, False, scale=scale)
@@ -226,7 +251,7 @@ def _attend_split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> _Statistics 
     if not math.isfinite(total.sum().item()):
         return None  # NaN, or infinite scores: see `_attend` and `forward`
     out = (out * weights.unsqueeze(-1)).sum(0, keepdim=True).to(q.dtype)
-    return _Statistics(_unstacked(out, group), total.reshape(1, -1, q.shape[1]))
+    return _Statistics(_unstacked(out[:, :, :rows], group), total[:, :, :rows].reshape(1, -1, q.shape[1]))
 
 
 def _splits(keys: int) -> tuple[int, int]:
@@ -282,7 +307,8 @@ def _gradients(
     """(dq, dk, dv) of a rectangle, from the out and lse of its rows over all their keys."""
     group = q.shape[2] // k.shape[2]
     # In 16 bits the gradients of stacked rows take two thirds of the time, copies included.
-    stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or q.itemsize < 4)
+    gains = q.itemsize < 4 and (q.shape[1] <= _MOST_STACKED_GRADIENTS or _packs_16_bits())
+    stacked = group > 1 and not causal and (q.shape[1] <= _MOST_STACKED_QUERIES or gains)
     dout, q, out = (_stacked(t, group) if stacked else t.transpose(1, 2) for t in (dout, q, out))
     if stacked:
         lse = lse.reshape(lse.shape[0], k.shape[2], -1)
@@ -294,9 +320,9 @@ def _gradients(
 
 def _by_head(tensor: Tensor, reread: bool) -> Tensor:
     """`[b, C, Hkv, D]` to `[b, Hkv, C, D]`. Where several query heads read a key/value head in turn, a copy whose rows
-    lie side by side saves an eighth of the time in float32; in 16 bits PyTorch's kernel packs the rows itself."""
+    lie side by side saves a tenth of the time, unless PyTorch's kernel packs the rows itself."""
     heads_first = tensor.transpose(1, 2)
-    return heads_first.contiguous() if reread and tensor.itemsize >= 4 else heads_first
+    return heads_first.contiguous() if reread and (tensor.itemsize > 2 or not _packs_16_bits()) else heads_first
 
 
 def _stacked(tensor: Tensor, group: int) -> Tensor:
@@ -306,6 +332,13 @@ def _stacked(tensor: Tensor, group: int) -> Tensor:
         return tensor.view(batch, heads // group, group, head_dim)
     by_head = tensor.view(batch, rows, heads // group, group, head_dim).permute(0, 2, 3, 1, 4)
     return by_head.reshape(batch, heads // group, group * rows, head_dim)
+
+
+def _repeated(stacked: Tensor, keys: int) -> Tensor:
+    """Rows `[b, Hkv, G·R, D]` as PyTorch's kernel gets them: copies of a single one where it is slow with that."""
+    if stacked.shape[2] > 1 or stacked.itemsize > 2 or keys < _FEWEST_KEYS_OF_COPIES or _packs_16_bits():
+        return stacked
+    return stacked.repeat(1, 1, _COPIES_OF_SINGLE_ROW, 1)
 
 
 def _unstacked(tensor: Tensor, group: int) -> Tensor:
