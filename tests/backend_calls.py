@@ -18,8 +18,8 @@ def hopper_call(
     """A call of "auto" on an H200, with tensors that may be on a CPU."""
     return AttentionCall(
         "auto", phase, "cuda", devices.KNOWN_DEVICES["sm_90"], 132, None, False, q.dtype, q.shape, k.shape, v.shape,
-        aligned(q, k, v), side.packed, side.key_lengths is not None, side.bias is not None or side.mask is not None,
-        learned_slopes, spec,
+        aligned(q, k, v), side.packed, side.key_lengths is not None, None if side.bias is None else side.bias.shape,
+        side.mask is not None, learned_slopes, spec,
     )  # fmt: skip
 
 

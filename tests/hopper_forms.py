@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+import flashtile
+from flashtile.bench import functions as bench_functions
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import choose_backward_config, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
@@ -28,6 +30,10 @@ _HEADS = {
     "256x192": Call(head_dim=256, head_dim_v=192),
     "256": Call(head_dim=256, head_dim_v=256),
     "256-short": Call(head_dim=256, head_dim_v=256, seq_q=512, seq_k=512),
+    "192x512": Call(head_dim=192, head_dim_v=512),
+    "320": Call(head_dim=320, head_dim_v=320),
+    "512x384": Call(head_dim=512, head_dim_v=384),
+    "512": Call(head_dim=512, head_dim_v=512),
 }
 _MASKS = {
     "full": {},
@@ -38,7 +44,19 @@ _MASKS = {
 _LONG_WINDOW = {"window_left": 4095, "window_right": 0}
 
 #: Heads that share a row of the table with one that is compiled with every mask; a band adds the same to each.
-_SHARE_A_ROW = ("16", "64-middle", "80", "96", "64x128", "192x128-short", "256x192", "256-short")
+_SHARE_A_ROW = (
+    "16",
+    "64-middle",
+    "80",
+    "96",
+    "64x128",
+    "192x128-short",
+    "256x192",
+    "256-short",
+    "192x512",
+    "320",
+    "512x384",
+)
 
 #: "<head>-<mask>" -> call.
 FORMS = (
@@ -50,14 +68,14 @@ FORMS = (
     }
     | {
         f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
-        for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"))
+        for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"), ("512", "causal"))
     }
     | {f"{head}-long-window": _HEADS[head]._replace(**_LONG_WINDOW) for head in ("64", "128", "192x128", "256")}
 )
 #: With all that may change the scores of these kernels.
 SCORE_FORMS = {
     f"{head}-{mask}-scores": _HEADS[head]._replace(**_MASKS[mask], softcap=30.0, alibi=2, sinks=True)
-    for head in ("64", "128", "192x128", "256")
+    for head in ("64", "128", "192x128", "256", "512")
     for mask in ("full", "packed")
 }
 #: With a block mask, and beside a band; and of whole tiles only.
@@ -66,6 +84,7 @@ BLOCK_FORMS = {
     "64-whole-blocks": _HEADS["64"]._replace(block_tile=(128, 128), patterns=False),
     "128-whole-blocks": _HEADS["128"]._replace(block_tile=(256, 128), patterns=False),
     "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
+    "512-causal-blocks": _HEADS["512"]._replace(window_right=0, block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
 }
 #: 8-bit operands: each row of their table, and all that a call may have.
@@ -103,7 +122,7 @@ _WINDOW_BIAS = Table(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 
 FEATURE_FORMS = {
     **{
         f"{head}-{name}": _HEADS[head]._replace(**changes)
-        for head in ("64", "128", "192x128", "192", "256")
+        for head in ("64", "128", "192x128", "192", "256", "512")
         for name, changes in {
             "key-lengths": {"key_lengths_dtype": torch.int32},
             "padding-mask": {"mask": _PADDING_MASK},
@@ -125,6 +144,22 @@ FEATURE_FORMS = {
     ),
     "128-blocks-dropout": _HEADS["128"]._replace(block_tile=(256, 128), dropout_p=0.1, key_lengths_dtype=torch.int32),
 }  # fmt: skip
+
+_WAVES = bench_functions.SCORES["waves"].make((torch.zeros(4), torch.zeros(4, 4096)), 4096)
+_RELATIVE = bench_functions.SCORES["relative"].make((torch.zeros(4, 8191),), 4096)
+_CAPPED = bench_functions.SCORES["softcap"].make((), 4096)
+_ALIBI_FUNCTION = bench_functions.SCORES["alibi"].make((torch.zeros(4),), 4096)
+#: With functions of scores: that read an element for each score, one for each key, one for each head, and nothing.
+FUNCTION_FORMS = {
+    f"{head}-{mask}-{name}": _HEADS[head]._replace(**_MASKS[mask], score_mod=flashtile.trace_score_mod(function))
+    for head, mask, functions in (
+        ("64", "causal", {"relative": _RELATIVE, "capped": _CAPPED}),
+        ("128", "causal", {"relative": _RELATIVE, "waves": _WAVES, "alibi": _ALIBI_FUNCTION, "capped": _CAPPED}),
+        ("128", "packed", {"relative": _RELATIVE}),
+        ("256", "full", {"alibi": _ALIBI_FUNCTION}),
+    )
+    for name, function in functions.items()
+}
 
 
 _ALIBI = SideShape(alibi=1)
@@ -238,6 +273,17 @@ BACKWARD_FORMS = {
         f"{width}-fp16": _backward(width, width, False, False, False)._replace(dtype=torch.float16)
         for width in (64, 128, 256)
     },
+    **{
+        f"{width}-single-tile": _backward(width, width, False, False, False, right=False)._replace(single_key_tile=True)
+        for width in (64, 80, 96, 128)
+    },
+    "128-single-tile-fp16": _backward(128, 128, False, False, False)._replace(
+        single_key_tile=True, masks_last=True, dtype=torch.float16
+    ),
+    "64x96-single-tile-fp16": _backward(64, 96, False, False, False)._replace(
+        single_key_tile=True, dtype=torch.float16
+    ),
+    "256-single-tile-ordered": _backward(256, 256, False, False, True)._replace(single_key_tile=True, ordered=False),
     "128-fp16-packed": _backward(128, 128, True, False, False)._replace(dtype=torch.float16),
     "128-long-fp16": _backward(128, 128, False, False, False)._replace(masks_last=True, dtype=torch.float16),
     "64-wide-strides": _backward(64, 64, False, False, False)._replace(wide_strides=True),
@@ -268,6 +314,12 @@ BACKWARD_FEATURE_FORMS = {
     "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
     "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
     "128-blocks-dropout": _backward(128, 128, False, False, False, block_tile=(128, 128), side=_DROPOUT),
+    **{
+        f"{width}-single-tile-bias-and-dropout": _backward(
+            width, width, False, False, False, right=False, side=SideShape(bias=_BIAS, dropout=True)
+        )._replace(single_key_tile=True)
+        for width in (64, 128)
+    },
     "64-all": _backward(64, 64, True, True, False, side=_ALL),
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),

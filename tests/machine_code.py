@@ -26,11 +26,11 @@ from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, table_bytes
+from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, function_bytes, table_bytes
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
-from flashtile.ops.attention.triton.configs import LONG, Kernel
+from flashtile.ops.attention.triton.configs import Kernel, length_of
 from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
@@ -153,7 +153,7 @@ def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.Attenti
             shapes,
             (q_strides, _strides(k_shape), _strides(v_shape), dout_strides),
             call.misalignment,
-            call.seq_q >= LONG and call.seq_k >= LONG,
+            length_of(call.seq_q, call.seq_k),
             side,
             spec,
             call.has_dlse,
@@ -244,7 +244,7 @@ def hopper_config(call: Call) -> HopperConfig:
     band = call.window_left is not None, call.window_right is not None
     return choose_config(
         call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype,
-        call.dropout_p > 0, table_bytes(call.bias, call.mask),
+        call.dropout_p > 0, table_bytes(call.bias, call.mask) + function_bytes(_spec(call).score_program),
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from flashtile.testing import AttentionCase, Inputs, check, make_inputs, with_ar
 from flashtile.testing.layouts import Layout
 
 #: Widths of heads: those of real models, and for the portable kernels any number of columns.
-_WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256)
+_WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 320, 512)
 _MOST_COLUMNS = 300
 _MASKS: tuple[dict[str, Any], ...] = (
     {},
@@ -85,7 +85,7 @@ def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCa
 
 
 def _width(generator: random.Random, backend: str) -> int:
-    """The Hopper kernels take multiples of 8 up to 256."""
+    """The Hopper kernels take multiples of 8, the backward up to 256."""
     if backend == "hopper" or generator.random() < 0.5:
         return generator.choice(_WIDTHS)
     return generator.randint(1, _MOST_COLUMNS)

@@ -24,7 +24,8 @@ from flashtile._backends.launch import KernelSource, compile_kernel
 from flashtile.ops.attention.plans import PLAIN_SIDE
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 from flashtile.ops.attention.triton import launch, plan
-from flashtile.ops.attention.triton.configs import TileConfig, tile_width
+from flashtile.ops.attention.triton.configs import tile_width
+from flashtile.ops.attention.triton.tile_tables import TileConfig
 
 TOKENS, HIDDEN = 16384, 2048
 KEPT = 5

@@ -134,10 +134,9 @@ def test_no_first_calls_without_functions_or_processes():
 @pytest.mark.unpoisoned
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_a_gpu(case):
-    """A gradient of a table that FlexAttention sums otherwise may be found wrong; nothing may fail."""
+    """What FlexAttention computes otherwise may be found wrong or refused; of ours nothing may be."""
     case = replace(case, S=1024, D=64, Dv=64, dtype="bf16")
     with side_stream(CUDA):
         rows = run_case(case, named("flashtile-triton", "flashtile-builtin", "flex"), CUDA, seconds=0)
     for row in rows:
-        fine = row["ms"] is not None or row["impl"] == "flashtile-builtin" or "dtable" in row["why"]
-        assert fine and (row["ms"] is not None or row["impl"] != "flashtile-triton"), row
+        assert row["ms"] is not None or (row["impl"] != "flashtile-triton" and row["why"]), row

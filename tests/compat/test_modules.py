@@ -25,13 +25,23 @@ devices = pytest.mark.parametrize("device", DEVICES)
 MASK = torch.arange(9) < torch.tensor([[9], [4]])
 
 
+def linear(module, x):
+    """In PyTorch's operations: on a GPU the module's own take no float64."""
+    return F.linear(x, module.weight, module.bias)
+
+
+def norm(module, x):
+    """A norm, likewise."""
+    return F.rms_norm(x, x.shape[-1:], module.weight, module.eps) if isinstance(module, RMSNorm) else module(x)
+
+
 def by_definition(module, x, x_kv=None, meaning=None, mask=None):
     """An MHA of its own parameters, by matrices; `mask` is bool `[batch, seq_k]` or `[batch, 1, seq_q, seq_k]`."""
     dim = module.head_dim
     if module.cross_attn:
-        q, kv = module.Wq(x), module.Wkv(x_kv)
+        q, kv = linear(module.Wq, x), linear(module.Wkv, x_kv)
     else:
-        q, kv = module.Wqkv(x).split([module.embed_dim, 2 * module.num_heads_kv * dim], -1)
+        q, kv = linear(module.Wqkv, x).split([module.embed_dim, 2 * module.num_heads_kv * dim], -1)
     q = q.unflatten(-1, (module.num_heads, dim))
     k, v = kv.unflatten(-1, (2, module.num_heads_kv, dim)).unbind(2)
     if module.rotary_emb_dim:
@@ -41,7 +51,7 @@ def by_definition(module, x, x_kv=None, meaning=None, mask=None):
         bias = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, float("-inf"))
         meaning = Meaning(**{**meaning.__dict__, "bias": bias})
     out, _ = attention_by_definition(q, k, v, meaning)
-    return module.out_proj(out.flatten(2))
+    return linear(module.out_proj, out.flatten(2))
 
 
 def check(module, call, definition, *inputs):
@@ -296,15 +306,15 @@ def test_blocks(norm_cls, fused, device):
     pre = blocks(norm_cls, fused_dropout_add_ln=fused).to(device)
 
     def by_steps(pre, x, residual):
-        first = pre.mixer(pre.norm1(x + residual)) + x + residual
-        return pre.mlp(pre.norm2(first)), first
+        first = pre.mixer(norm(pre.norm1, x + residual)) + x + residual
+        return pre.mlp(norm(pre.norm2, first)), first
 
     check(pre, lambda pre, x, residual: pre(x, residual), by_steps, x, residual)
     post = blocks(norm_cls, prenorm=False, fused_dropout_add_ln=fused).to(device)
 
     def by_steps_behind(post, x):
-        middle = post.norm1(post.mixer(x) + x)
-        return post.norm2(post.mlp(middle) + middle)
+        middle = norm(post.norm1, post.mixer(x) + x)
+        return norm(post.norm2, post.mlp(middle) + middle)
 
     check(post, lambda post, x: post(x), by_steps_behind, x)
     with pytest.raises(ValueError, match="residual"):

@@ -90,6 +90,20 @@ def _where(condition: Any, yes: Any, no: Any) -> Value:
     return Value(chosen, dtype, layout_of(yes, no, condition))
 
 
+def _fma(a: Any, b: Any, c: Any) -> Value:
+    """Rounded once."""
+    wide = [as_value(each, values.float32).data.double() for each in (a, b, c)]
+    return Value((wide[0] * wide[1] + wide[2]).float(), values.float32, layout_of(a, b, c))
+
+
+def _cast(x: Any, dtype: Any) -> Value:
+    return as_value(x).to(dtype)
+
+
+def _zeros_like(x: Value) -> Value:
+    return _full(x.shape, 0, x.dtype, layout_of(x))
+
+
 def _extreme(whole: Callable, real: Callable) -> Callable[..., Value]:
     """The extreme of two operands; if one of two real ones is not a number, the other."""
 
@@ -303,6 +317,10 @@ def _stores_done(found: re.Match, dtype: Any, threads: Value) -> None:
     current().finish_stores()
 
 
+def _products_done(found: re.Match, dtype: Any) -> None:
+    current().wait_products(int(found[1]), [])
+
+
 def _named_barrier(found: re.Match, dtype: Any) -> None:
     crew = current()
     barrier = crew.program.named_barriers.setdefault(int(found[2]), NamedBarrier())
@@ -352,6 +370,7 @@ _INSTRUCTIONS = {
     r"cvt\.rn\.\w+x2\.f32|shl\.b32 x|cvt\.f32\.f16": _converted,
     r"pmevent": _same,
     r"cp\.async\.bulk\.wait_group 0": _stores_done,
+    r"wgmma\.wait_group\.sync\.aligned (\d+)": _products_done,
     r"barrier\.cta\.(sync|arrive)\.aligned (\d+), (\d+)": _named_barrier,
     r"\.reg \.b32 (flashtile_flag_\d)": _declare_flag,
     r"(?s)setp\.gt\.f32 above, largest, (\S+);.*vote\.sync\.any.*selp\.b32 (flashtile_flag_\d)": _vote,
@@ -371,8 +390,9 @@ mbarrier = SimpleNamespace(
 )
 gl = SimpleNamespace(
     constexpr=_constexpr, tensor=Value, shared_memory_descriptor=Shared, to_tensor=as_value,
-    int1=int1, int32=int32, uint32=values.uint32, int64=int64,
-    float16=values.float16, bfloat16=values.bfloat16, float32=values.float32, float8e4nv=values.float8e4nv,
+    int1=int1, uint8=values.uint8, int8=values.int8, int16=values.int16, int32=int32, uint32=values.uint32, int64=int64,
+    float16=values.float16, bfloat16=values.bfloat16, float32=values.float32, float64=values.float64,
+    float8e4nv=values.float8e4nv,
     SliceLayout=_Slice, DotOperandLayout=_Operand, BlockedLayout=_layout("blocked"),
     NVMMADistributedLayout=_layout("product"), NVMMASharedLayout=_layout("swizzled"),
     SwizzledSharedLayout=_layout("shared"), DistributedLinearLayout=_layout("linear"),
@@ -383,6 +403,9 @@ gl = SimpleNamespace(
     arange=_arange, full=_full, zeros=_zeros, reshape=_reshape, permute=_permute, split=_split, join=_join,
     convert_layout=_convert_layout, where=_where, cdiv=_cdiv,
     exp2=_unary(torch.exp2), exp=_unary(torch.exp), log=_unary(torch.log), abs=_unary(torch.abs),
+    log2=_unary(torch.log2), sqrt=_unary(torch.sqrt), sin=_unary(torch.sin), cos=_unary(torch.cos),
+    erf=_unary(torch.erf), floor=_unary(torch.floor), ceil=_unary(torch.ceil),
+    fma=_fma, cast=_cast, zeros_like=_zeros_like,
     maximum=_extreme(torch.maximum, torch.fmax), minimum=_extreme(torch.minimum, torch.fmin),
     sum=_reduction(_sum), max=_reduction(torch.amax, float("-inf")), min=_reduction(torch.amin, float("inf")),
     load=_load, store=_store, atomic_add=_atomic_add, inline_asm_elementwise=_inline_asm,

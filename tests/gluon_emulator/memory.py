@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,8 @@ class Shared:
 
     def reinterpret(self, dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         assert dtype is self.dtype
-        return self._viewed(lambda data: data.view(list(map(int, shape))), layout)
+        count = math.prod(map(int, shape))  # the beginning of it, or all
+        return self._viewed(lambda data: data.view(-1)[:count].view(list(map(int, shape))), layout)
 
     def load(self, layout: Any = None) -> Value:
         return Value(self.data.clone(), self.dtype, layout)

@@ -28,6 +28,8 @@ class DType:
 
 
 int1 = DType("int1", torch.bool, 8)
+int8 = DType("int8", torch.int8, 8)
+int16 = DType("int16", torch.int16, 16)
 int32 = DType("int32", torch.int32, 32)
 uint32 = DType("uint32", torch.int64, 32)
 int64 = DType("int64", torch.int64, 64)
@@ -36,13 +38,18 @@ float8e4nv = DType("float8e4nv", torch.float8_e4m3fn, 8)
 float16 = DType("float16", torch.float16, 16)
 bfloat16 = DType("bfloat16", torch.bfloat16, 16)
 float32 = DType("float32", torch.float32, 32)
+float64 = DType("float64", torch.float64, 64)
 
 #: By the names that Triton's signatures have.
 BY_SIGNATURE = {
-    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "u8": uint8, "i32": int32, "i64": int64,
+    "fp8e4nv": float8e4nv, "fp16": float16, "bf16": bfloat16, "fp32": float32, "fp64": float64,
+    "u8": uint8, "i8": int8, "i16": int16, "i32": int32, "i64": int64,
 }  # fmt: skip
-BY_TORCH = {dtype.held_as: dtype for dtype in (float8e4nv, float16, bfloat16, float32, int32, int64)}
-_INTEGERS = (int1, uint8, int32, uint32, int64)
+BY_TORCH = {
+    dtype.held_as: dtype
+    for dtype in (float8e4nv, float16, bfloat16, float32, float64, uint8, int8, int16, int32, int64)
+}
+_INTEGERS = (int1, int8, uint8, int16, int32, uint32, int64)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,9 @@ class Value:
 
     def __neg__(self) -> Value:
         return 0 - self
+
+    def __invert__(self) -> Value:
+        return Value(~self.data, self.dtype, self._layout)
 
     __add__, __radd__ = _operator(torch.add)
     __sub__, __rsub__ = _operator(torch.sub)

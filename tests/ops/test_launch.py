@@ -111,8 +111,11 @@ def test_a_launch_is_one_call_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     _plan(_PARAMETERS).launch(1024, None)
-    assert passed == [(5, 1, 1, 99, "function", 1024, 64, 5, 0.5)]
+    assert passed == [(5, 1, 1, 99, "function", 1024, 64, 5, _HALF, *(0,) * 12)]
 
+
+#: The bits of 0.5.
+_HALF = 0x3F000000
 
 _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
 
@@ -125,14 +128,32 @@ _DESCRIPTOR = "tensordesc<bf16[1, 64, 1, 64],layout[3, 4]>"
         (("*fp32", "*fp32", "constexpr", "i32"), ("x", "y"), (None, 1), ("x", "y", 1)),
         (("constexpr", "i32"), (None,), (1,), (1,)),
         ((_DESCRIPTOR, "constexpr", "*fp32", "i32"), (*range(9), None, "y"), (1,), (*range(9), "y", 1)),
-        (("constexpr", _DESCRIPTOR, "fp32"), (None, *range(9), 2.0), (), (*range(9), 2.0)),
+        (("constexpr", _DESCRIPTOR, "fp32"), (None, *range(9)), (0.5,), (*range(9), _HALF)),
     ],
 )
 def test_what_is_compiled_away_is_not_passed(types: tuple, given: tuple, scalars: tuple, passed: tuple) -> None:
-    """A descriptor is nine arguments: itself, and four sizes and strides."""
+    """A descriptor is nine arguments: itself, and four sizes and strides. Zeros follow what the kernel takes."""
     source = launch.KernelSource(scale_kernel, types, (1,) * len(types), {}, 4)
     pick, after = launch._passed(source, scalars)
-    assert (*pick(given), *after) == passed
+    filled = len(launch.launcher_types([of for of in types if of != "constexpr"]))
+    assert filled == 16
+    assert (*pick(given), *after) == (*passed, *(0,) * (filled - sum(of != "constexpr" for of in types)))
+
+
+def test_one_c_function_launches_kernels_of_other_types() -> None:
+    """Floating point comes by its bits, negative numbers with the sign, and descriptors as they are."""
+    some, others = ("*fp32", "i32", "fp32"), ("i64", "*bf16", "i32", "i32", "fp32")
+    assert launch.launcher_types(some) == launch.launcher_types(others) == ["i64"] * 16
+    assert launch.launcher_types((_DESCRIPTOR, *some))[:2] == [_DESCRIPTOR, "i64"]
+    assert len(launch.launcher_types(some * 6)) == 32
+    values = (("fp32", 0.5), ("fp32", 1), ("i32", -2), ("*bf16", 7), ("fp32", 1e300))
+    assert [launch.word(*each) for each in values] == [_HALF, 0x3F800000, -2, 7, 0x7F800000]
+
+
+def test_floating_point_is_not_given_to_launches() -> None:
+    source = launch.KernelSource(scale_kernel, ("*fp32", "*bf16", "fp32"), (1, 1, 1), {}, 4)
+    with pytest.raises(AssertionError, match="the same for all launches"):
+        launch._passed(source, ())
 
 
 class Rows(NamedTuple):
@@ -173,7 +194,7 @@ def test_a_named_tuple_of_parameters_is_as_many_parameters() -> None:
     assert source.constant_names == ["BLOCK"]
     assert _grouped_plan().scalars == (5, 64, 60, 0.5, None)
     pick, after = launch._passed(source, _grouped_plan().scalars)
-    assert (*pick((1024, None)), *after) == (1024, 5, 64, 0.5)
+    assert (*pick((1024, None)), *after) == (1024, 5, 64, _HALF, *(0,) * 12)
     assert source.nested("abcdefg") == {"x": Rows(*"abcde"), "factor": "f", "shift": "g"}
 
 

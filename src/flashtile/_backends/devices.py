@@ -113,3 +113,12 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return KNOWN_DEVICES.get(arch, DeviceFacts(arch, 64 * _KIB))
     arch = f"sm_{properties.major}{properties.minor}"
     return DeviceFacts(arch, properties.shared_memory_per_block_optin)
+
+
+def target_of(facts: DeviceFacts) -> Any:
+    """What Triton compiles for."""
+    from triton.backends.compiler import GPUTarget
+
+    if facts.is_cuda:
+        return GPUTarget("cuda", facts.capability, facts.warp_size)
+    return GPUTarget("hip", facts.arch, facts.warp_size)

@@ -16,20 +16,18 @@ costs no decision and no compilation.
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from flashtile._backends import observe
-from flashtile._backends.devices import DeviceFacts, device_facts, interpreting
+from flashtile._backends import ahead, observe
+from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
+from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, placed, word
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
 
@@ -259,6 +257,11 @@ class Plan:
         self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing has been launched."""
+        return self.launch == self._first_launch
+
     def _first_launch(self, *given: Any) -> None:
         self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
         self.launch(*given)
@@ -319,8 +322,22 @@ def clear_plans() -> None:
         clear()
 
 
+#: What other processes compile while this one compiles a kernel.
+_FOLLOWERS: dict[Hashable, list[KernelSource]] = {}
+
+
+def compile_together(first: Plan, others: Sequence[Plan]) -> None:
+    """While the kernel of a plan is compiled, other processes compile those of others. Nothing happens where Triton's
+    disk cache has the first."""
+    if not interpreting():
+        key = _key(first.source, device_facts(first.device))
+        _FOLLOWERS[key] = [plan.source for plan in others if plan.programs]
+
+
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
+    key = _key(source, device)
+    ahead.wait(key)
     constants = source.constant_names
     signature = {**source.nested(source.types), **dict.fromkeys(constants, "constexpr")}
     paths = _paths(source)
@@ -332,11 +349,19 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     known = {paths.get(name, name): value for name, value in source.constants.items()}
     make_source = _gluon_source() if source.function.is_gluon() else ASTSource
     ast = make_source(source.function, signature, constexprs=known, attrs=attributes)
+    make_ir = ast.make_ir
+
+    def begin_compiling(*arguments: Any) -> Any:
+        for follower in _FOLLOWERS.pop(key, ()):
+            ahead.start(_key(follower, device), functools.partial(compile_kernel, follower, device))
+        return make_ir(*arguments)
+
+    ast.make_ir = begin_compiling
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:
         options["maxnreg"] = source.max_registers
-    return triton.compile(ast, target=_target(device), options=options)
+    return triton.compile(ast, target=target_of(device), options=options)
 
 
 def _paths(source: KernelSource) -> dict[str, tuple[int, ...]]:
@@ -356,18 +381,12 @@ def _gluon_source() -> type[ASTSource]:
     return GluonASTSource
 
 
-def _target(device: DeviceFacts) -> GPUTarget:
-    if device.is_cuda:
-        return GPUTarget("cuda", device.capability, device.warp_size)
-    return GPUTarget("hip", device.arch, device.warp_size)
-
-
 def make_launch(
     source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device
 ) -> Callable[..., None]:
     """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
     if interpreting():
-        _log_kernel(source.function.__name__, source, device)
+        observe.log_kernel(source, device)
         return functools.partial(_interpret, source, programs, scalars)
     enqueue, before = _loaded(source, device)
     pick, after = (operator.itemgetter(slice(None)), scalars) if not _PASSES_FLAT else _passed(source, scalars)
@@ -386,22 +405,22 @@ def make_launch(
 
 
 def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """What the launcher's C function is given: a function that picks from what a launch is given, and the scalars.
-    Constants, and parameters that are compiled away, are no arguments of it: it would take 0.4 µs to read past them."""
-    widths = [_arguments_of(of) for of in source.types]
-    ends = list(itertools.accumulate(widths))
-    indices = [place for index in source.present() for place in range(ends[index] - widths[index], ends[index])]
-    given = sum(widths) - len(scalars)
-    picked = [place for place in indices if place < given]
+    """What the C function of `launcher` is given: a function that picks from what a launch is given, and the scalars.
+    It would take 0.4 µs to read past constants and parameters that are compiled away."""
+    places = [of for of in source.types for _ in range(arguments_of(of))]
+    given = len(places) - len(scalars)
+    assert "fp32" not in places[:given], f"{source.function.__name__}: float32 numbers are the same for all launches"
+    present = [place for place, of in enumerate(places) if of != "constexpr"]
+    picked = [place for place in present if place < given]
     consecutive = len(picked) < 2 or picked[-1] - picked[0] == len(picked) - 1
     first = picked[0] if picked else 0
     pick = operator.itemgetter(*([slice(first, first + len(picked))] if consecutive else picked))
-    return pick, tuple(scalars[place - given] for place in indices if place >= given)
+    after = (word(places[place], scalars[place - given]) for place in present if place >= given)
+    return pick, (*after, *(0,) * filling(_present_types(source)))
 
 
-def _arguments_of(of: str) -> int:
-    """Arguments for a parameter: of a descriptor, which is given encoded, itself, its shape and its strides."""
-    return 1 + 2 * (of[: of.index("]")].count(",") + 1) if of.startswith("tensordesc") else 1
+def _present_types(source: KernelSource) -> list[str]:
+    return [source.types[index] for index in source.present()]
 
 
 #: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
@@ -409,13 +428,17 @@ _LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
 def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    key = (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
+    key = _key(source, device)
     found = _LOADED.get(key)
     if found is None:
-        _log_kernel(source.function.__name__, source, device)
+        observe.log_kernel(source, device)
         with torch.cuda.device(device):
             found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
     return found
+
+
+def _key(source: KernelSource, device: Hashable) -> tuple[Any, ...]:
+    return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
 
 
 #: Whether launches pass what a kernel takes as plain arguments: the one launcher whose C function is known here.
@@ -427,17 +450,17 @@ def _entry(compiled: CompiledKernel, source: KernelSource) -> tuple[Callable[...
 
     Triton's launcher object adds scratch memory, which these kernels do not use, before it calls its C function. With
     the one version whose C function is known here, that is called directly, which saves a microsecond, and it is made
-    for the parameters that the machine code has, without tuples and constants.
+    for `launcher_types`, without tuples and constants.
     """
     if not _PASSES_FLAT:
         launcher, before = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
         return _with_all_arguments(launcher, source), before
-    compiled.src.signature = {source.names[index]: source.types[index] for index in source.present()}
+    compiled.src.signature = dict(enumerate(launcher_types(_present_types(source))))
     launcher = compiled.run  # loads the binary
     function, metadata = compiled.function, compiled.packed_metadata
     assert not launcher.global_scratch_size and not launcher.profile_scratch_size
     flags = (launcher.launch_cooperative_grid, launcher.launch_pdl)
-    return _c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
+    return c_function(launcher.launch), (function, *flags, None, None, metadata, None, None, None)
 
 
 def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> Callable[..., None]:
@@ -447,31 +470,9 @@ def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> 
     others = 4 + 5  # before the arguments
 
     def enqueue(*passed: Any) -> None:
-        launcher(*passed[:others], *_placed(places, passed[others:]), *constants)
+        launcher(*passed[:others], *placed(places, passed[others:]), *constants)
 
     return enqueue
-
-
-def _placed(places: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments in tuples, of which `places` has the numbers."""
-    return tuple(arguments[at] if isinstance(at, int) else _placed(at, arguments) for at in places)
-
-
-def _log_kernel(name: str, source: KernelSource, device: torch.device) -> None:
-    """Writes a new kernel to the log `flashtile.select`, with its tiles and whatever else has a size, but strides."""
-    named = ((name.rpartition(".")[2], value) for name, value in source.constants.items())
-    sizes = {name: value for name, value in named if type(value) is int and "STRIDE" not in name}
-    cut = ", ".join(f"{key}={value}" for key, value in sizes.items())
-    observe.log.info(
-        "kernel %s for %s: %d warps, %d stages, %s", name, device, source.num_warps, source.num_stages, cut
-    )
-
-
-def _c_function(launch: Callable[..., None]) -> Callable[..., None]:
-    """Triton 3.6 wraps the launch of a kernel with TMA descriptors in a function that encodes them on every call. The
-    arguments here hold them encoded (`tma.descriptor_maker`)."""
-    wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
-    return wrapped.get("launcher", launch)
 
 
 def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:

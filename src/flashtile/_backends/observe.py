@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -73,3 +74,13 @@ def start_logs() -> None:
 
 
 start_logs()
+
+
+def log_kernel(source: Any, device: Any) -> None:
+    """Writes a new kernel, a `launch.KernelSource`, to the log, with its tiles and whatever else has a size, but
+    strides."""
+    named = ((name.rpartition(".")[2], value) for name, value in source.constants.items())
+    sizes = {name: value for name, value in named if type(value) is int and "STRIDE" not in name}
+    cut = ", ".join(f"{key}={value}" for key, value in sizes.items())
+    name, warps, stages = source.function.__name__, source.num_warps, source.num_stages
+    log.info("kernel %s for %s: %d warps, %d stages, %s", name, device, warps, stages, cut)

@@ -32,11 +32,30 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
     assert "the tensors are on cuda" in automatic.rejected["cpu"]
 
 
-@pytest.mark.parametrize("seq, backward", [(49, "triton"), (64, "triton"), (65, "hopper")])
-def test_the_backward_of_few_tokens_is_that_of_smaller_tiles(seq: int, backward: str) -> None:
-    q = torch.empty(4, seq, 2, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    automatic, named = (flashtile.explain(q, q, q, device="sm_90", backend=name) for name in ("auto", "hopper"))
-    assert [kernel.backend for kernel in automatic.kernels][:2] == ["hopper", backward]
+@pytest.mark.parametrize(
+    "seq, head_dim, bias, forward, backward",
+    [
+        (49, 32, None, "triton", "triton"),
+        (64, 32, None, "triton", "triton"),
+        (65, 32, None, "hopper", "hopper"),
+        (64, 64, None, "triton", "triton"),
+        (64, 128, None, "hopper", "hopper"),
+        (49, 32, (1, 2, 49, 49), "triton", "triton"),
+        (768, 32, (1, 2, 768, 768), "triton", "triton"),
+        (512, 64, (1, 2, 512, 512), "triton", "hopper"),
+        (512, 64, (4, 1, 1, 512), "hopper", "hopper"),
+        (512, 96, (1, 2, 512, 512), "hopper", "hopper"),
+    ],
+)
+def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
+    seq: int, head_dim: int, bias: tuple[int, ...] | None, forward: str, backward: str
+) -> None:
+    q = torch.empty(4, seq, 2, head_dim, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    added = None if bias is None else q.new_empty(bias)
+    automatic, named = (
+        flashtile.explain(q, q, q, bias=added, device="sm_90", backend=name) for name in ("auto", "hopper")
+    )
+    assert [kernel.backend for kernel in automatic.kernels][:2] == [forward, backward]
     assert {kernel.backend for kernel in named.kernels} == {"hopper"}
 
 
@@ -62,7 +81,7 @@ def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
     "arguments, reason",
     [
         ({"dtype": torch.float32}, "not float32"),
-        ({"head_dim": 288}, "up to 256 columns, and these 288"),
+        ({"head_dim": 288, "dtype": torch.float8_e4m3fn}, "up to 256 columns, and these 288"),
         ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),
         ({"device": "sm_80"}, "for sm_90"),
         ({"block_mask": patterns.causal(4096, tile=(64, 128)).to("meta")}, "do not divide those of the block_mask"),

@@ -41,6 +41,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window
+from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.side_parameters import BlockNumbers, SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
 from hopper_forms import (
@@ -50,6 +51,7 @@ from hopper_forms import (
     FEATURE_FORMS,
     FORMS,
     FP8_FORMS,
+    FUNCTION_FORMS,
     SCORE_FORMS,
     SERIALISED,
 )
@@ -98,8 +100,10 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "triton"),
         ({"head_dim": 1}, "hopper"),
         ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
-        ({"head_dim": 257}, "triton"),
-        ({"head_dim_v": 264}, "triton"),
+        ({"head_dim": 257}, "hopper"),
+        ({"head_dim_v": 512}, "hopper"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim": 257}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "head_dim_v": 264}, "triton"),
         ({"head_dim_v": 12}, "triton"),
         ({"dtype": torch.float32}, "triton"),
         ({"dropout_p": 0.1}, "hopper"),
@@ -112,6 +116,9 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float8_e4m3fn, "dropout_p": 0.1}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "key_lengths": True}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "tables": True}, "triton"),
+        ({"score_program": UNCHANGED}, "hopper"),
+        ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),
+        ({"score_program": UNCHANGED, "returns_max_scores": True}, "triton"),
         ({"block_tile": (64, 128)}, "triton"),
         ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),
@@ -140,9 +147,11 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
     assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED) == "triton"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, learned_slopes=True) == "triton"
         assert _chosen("backward", backend, head_dim=36) == "hopper"
+        assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "triton"
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -191,13 +200,37 @@ def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
 @pytest.mark.parametrize(
     "head_dim, chunks",
     [(1, (16, 0)), (40, (64, 0)), (64, (64, 0)), (65, (64, 16)), (96, (64, 32)), (112, (128, 0)), (128, (128, 0)),
-     (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0))],
+     (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0)), (257, (256, 16)), (320, (256, 64)),
+     (400, (256, 256)), (512, (256, 256))],
 )  # fmt: skip
 def test_heads_are_padded_little(head_dim: int, chunks: tuple[int, int]) -> None:
     assert configs.column_chunks(head_dim) == chunks
 
 
+@pytest.mark.parametrize(
+    "head_dim_v, parts, chunks",
+    [(256, 1, (256, 0)), (264, 2, (128, 16)), (320, 2, (128, 32)), (384, 2, (128, 64)), (512, 2, (256, 0))],
+)
+def test_wide_values_are_cut_into_parts(head_dim_v: int, parts: int, chunks: tuple[int, int]) -> None:
+    assert (configs.value_parts(head_dim_v), configs.value_chunks(head_dim_v)) == (parts, chunks)
+
+
+def test_parts_of_wide_values_have_all_columns() -> None:
+    for head_dim_v in range(8, 513, 8):
+        parts, width = configs.value_parts(head_dim_v), sum(configs.value_chunks(head_dim_v))
+        assert (parts - 1) * width < head_dim_v <= parts * width and width <= 256
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_each_part_of_wide_values_has_its_own_lines(packed: bool) -> None:
+    call = _CALL._replace(head_dim=512, head_dim_v=512, seq_q=1000, sequences=3 if packed else None)
+    given = passed_by(hopper_plan(call).kernel)
+    assert given["problem.lines"] == 2 * (4 if packed else 8) and given["problem.heads"] == 4
+
+
+#: The widest heads among others; the places that these leave are few.
 _HEADS = list(itertools.product(range(1, 257), range(8, 257, 8)))
+_WIDE_HEADS = [heads for heads in itertools.product(range(8, 513, 8), repeat=2) if max(heads) > 256]
 _LENGTHS_AND_BANDS = [
     (512, False, False),
     (2048, False, True),
@@ -209,9 +242,13 @@ _LENGTHS_AND_BANDS = [
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
-    for (head_dim, head_dim_v), situation in itertools.product(_HEADS, _LENGTHS_AND_BANDS):
+    heads = _HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS]
+    for (head_dim, head_dim_v), situation in itertools.product(heads, _LENGTHS_AND_BANDS):
         config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype)
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
+        if not configs.out_places(config, head_dim, head_dim_v, dtype):  # out takes the places of the queries' chunks
+            chunks, chunks_v = configs.column_chunks(head_dim, dtype), configs.value_chunks(head_dim_v)
+            assert all(width <= place for place, width in zip(chunks, chunks_v, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +277,7 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
-    situations = itertools.product(_HEADS, _LENGTHS_AND_BANDS)
+    situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
     for config in {configs.choose_config(*heads, *situation, dtype=dtype) for heads, situation in situations}:
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
         assert partitions * config.max_registers * 128 <= 65536
@@ -901,7 +938,7 @@ _SPILLS = {3: 168, 2: 96}
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144
 #: Half the keys, as in narrower heads, would leave products of 32 columns, which take as long as those of 64.
-_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296}
+_SPILLS_OF_FEATURES = {"192-dropout": 120, "256-bias": 144, "256-dropout": 296, "256-full-alibi": 272}
 
 
 def _instructions(binary: Binary) -> list[str]:
@@ -935,10 +972,11 @@ def test_machine_code(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", differing({form: hopper_plan(call).kernel.source for form, call in FEATURE_FORMS.items()})
+    "form",
+    differing({form: hopper_plan(call).kernel.source for form, call in (FEATURE_FORMS | FUNCTION_FORMS).items()}),
 )
 def test_machine_code_of_features(form: str) -> None:
-    call = FEATURE_FORMS[form]
+    call = (FEATURE_FORMS | FUNCTION_FORMS)[form]
     binary = compile_hopper(call)
     config, lines = hopper_config(call), _instructions(binary)
     assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
@@ -963,12 +1001,13 @@ def _assert_softmax_overlaps_products(instructions: list[str], call: Call) -> No
 
     Of its two waits for products the first leaves `p v` in flight, the second none. A thread has a quarter of two rows:
     half as many exponentials as columns, and with float16 weights two that rescale. Each consumer has its own copy of
-    the code.
+    the code. With a single stage there is a wait more, for the products of the first chunk of the keys.
     """
     config = hopper_config(call)
+    waits = "WW" if config.stages == 1 else "W"
     signs = {"GMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    found = [len(before) for before in re.findall(r"H+W(e*)W", events)]
+    found = [len(before) for before in re.findall(rf"H+{waits}(e*)W", events)]
     least = config.ahead // 2 + (2 if call.dtype is torch.float16 else 0)
     assert len(found) == config.consumers
     assert not config.ahead or all(least <= count <= least + 2 for count in found)
@@ -990,11 +1029,14 @@ def _assert_consumers_take_turns(instructions: list[str], call: Call) -> None:
 
 def _assert_loops_without_a_band_are_in_one_piece(instructions: list[str], call: Call) -> None:
     """Between their products (scores, a wait for values, `p v`) and the exponentials there is no branch. With float16
-    weights there is one, for references that rise."""
+    weights there is one, for references that rise. With a single stage there is a wait among the products of scores
+    too, for the second chunk of the keys."""
     signs = {"GMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "BRA": "b"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    piece = "HbH+Wb" if call.dtype is torch.float16 else "HbH+W+e"
-    assert len(re.findall(piece, events)) == hopper_config(call).consumers
+    config = hopper_config(call)
+    scores = "HbH+" if config.stages == 1 else "H"
+    piece = f"{scores}bH+Wb" if call.dtype is torch.float16 else f"{scores}bH+W+e"
+    assert len(re.findall(piece, events)) == config.consumers
 
 
 #: Forms whose loop is looked at for maxima of scores.
@@ -1056,7 +1098,8 @@ _BACKWARD_SPILLS = 240
 
 def _backward_forms(kernel: str) -> list[str]:
     """The forms for which a kernel is compiled differently."""
-    return differing({form: backward_launch.backward_source(kernel, of) for form, of in BACKWARD_FORMS.items()})
+    forms = {form: of for form, of in BACKWARD_FORMS.items() if kernel != "end" or not of.single_key_tile}
+    return differing({form: backward_launch.backward_source(kernel, of) for form, of in forms.items()})
 
 
 @pytest.mark.parametrize("form", _backward_forms("main"))

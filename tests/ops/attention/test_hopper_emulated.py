@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, parameters
+from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper
 
@@ -49,9 +50,12 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
         ) -> Any:  # fmt: skip
             if backend != "hopper":
                 return serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
-            reason = unsupported_reason(hopper_call(phase, q, k, v, side, spec, learned_slopes))
-            if learned_slopes and phase == "backward":
-                return serve(phase, q, k, v, side, spec, "cpu", learned_slopes)  # any backward follows any forward
+            wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
+            if phase == "backward" and (learned_slopes or wide or spec.score_program is not None):
+                # Any backward follows any forward.
+                return serve(phase, q, k, v, side, spec, "cpu", learned_slopes, learned_captured)
+            call = hopper_call(phase, q, k, v, side, spec, learned_slopes)._replace(requested="hopper")
+            reason = unsupported_reason(call)
             assert reason is None, reason
             return emulated
 
@@ -77,7 +81,21 @@ _MASKS = {
 @pytest.mark.parametrize("arguments", _MASKS.values(), ids=_MASKS)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v",
-    [(40, 72), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (160, 144), (256, 256)],
+    [
+        (40, 72),
+        (64, 64),
+        (80, 80),
+        (96, 96),
+        (128, 128),
+        (192, 128),
+        (160, 144),
+        (256, 256),
+        (272, 40),
+        (192, 320),
+        (320, 272),
+        (512, 384),
+        (512, 512),
+    ],
     ids=str,
 )
 def test_heads_and_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
@@ -86,7 +104,7 @@ def test_heads_and_masks(hopper: Callable, head_dim: int, head_dim_v: int, argum
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:
     hopper()
     case = replace(
@@ -95,8 +113,40 @@ def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> N
     check(with_arguments(case, **arguments), "hopper")
 
 
+@pytest.mark.parametrize(
+    "arguments, summed",
+    [
+        ({}, False),
+        ({"causal": True, "deterministic": True}, False),
+        ({"window": (None, 9), "align": "top_left", "softcap": 5.0}, False),
+        ({"window": (70, None)}, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, seq_k", [(32, 64, 66), (64, 64, 128), (96, 80, 77), (128, 128, 100)], ids=str
+)
+def test_all_keys_in_one_tile(
+    hopper: Callable, head_dim: int, head_dim_v: int, seq_k: int, arguments: dict, summed: bool
+) -> None:
+    """dq is stored as it is multiplied where each query tile visits the only key tile, and summed elsewhere."""
+    emulated = hopper()
+    for seq_q in (49, 200):
+        case = replace(
+            _SMALL, batch=2, heads=3, heads_kv=3, seq_q=seq_q, seq_k=seq_k, head_dim=head_dim, head_dim_v=head_dim_v
+        )
+        check(with_arguments(case, **arguments), "hopper")
+        needs_sums = summed or ("causal" in arguments and seq_q > seq_k)
+        needs_sums = needs_sums or ("softcap" in arguments and max(head_dim, head_dim_v) > 64 and seq_k > 64)
+        assert (emulated.launched[-1] == "attention_end_kernel") is needs_sums
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, dtype",
+    [(64, torch.float16), (128, torch.bfloat16), (256, torch.float16), (512, torch.bfloat16)],
+    ids=str,
+)
 def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype, packed: bool) -> None:
     hopper()
     lengths = {"lengths_q": (100, 0, 60), "lengths_k": (70, 33, 60)} if packed else {}
@@ -105,8 +155,8 @@ def test_scores_that_change(hopper: Callable, head_dim: int, dtype: torch.dtype,
     check(with_arguments(case, causal=True, softcap=5.0), "hopper")
 
 
-def _emulated_pairs() -> list:
-    """Every pair of features, in sizes of several tiles and in 16 bits."""
+def _emulated_pairs(pairs: dict[str, AttentionCase]) -> list:
+    """Pairs of features, in sizes of several tiles and in 16 bits."""
     changes = {
         "key_lengths": (300, 17, 0),
         "lengths_q": (5, 0, 137),
@@ -114,7 +164,7 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in PAIRS.items() if not (case.packed and case.block_mask)}
+    served = {name: case for name, case in pairs.items() if not (case.packed and case.block_mask)}
     for number, (name, case) in enumerate(served.items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
@@ -124,7 +174,7 @@ def _emulated_pairs() -> list:
     return parameters(cases)
 
 
-@pytest.mark.parametrize("case", _emulated_pairs())
+@pytest.mark.parametrize("case", _emulated_pairs(PAIRS | SCORE_MOD_PAIRS))
 def test_pairs_of_features(hopper: Callable, case: AttentionCase) -> None:
     hopper()
     check(case, "hopper")
@@ -144,7 +194,12 @@ _TABLES = {
 @pytest.mark.parametrize("tables", _TABLES.values(), ids=_TABLES)
 @pytest.mark.parametrize(
     "seq_q, seq_k, head_dim, dtype",
-    [(256, 384, 64, torch.float16), (129, 321, 128, torch.bfloat16), (100, 150, 256, torch.bfloat16)],
+    [
+        (256, 384, 64, torch.float16),
+        (129, 321, 128, torch.bfloat16),
+        (100, 150, 256, torch.bfloat16),
+        (129, 200, 512, torch.float16),
+    ],
     ids=str,
 )
 def test_tables(
@@ -156,7 +211,7 @@ def test_tables(
     check(replace(_SMALL, **size, dtype=dtype, **tables), "hopper")
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_dropout(hopper: Callable, head_dim: int, packed: bool) -> None:
     """Scores that rise are exponentiated again, with the same random bits."""
@@ -224,7 +279,7 @@ def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (192, 128), (512, 512)])
 def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
     hopper()
     case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
@@ -244,7 +299,7 @@ def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
 def test_heads_that_share_keys_among_several_walks(hopper: Callable, heads: int, heads_kv: int) -> None:
     emulated = hopper()
     case = replace(_SMALL, heads=heads, heads_kv=heads_kv, seq_q=300, seq_k=100, head_dim=128, head_dim_v=128)
-    check(with_arguments(case, causal=True), "hopper")
+    check(with_arguments(case, causal=True), "hopper")  # the first queries see no key, so dq is summed
     assert emulated.launched[-2:] == ["attention_backward_kernel", "attention_end_kernel"]
 
 
@@ -270,7 +325,13 @@ _VALUES = ("normal", "rising", "large", "sink", "spike")
 @pytest.mark.parametrize("values", _VALUES)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v, dtype",
-    [(64, 64, torch.bfloat16), (64, 64, torch.float16), (128, 128, torch.bfloat16), (192, 192, torch.float16)],
+    [
+        (64, 64, torch.bfloat16),
+        (64, 64, torch.float16),
+        (128, 128, torch.bfloat16),
+        (192, 192, torch.float16),
+        (512, 512, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_scores_that_rise_after_the_first_tile(

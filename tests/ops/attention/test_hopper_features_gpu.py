@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, parameters
+from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
 from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, with_arguments
 from flashtile.testing.cases import Inputs
 
@@ -107,7 +107,7 @@ def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    served = {name: case for name, case in PAIRS.items() if not (case.packed and case.block_mask)}
+    served = {name: case for name, case in (PAIRS | SCORE_MOD_PAIRS).items() if not (case.packed and case.block_mask)}
     for number, (name, case) in enumerate(served.items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:

@@ -45,7 +45,7 @@ _MASKS = [{}, {"causal": True}, {"window": (200, 30)}, {"window": (90, None), "a
 @pytest.mark.parametrize(
     "head_dim, head_dim_v",
     [(40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256), (192, 128), (136, 72),
-     (64, 128), (256, 192), (24, 200)],
+     (64, 128), (256, 192), (24, 200), (272, 40), (192, 512), (320, 320), (512, 384), (512, 512)],
     ids=str,
 )  # fmt: skip
 def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
@@ -69,7 +69,7 @@ def test_heads_that_are_no_multiple_of_16_bytes(head_dim: int, packed: bool, arg
 
 
 @pytest.mark.parametrize("arguments", _MASKS, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256, 512])
 def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> None:
     lengths_q, lengths_k = (129, 0, 700, 1, 64, 191), (129, 33, 300, 1, 0, 800)
     case = replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim, lengths_q=lengths_q, lengths_k=lengths_k)
@@ -87,7 +87,9 @@ _SCORES = {
 @pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (90, None), "align": "top_left"}], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512)], ids=str
+)
 @pytest.mark.parametrize("scores", _SCORES)
 def test_scores_that_change(
     scores: str, head_dim: int, head_dim_v: int, packed: bool, arguments: dict, dtype: torch.dtype

@@ -243,12 +243,14 @@ def test_a_prepared_backward_passes_the_same(launched: dict[str, _Launched], cal
     of_dlse = 0 if dlse is None else dlse.data_ptr()
     addresses = [t.data_ptr() for t in (q, k, v, out, lse)]
     dq, dk, dv = prepared(dout.data_ptr(), of_dlse, *addresses)
-    end, main = launched["attention_end_kernel"].arguments, launched["attention_backward_kernel"].arguments
-    assert end["dq_ptr"] == dq.data_ptr()
-    assert all(
-        main[f"{name}_desc"].is_of(tensor) for name, tensor in {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}.items()
-    )
-    moved = main["sums_ptr"] - expected["attention_backward_kernel"].arguments["sums_ptr"]
+    main = launched["attention_backward_kernel"].arguments
+    moved_by_tma = {"q": q, "k": k, "v": v, "dk": dk, "dv": dv}
+    if main["sums_ptr"] is None:
+        moved_by_tma["dq"] = dq
+    else:
+        assert launched["attention_end_kernel"].arguments["dq_ptr"] == dq.data_ptr()
+    assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in moved_by_tma.items())
+    moved = main["counter_ptr"] - expected["attention_backward_kernel"].arguments["counter_ptr"]
     for name, (programs, arguments) in expected.items():
         assert programs == launched[name].programs
         for parameter, value in arguments.items():
@@ -270,20 +272,25 @@ def test_a_backward_passes_what_its_kernels_declare(
     lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
     out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
     gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
-    names = ("attention_begin_kernel", "attention_backward_kernel", "attention_end_kernel")
-    (tiles, begin), (_, main), (_, end) = (launched[name] for name in names)
+    (tiles, begin), (_, main) = (launched[f"attention_{name}_kernel"] for name in ("begin", "backward"))
     described = {"k": k, "v": v, "dk": gradients.k, "dv": gradients.v}
     if spec.scale > 0:
         described["q"] = q
     if not begin["masked_dout_ptr"]:
         described["dout"] = dout
+    summed = begin["sums_ptr"] is not None
+    assert summed is (main["sums_ptr"] is not None) is (main["dq_desc"] is None)
+    if summed:
+        assert launched["attention_end_kernel"].arguments["dq_ptr"] == gradients.q.data_ptr()
+    else:
+        described["dq"] = gradients.q
     assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
-    assert (begin["dout_ptr"], end["dq_ptr"]) == (dout.data_ptr(), gradients.q.data_ptr())
+    assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
     config = configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
-    sums = 4 * tiles * config.block_m * configs.tile_width(q.shape[-1])
-    statistics = begin["sums_ptr"] + sums
-    assert begin["statistics_ptr"] >= statistics
+    if summed:
+        sums = 4 * tiles * config.block_m * configs.tile_width(q.shape[-1])
+        assert begin["statistics_ptr"] >= begin["sums_ptr"] + sums
     masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
     masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
     assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes

@@ -117,13 +117,32 @@ def test_a_call_without_outputs_launches_nothing(kernel: str, change: dict, runs
     "kernel, shapes",
     [
         ("forward", [(2, 30, 6, 24), (2, 6, 30)]),
-        ("dq", [(2, 30, 6, 40), (2, 6, 30, 4)]),
+        ("dq", [(2, 30, 6, 40), (2, 6, 30, 4), (2, 50, 6, 40), (2, 50, 6, 24)]),  # dk and dv of each query head
         ("dkdv", [(2, 50, 3, 40), (2, 50, 3, 24)]),
     ],
 )
 def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
     call = Call(head_dim=40, head_dim_v=24, seq_q=30, seq_k=50, heads=6, heads_kv=3)
     assert [layout.shape for layout in plan(kernel, _HOPPER, call).outputs] == shapes
+
+
+@pytest.mark.parametrize(
+    "change, one_kernel",
+    [
+        ({}, True),
+        ({"seq_q": 65}, False),
+        ({"seq_k": 65}, False),
+        ({"dtype": torch.float32}, False),
+        ({"sequences": 3}, False),
+        ({"block_tile": (64, 64)}, False),
+        ({"seq_q": 0}, False),
+    ],
+    ids=str,
+)
+def test_the_dq_kernel_writes_dk_and_dv_where_one_tile_holds_a_sequence(change: dict, one_kernel: bool) -> None:
+    result = plan("dq", _HOPPER, Call(seq_q=49, seq_k=64, heads=6, heads_kv=3)._replace(**change))
+    assert result.sums_keys is one_kernel
+    assert result.shares == (2 if one_kernel else 1)
 
 
 def test_strides_of_a_dense_call() -> None:

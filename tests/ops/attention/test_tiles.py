@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from flashtile._backends.devices import INTERPRETER, KNOWN_DEVICES, DeviceFacts
 from flashtile.ops.attention.triton.configs import (
     Situation,
-    TileConfig,
     choose_tiles,
     dot_precision,
     drops_bounds,
@@ -20,7 +19,9 @@ from flashtile.ops.attention.triton.configs import (
     shared_memory,
     tile_width,
 )
+from flashtile.ops.attention.triton.tile_tables import TileConfig
 
+_LENGTHS = ("short", "medium", "long")
 _KERNELS = ("forward", "dq", "dkdv")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDTHS = (16, 32, 64, 128, 256, 512)
@@ -29,10 +30,11 @@ _DEVICES = {**KNOWN_DEVICES, "interpreter": INTERPRETER, "unknown_cuda": DeviceF
 
 def _situations() -> list[Situation]:
     flags = (False, True)
-    plain = [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, flags)]
+    plain = [Situation(*values) for values in product(_DTYPES, _WIDTHS, _WIDTHS, flags, _LENGTHS)]
     changes = product(_DTYPES, _WIDTHS, (0, 2, 5), (None, (128, 128)))
     return plain + [
-        Situation(dtype, width, width, True, True, table_bytes, block_tile)
+        Situation(dtype, width, width, True, length, table_bytes, block_tile)
+        for length in _LENGTHS
         for dtype, width, table_bytes, block_tile in changes
         if table_bytes or block_tile
     ]
@@ -73,11 +75,11 @@ def test_float32_as_bfloat16_has_tiles_that_fit(kernel: str) -> None:
     dtype=st.sampled_from(_DTYPES),
     head_dims=st.tuples(st.integers(1, 512), st.integers(1, 512)),
     banded=st.booleans(),
-    long=st.booleans(),
+    length=st.sampled_from(_LENGTHS),
 )
-def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, long) -> None:
-    situation = Situation(dtype, *head_dims, banded, long)
-    whole = Situation(dtype, *map(tile_width, head_dims), banded, long)
+def test_heads_of_one_tile_width_take_the_same_tiles(kernel, device, dtype, head_dims, banded, length) -> None:
+    situation = Situation(dtype, *head_dims, banded, length)
+    whole = Situation(dtype, *map(tile_width, head_dims), banded, length)
     assert choose_tiles(kernel, device, situation) == choose_tiles(kernel, device, whole)
 
 
@@ -113,13 +115,13 @@ def test_without_tensor_core_products_16_bit_takes_the_tiles_of_float32(kernel: 
     ],
 )
 def test_a_row_shrinks_in_this_order(kernel: str, kib: int, expected: TileConfig) -> None:
-    situation = Situation(torch.float16, 128, 128, banded=True, long=True)
+    situation = Situation(torch.float16, 128, 128, banded=True, length="long")
     assert choose_tiles(kernel, DeviceFacts("sm_80", kib * 1024), situation) == expected
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_less_memory_never_means_larger_tiles(kernel: str) -> None:
-    situation = Situation(torch.bfloat16, 256, 128, banded=False, long=True)
+    situation = Situation(torch.bfloat16, 256, 128, banded=False, length="long")
     tiles = [choose_tiles(kernel, DeviceFacts("sm_90", kib * 1024), situation) for kib in range(228, 0, -1)]
     for larger, smaller in pairwise(tiles):
         assert smaller.block_m <= larger.block_m
@@ -145,13 +147,13 @@ def test_tile_width(head_dim: int, width: int) -> None:
     ],
 )
 def test_what_whole_tiles_leave_out(kernel: str, head_dims: tuple[int, int], bounds: bool, masks: bool) -> None:
-    situation = Situation(torch.float16, *head_dims, banded=False, long=True)
+    situation = Situation(torch.float16, *head_dims, banded=False, length="long")
     assert drops_bounds(kernel, situation) is bounds
     assert drops_masks(situation) is masks
 
 
 def test_tiles_divide_those_of_the_block_mask() -> None:
-    situation = Situation(torch.bfloat16, 64, 64, banded=False, long=True, block_tile=(48, 96))
+    situation = Situation(torch.bfloat16, 64, 64, banded=False, length="long", block_tile=(48, 96))
     tiles = choose_tiles("forward", KNOWN_DEVICES["sm_90"], situation)
     assert (tiles.block_m, tiles.block_n) == (16, 32)
 
@@ -159,6 +161,6 @@ def test_tiles_divide_those_of_the_block_mask() -> None:
 @pytest.mark.parametrize("kernel", ["forward", "dq"])
 def test_a_bias_in_flight_takes_a_stage(kernel: str) -> None:
     """Two tiles of 128 × 64 float32 and of a mask need 80 KiB beside those of k and v."""
-    situation = Situation(torch.bfloat16, 128, 128, banded=False, long=True, table_bytes=2)
+    situation = Situation(torch.bfloat16, 128, 128, banded=False, length="long", table_bytes=2)
     assert choose_tiles(kernel, KNOWN_DEVICES["sm_90"], situation).num_stages == 3
     assert choose_tiles("dq", KNOWN_DEVICES["sm_90"], situation._replace(table_bytes=5)).num_stages == 2

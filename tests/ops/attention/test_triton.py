@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 import flashtile
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile.ops.attention import checks
+from flashtile.ops.attention.triton import launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 
@@ -22,6 +23,17 @@ from flashtile.testing import AttentionCase, assert_close, assert_same, check, m
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
 def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
     check(case, "triton")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "case",
+    parameters({name: case for name, case in PAIRS.items() if not (case.packed or case.block_mask or case.seq_q > 64)}),
+)
+def test_interpreted_kernels_of_one_tile(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel computes all gradients of q, k and v; in 16 bits, so that there is one."""
+    monkeypatch.setattr(launch, "backward_keys", None)
+    check(replace(case, dtype=torch.float16), "triton")
 
 
 @pytest.mark.interpreter

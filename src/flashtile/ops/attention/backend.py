@@ -35,7 +35,8 @@ class AttentionCall(NamedTuple):
             1, and those of dimensions of one.
         packed: sequences lie one behind another.
         key_lengths: there are key lengths.
-        tables: there is a bias or a mask.
+        bias_shape: of the bias; None without one.
+        mask: there is a mask.
         learned_slopes: the gradient of ALiBi's slopes is wanted.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
@@ -56,7 +57,8 @@ class AttentionCall(NamedTuple):
     aligned: bool
     packed: bool
     key_lengths: bool
-    tables: bool
+    bias_shape: tuple[int, ...] | None
+    mask: bool
     learned_slopes: bool
     spec: AttentionSpec
     side: SideInputs | None = None
@@ -71,6 +73,16 @@ class AttentionCall(NamedTuple):
     def head_dims(self) -> tuple[int, int]:
         """The head_dim of q and k, and that of v."""
         return self.q_shape[-1], self.v_shape[-1]
+
+    @property
+    def tables(self) -> bool:
+        """Whether there is a bias or a mask."""
+        return self.bias_shape is not None or self.mask
+
+    @property
+    def has_whole_bias(self) -> bool:
+        """Whether the bias has a number for each query and key."""
+        return self.bias_shape is not None and 1 not in self.bias_shape[2:]
 
 
 @dataclass(frozen=True)

@@ -280,14 +280,23 @@ def name_of(dtype: torch.dtype) -> str:
 
 def _dtype_of_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
     """By PyTorch's own rules for scalars."""
-
-    def without_numbers(argument: Any) -> Any:
-        return torch.empty((), dtype=argument.dtype, device="meta") if isinstance(argument, Tensor) else argument
-
-    result = func(*map(without_numbers, args), **{name: without_numbers(of) for name, of in kwargs.items()})
+    try:
+        result = _computed(func, args, kwargs, "cpu")
+    except (RuntimeError, NotImplementedError):
+        # Some operations have no 16-bit kernel on a CPU. Meta tensors know all, but take a second of imports.
+        result = _computed(func, args, kwargs, "meta")
     if not isinstance(result, Tensor):
         _refuse(f"{func} has several results", "write it as operations with one result each")
     return result.dtype
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> Any:
+    """The operation on ones in the place of symbols."""
+
+    def one(argument: Any) -> Any:
+        return torch.ones((), dtype=argument.dtype, device=device) if isinstance(argument, Tensor) else argument
+
+    return func(*map(one, args), **{name: one(of) for name, of in kwargs.items()})
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:

@@ -6,13 +6,14 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import configs
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
+from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend
 
-#: Up to so many queries and keys most of a tile of the backward would be empty.
-SHORT_BACKWARD = 64
+#: Up to so many queries and keys most of a tile would be empty.
+SHORT = 64
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -33,30 +34,47 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def _slower(call: AttentionCall) -> str | None:
-    """For "auto": why the portable kernels are faster. Milliseconds of 4,096 windows of 49 tokens, 6 heads of 32,
-    backward: 1.27, portable 0.72."""
-    if call.requested != "auto" or call.phase != "backward" or call.packed or max(call.head_dims) > 64:
+    """For "auto": why the portable kernels are faster. Milliseconds on an H200, here and there:
+
+    - 4,096 windows of 49 tokens, 6 heads of 32, 0.34 and 0.14; with a bias 0.52 and 0.23. 512 sequences of 64 tokens,
+      12 heads of 64, 0.11 and 0.06.
+    - A bias, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60. 32 sequences of 512, 12
+      heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48.
+    """
+    widest = max(call.head_dims)
+    if call.requested != "auto" or call.packed or widest > 64:
         return None
-    longest = max(call.q_shape[1], call.k_shape[1])
-    if longest <= SHORT_BACKWARD:
-        return f"with {SHORT_BACKWARD} queries and keys or fewer the tiles of the portable backward are less empty"
+    if max(call.q_shape[1], call.k_shape[1]) <= SHORT:
+        return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
+    if call.has_whole_bias and (call.phase == "forward" or widest <= 32):
+        return "with so narrow heads the portable kernels add a bias faster"
     return None
 
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
-    if max(call.head_dims) > MAX_HEAD_DIM:
-        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {max(call.head_dims)}"
+    widest = max(call.head_dims)
+    if call.phase == "backward" and widest > MAX_HEAD_DIM_BACKWARD:
+        return f"heads of its backward have up to {MAX_HEAD_DIM_BACKWARD} columns, and these {widest}"
+    if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
+        return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
+    if widest > MAX_HEAD_DIM:
+        return f"its heads have up to {MAX_HEAD_DIM} columns, and these {widest}"
     if call.spec.returns_max_scores:
         return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
     if call.spec.score_program is not None:
-        return "it has no score functions"
+        if call.phase == "backward":
+            return "it has no derivatives of score functions"
+        operation = unsupported_operation(call.spec.score_program, with_derivative=False)
+        if operation is not None:
+            return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
     if call.phase == "backward" and call.learned_slopes:
         return "it has no gradient of alibi_slopes"
     origin = call.spec.origin
     if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
         return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
-    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables):
-        return "with 8-bit inputs it has no dropout, key_lengths, bias or mask"
+    function = call.spec.score_program is not None
+    if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables or function):
+        return "with 8-bit inputs it has no dropout, key_lengths, bias, mask or score function"
     return None
 
 
@@ -100,7 +118,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
     side = call.side or SideInputs()
-    tables = configs.table_bytes(side.bias, side.mask)
+    tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
         *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables
     )

@@ -18,7 +18,7 @@ Roles, one for each warpgroup, and a warp that loads:
   wider than 128, apart from 192 with 128 for v): there are 64 keys. One computes `pᵀ` and dv, and hands `pᵀ` to the
   other, which computes `dsᵀ` and dk.
 - `sum_dq`: multiplies `ds` by the keys and adds the product to a float32 buffer in device memory
-  (`backward_pieces.add_to_dq`).
+  (`backward_pieces.add_to_dq`). Where all keys of a sequence fit one tile it stores dq itself (`store_dq`).
 - `produce`, one warp: finds the key tiles, publishes them to the others, and loads keys, values, queries, dout and
   statistics. It loads the first queries of the next key tile while the others still work on this one. Heads of 192
   (v: 128) need its registers too, so `sum_dq` loads there.
@@ -48,12 +48,14 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     LSE,
     ROWS,
     STATISTIC_COLUMNS,
+    DqStores,
     DqSums,
     Statistics,
     add_to_dq,
     columns_of,
     make_handover,
     make_ones,
+    make_sums_staging,
     pass_dq_turn,
     pin_pairs_before_product,
     products_of_sum,
@@ -63,6 +65,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     start_store,
     start_sum,
     start_transposed,
+    store_dq,
     subtract_statistic,
     unpack,
     wait_dq_turn,
@@ -161,7 +164,7 @@ class KeyGradients(NamedTuple):
 @gluon.jit
 def attention_backward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
-    statistics_desc, sums_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
+    statistics_desc, sums_desc, dq_desc, dq_tail_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
     sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
@@ -193,6 +196,7 @@ def attention_backward_kernel(
         REVERSES_WALKS=loops.REVERSES_WALKS,
         SHARES_PROGRESS=loops.SHARES_PROGRESS,
         ROTATES_WALKS=loops.ROTATES_WALKS,
+        SINGLE_KEY_TILE=loops.SINGLE_KEY_TILE,
         STATISTICS_MULTIPLIED=STATISTICS_MULTIPLIED,
         SUMS_BY_TMA=SUMS_BY_TMA,
         TILE_Q=constants.TILE_Q,
@@ -223,15 +227,16 @@ def attention_backward_kernel(
     ones = None
     if STATISTICS_MULTIPLIED:
         ones = make_ones(statistics_desc)
-    staging = None
-    if SUMS_BY_TMA:
-        TOGETHER: gl.constexpr = sums_desc.block_shape[0]
-        if TOGETHER == SUM_COLUMNS:
-            staging = gl.allocate_shared_memory(gl.float32, sums_desc.block_shape, sums_desc.layout)
-        else:
-            places: gl.constexpr = [SUM_COLUMNS // TOGETHER] + sums_desc.block_shape
-            staging = gl.allocate_shared_memory(gl.float32, places, sums_desc.layout)
-    dq_sums = DqSums(sums_ptr, sums_desc, staging, turns_ptr)
+    sums_staging, dq_stores = None, None
+    if SUMS_BY_TMA and not loops.SINGLE_KEY_TILE:
+        sums_staging = make_sums_staging(sums_desc, config)
+    dq_sums = DqSums(sums_ptr, sums_desc, sums_staging, turns_ptr)
+    if loops.SINGLE_KEY_TILE:
+        place = gl.allocate_shared_memory(q_desc.dtype, dq_desc.block_shape, dq_desc.layout)
+        tail_place = None
+        if dq_tail_desc is not None:
+            tail_place = gl.allocate_shared_memory(q_desc.dtype, dq_tail_desc.block_shape, dq_tail_desc.layout)
+        dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place, tail_place))
     dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
     tile_info = None
     if TILE_K > 0:
@@ -257,7 +262,7 @@ def attention_backward_kernel(
     if SPLIT_ROLES:
         gl.warp_specialize(
             [
-                (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                 (sum_dv, (config, shared, descriptors, problem, blocks)),
                 (sum_dk, (config, shared, descriptors, problem)),
                 (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -269,7 +274,7 @@ def attention_backward_kernel(
         if PRODUCER:
             gl.warp_specialize(
                 [
-                    (sum_dq, (False, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                    (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                     (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -280,7 +285,7 @@ def attention_backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (sum_dq, (True, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr)),
+                    (sum_dq, (True, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                 ],
@@ -658,8 +663,10 @@ def sum_dk(config, shared, descriptors, problem):
 
 
 @gluon.jit
-def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, blocks, counter_ptr):
+def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr):
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
+
+    Where there is a single key tile the product is dq, and is stored as such.
 
     LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
     the others no longer read by the time that they hand over the next `ds`.
@@ -691,7 +698,8 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                 if (index > 0) & (index + STAGES - 1 < work.steps):
                     load_step(work, index + STAGES - 1, steps_done, config, shared, descriptors, problem, counter_ptr)
             slot = dscores.slot(steps_done + index)
-            number = first_number_of(work, step.head) + visited_tile(work, step.tile, config)
+            tile_visited = visited_tile(work, step.tile, config)
+            number = first_number_of(work, step.head) + tile_visited
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             dscores.acquire(slot)
@@ -715,7 +723,12 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, problem, b
                         if config.TILE_K == 0:
                             turn = dq_turn(work, step.tile, problem, config)
                         wait_dq_turn(dq_sums.turns_ptr + number, turn_seen, turn)
-                    add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
+                    if config.SINGLE_KEY_TILE:
+                        rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
+                        row = tile_visited * config.M + part * ROWS
+                        store_dq(dq_stores, dq * problem.scale, rows, row, column, config)
+                    else:
+                        add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
             step = step_after(work, step, config)
             number_before = number
         if config.ORDERED:

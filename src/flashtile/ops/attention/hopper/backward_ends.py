@@ -1,10 +1,12 @@
 """The kernels before and after the main backward kernel.
 
 The first writes the statistics of the queries, a copy of dout without rows that see no key where there may be such
-rows, and the gradient of sinks. The last writes dq in its own dtype. Both are bound by device memory. Statistics and
-sums are stored by tiles of `M` query rows: tile `t` of a line (one head of a sequence; packed: one head) is number
-`line · query_tiles + t`, where the tiles of packed sequence `b` begin at `cu_seqlens_q[b] // M + b`. Letters as in
-`backward`.
+rows, and the gradient of sinks. The last writes dq in its own dtype, where it was summed. Both are bound by device
+memory.
+
+Statistics and sums are stored by tiles of `M` query rows: tile `t` of a line (one head of a sequence; packed: one head)
+is number `line · query_tiles + t`, where the tiles of packed sequence `b` begin at `cu_seqlens_q[b] // M + b`. Letters
+as in `backward`.
 """
 
 from flashtile._backends.gluon import gl, gluon
@@ -50,8 +52,8 @@ def attention_begin_kernel(
     them: lse in units of log2. Where they are operands, it writes both in parts and with the opposite sign (`lse_unit`:
     minus one unit of log2, in units of scores).
 
-    It also writes zeros where the dq of the tile will be summed, where key tiles count their turns to do so, and where
-    thread blocks count the tiles that they take and say where they are.
+    It also writes zeros where the dq of the tile will be summed (`sums_ptr`, None where it is not), where key tiles
+    count their turns to do so, and where thread blocks count the tiles that they take and say where they are.
 
     `masked_dout_ptr`: where rows may see no key, dout for the main kernel, in the layout of out, with zeros in these
     rows. Their weights of 0 would not stop NaN there. `sink_logits_ptr`: the sinks that lse counts, or None.
@@ -123,11 +125,12 @@ def attention_begin_kernel(
 
     if ORDERED:
         gl.store(turns_ptr + number, 0)
-    flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    BLOCK: gl.constexpr = M * _columns_together(D)
-    for block in gl.static_range(0, M * D, BLOCK):
-        place = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
-        gl.store(place, gl.zeros([BLOCK], gl.float32, flat))
+    if sums_ptr is not None:
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        BLOCK: gl.constexpr = M * _columns_together(D)
+        for block in gl.static_range(0, M * D, BLOCK):
+            place = sums_ptr + number.to(gl.int64) * (M * D) + block + gl.arange(0, BLOCK, flat)
+            gl.store(place, gl.zeros([BLOCK], gl.float32, flat))
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ from flashtile._backends.alignment import aligned, used_strides
 from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
+    ABSENT,
     KernelSource,
     Parameter,
     Plan,
@@ -31,7 +32,7 @@ from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, 
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, with_loops
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, has_single_key_tile, with_loops
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
@@ -76,6 +77,7 @@ class BackwardPlan(NamedTuple):
     """The three launches.
 
     Attributes:
+        end: None where dq is not summed, because a sequence has a single key tile.
         describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
         allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
@@ -88,7 +90,7 @@ class BackwardPlan(NamedTuple):
 
     begin: Plan
     main: Plan
-    end: Plan
+    end: Plan | None
     describe: Callable[..., tuple]
     outputs: tuple[Layout, Layout, Layout]
     allocate: Callable[[], list[Tensor]]
@@ -177,15 +179,19 @@ def _launch(
     sums = scratch.data_ptr()
     statistics, counter = sums + plan.statistics_at, sums + plan.counter_at
     turns = sums + plan.turns_at if plan.ordered else None
+    dq_sums = None if plan.end is None else sums
     masked_dout = sums + plan.masked_dout_at if plan.has_empty_rows else None
     sink_sums = sums + plan.sink_sums_at if side.sinks else None
     plan.begin.launch(
-        out, dout, lse, dlse, statistics, sums, turns, counter, masked_dout, side.sinks, sink_sums, side.cu_seqlens_q,
-        row_statistics,
+        out, dout, lse, dlse, statistics, dq_sums, turns, counter, masked_dout, side.sinks, sink_sums,
+        side.cu_seqlens_q, row_statistics,
     )  # fmt: skip
-    descriptors = plan.describe(q, k, v, masked_dout or dout, statistics, sums, dk.data_ptr(), dv.data_ptr())
-    plan.main.launch(*descriptors, sums, turns, counter, *side)
-    plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
+    descriptors = plan.describe(
+        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    )
+    plan.main.launch(*descriptors, dq_sums, turns, counter, *side)
+    if plan.end is not None:
+        plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dq, dk, dv, scratch
@@ -230,6 +236,8 @@ def _plan(
     whole_rows, whole_keys = whole_tiles(rows_q, tile_q), whole_tiles(rows_k, tile_k)
     covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
     covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
+    ordered = spec.deterministic and not single
     variant = BackwardVariant(
         dtype,
         head_dim,
@@ -240,9 +248,10 @@ def _plan(
         spec.window_right is not None,
         spec.banded and spec.top_left,
         has_dlse,
-        spec.deterministic,
+        ordered,
         spec.softcap > 0,
         side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        single_key_tile=single,
     )
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
@@ -289,7 +298,7 @@ def _plan(
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
     begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
     main = plan_of(backward_source("main", looping), values, main_programs, device)
-    end = plan_of(backward_source("end", variant), common, tiles, device)
+    end = None if single else plan_of(backward_source("end", variant), common, tiles, device)
     parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in (q_shape, *parts))
     sums, statistics = (
@@ -301,22 +310,22 @@ def _plan(
         masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
-    turns = tiles if spec.deterministic else 0
+    turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     outputs = dq, dk, dv
     return BackwardPlan(
-        begin, main, end, _describer(variant, shapes, strides, dk, dv, tiles), outputs,
+        begin, main, end, _describer(variant, shapes, strides, outputs, tiles), outputs,
         allocator((*outputs, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
-        has_empty_rows, spec.deterministic,
+        has_empty_rows, ordered,
     )  # fmt: skip
 
 
 def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
     """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
     block_m = variant.config.block_m
-    rows = tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
+    rows = 0 if variant.single_key_tile else tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
     parts, numbers = _statistics_box(variant)
     return {"sums": (rows, CONSUMER_ROWS), "statistics": (tiles * parts, numbers)}
 
@@ -329,7 +338,7 @@ def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`, whose descriptor follows.
-_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dk", "dv")
+_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv")
 
 
 def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
@@ -344,12 +353,17 @@ def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
         elif name == "sums":
             # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
             together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
-            boxes[name] = (together, CONSUMER_ROWS) if config.sums_by_tma else None
+            summed = config.sums_by_tma and not variant.single_key_tile
+            boxes[name] = (together, CONSUMER_ROWS) if summed else None
+        elif name == "dq" and not variant.single_key_tile:
+            boxes.update({"dq": None, "dq_tail": None})
         else:
-            head_dim = variant.head_dim if name in ("q", "k", "dk") else variant.head_dim_v
+            head_dim = variant.head_dim if name in ("q", "k", "dq", "dk") else variant.head_dim_v
             whole, tail = backward_chunks(head_dim)
+            if name == "dq":  # leaves as it is multiplied
+                whole, tail = config.sum_columns, tail if tail < config.sum_columns else 0
             count = rows.get(name, CONSUMER_ROWS)
-            ends = variant.packed if name in ("q", "dout") else variant.bounded
+            ends = variant.packed if name in ("q", "dout", "dq") else variant.bounded
             outer = (1, 1) if ends else (1,)
             boxes[name] = (*outer, count, 1, whole)
             boxes[name + "_tail"] = (*outer, count, 1, tail) if tail else None
@@ -360,11 +374,11 @@ def _describer(
     variant: BackwardVariant,
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
-    dk: Layout,
-    dv: Layout,
+    gradients: tuple[Layout, Layout, Layout],
     tiles: int,
 ) -> Callable[..., tuple]:
     """What makes all descriptors, from the addresses of `_MOVED`."""
+    dq, dk, dv = gradients
     describe = packed_layout if variant.packed else strided_layout
     describe_keys = bounded_layout if variant.bounded else strided_layout
     q_shape, k_shape, v_shape = map(tuple, shapes)
@@ -375,6 +389,7 @@ def _describer(
             name: (describe_keys if name in ("k", "v") else describe)(shape, tuple(stride))
             for name, shape, stride in given
         },
+        "dq": describe(dq.shape, dq.strides),
         "dk": describe_keys(dk.shape, dk.strides),
         "dv": describe_keys(dv.shape, dv.strides),
         **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in _buffers(variant, tiles).items()},
@@ -453,7 +468,7 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
         "lse_ptr": statistics,
         "dlse_ptr": optional(variant.has_dlse, statistics),
         "statistics_ptr": pointer_to(_dtype_of("statistics", variant), 16),
-        "sums_ptr": pointer_to(torch.float32, 16),
+        "sums_ptr": optional(not variant.single_key_tile, pointer_to(torch.float32, 16)),
         "counter_ptr": pointer_to(torch.int32),
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
@@ -467,7 +482,7 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
             *(INT32,) * 8,
             window=Window(INT32, INT32),
             scale=FLOAT32,
-            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32)),
+            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), ABSENT),
             numbers=variant.side.numbers,
             k_rows_apart=rows_apart,
             v_rows_apart=rows_apart,
@@ -481,5 +496,6 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
             REVERSES_LINES=variant.reverses_lines,
             SHARES_PROGRESS=variant.shares_progress,
             ROTATES_WALKS=variant.rotates_walks,
+            SINGLE_KEY_TILE=variant.single_key_tile,
         ),
     }

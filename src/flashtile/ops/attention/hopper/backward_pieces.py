@@ -117,6 +117,26 @@ class DqSums(NamedTuple):
     turns_ptr: Any
 
 
+class DqStores(NamedTuple):
+    """How dq of a single key tile leaves: by TMA, through places on chip for 64 queries and the columns of a product.
+    Both are `Chunks`; the tail is of the last columns, where these are fewer."""
+
+    descriptors: Any
+    places: Any
+
+
+@gluon.jit
+def make_sums_staging(desc, config):
+    """The place on chip from which TMA adds."""
+    TOGETHER: gl.constexpr = desc.block_shape[0]
+    if TOGETHER == config.SUM_COLUMNS:
+        staging = gl.allocate_shared_memory(gl.float32, desc.block_shape, desc.layout)
+    else:
+        places: gl.constexpr = [config.SUM_COLUMNS // TOGETHER] + desc.block_shape
+        staging = gl.allocate_shared_memory(gl.float32, places, desc.layout)
+    return staging
+
+
 @gluon.jit
 def query_tile_ranges(
     first, keys, shift, rows, window_left, window_right,
@@ -255,6 +275,19 @@ def add_to_dq(sums, dq, line, config):
         OPERANDS: gl.constexpr = _addition_operands(BLOCKS)
         base = (sums.sums_ptr + line.to(gl.int64) * 64).to(gl.int64)
         gl.inline_asm_elementwise(ADDITIONS, OPERANDS, [dq, base], dtype=gl.int32, is_pure=False, pack=4 * BLOCKS)
+
+
+@gluon.jit
+def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
+    """Stores a `[64, columns]` block of dq, which no other key tile adds to, from `row` of a sequence (`HeadRows`) and
+    column `COLUMN` on. What is past the end is not written."""
+    COLUMNS: gl.constexpr = dq.shape[1]
+    tma_store_wait(0)  # until the block before has been read from there
+    descriptor = stores.descriptors.main if COLUMNS == config.SUM_COLUMNS else stores.descriptors.tail
+    place = stores.places.main if COLUMNS == config.SUM_COLUMNS else stores.places.tail
+    matrix(place, ROWS, COLUMNS).store(dq.to(place.dtype))
+    fence_async_shared()
+    tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), place)
 
 
 @gluon.constexpr_function

@@ -46,6 +46,7 @@ class KernelConfig:
     that it cuts are the last steps of a key tile and have a loop of their own (`backward_variant`). REVERSES_WALKS:
     some key tiles visit their queries upwards (`reverses_walk`). SHARES_PROGRESS: key tiles begin where others of their
     line are (`shared_progress`). ROTATES_WALKS: key tiles begin at the same query tile (`rotated_start`).
+    SINGLE_KEY_TILE: all keys of a sequence are one tile, and each query tile visits it, so its product is dq.
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
     MASK_COLUMN: strides of the tables' columns, 0 where these broadcast.
@@ -69,6 +70,7 @@ class KernelConfig:
     REVERSES_WALKS: gl.constexpr
     SHARES_PROGRESS: gl.constexpr
     ROTATES_WALKS: gl.constexpr
+    SINGLE_KEY_TILE: gl.constexpr
     STATISTICS_MULTIPLIED: gl.constexpr
     SUMS_BY_TMA: gl.constexpr
     TILE_Q: gl.constexpr
@@ -92,6 +94,7 @@ class Loops(NamedTuple):
     REVERSES_LINES: Any
     SHARES_PROGRESS: Any
     ROTATES_WALKS: Any
+    SINGLE_KEY_TILE: Any
 
 
 class Problem(NamedTuple):

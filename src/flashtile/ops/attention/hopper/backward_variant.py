@@ -10,6 +10,7 @@ from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.side_parameters import SideParameters
+from flashtile.ops.attention.spec import AttentionSpec
 
 #: Queries that a key tile visits, of all heads that share its keys, or of one share (`plans.shares_of_heads`). From so
 #: many on, thread blocks that drift apart find little of what they read and add to in the L2 cache: 1 KiB for each
@@ -51,6 +52,7 @@ class BackwardVariant(NamedTuple):
     shares_progress: bool = False
     rotates_walks: bool = False
     reverses_lines: bool = False
+    single_key_tile: bool = False
 
     @property
     def bounded(self) -> bool:
@@ -69,6 +71,9 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
     banded = variant.packed or variant.has_left or variant.has_right
     lengths = variant.side.has("key_lengths")
     masks = banded or lengths or rows_k % variant.config.block_n != 0
+    if variant.single_key_tile:
+        # No key tile comes after another that its walk could meet.
+        return variant._replace(masks=masks, masks_last=masks and _may_mask_last(variant))
     long = group * rows_q >= _LONG_WALK
     reverses_lines = group == 1 and _may_reverse_lines(variant)
     return variant._replace(
@@ -79,6 +84,16 @@ def with_loops(variant: BackwardVariant, group: int, rows_q: int, rows_k: int) -
         rotates_walks=group > 1 and _may_rotate_walks(variant),
         reverses_lines=reverses_lines,
     )
+
+
+def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: BackwardConfig, bounded: bool) -> bool:
+    """Whether all keys of a sequence are one tile that each query tile visits, so that its product is dq. `bounded`:
+    as in `BackwardVariant`; sequences may then be empty, and nobody would write the dq of their queries. Nor would
+    anybody that of the first queries, where the band begins below them. Only TMA writes it."""
+    all_visit = spec.window_left is None
+    if spec.window_right is not None:
+        all_visit = all_visit and (0 if spec.top_left else rows_k - rows_q) + spec.window_right >= 0
+    return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
 
 
 def _may_mask_last(variant: BackwardVariant) -> bool:

@@ -11,9 +11,14 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
+from flashtile.ops.attention.triton.score_source import tile_reads, tile_steps
 
-#: Widest head of q and k, and of v.
-MAX_HEAD_DIM = 256
+#: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
+MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_BACKWARD = MAX_HEAD_DIM_8 = 256
+
+#: Columns of v of a tile at most. Two consumers hold the output of 64 rows each in half of all registers.
+_MAX_PART = 256
 
 #: Query rows of a consumer: those of a warpgroup's matrix product.
 CONSUMER_ROWS = 64
@@ -84,7 +89,8 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
     """Columns of a tile, in one or two powers of two: 96 = 64 + 32, 192 = 128 + 64. The second is 0 or at least what
     one instruction multiplies, 16 columns, of 8-bit operands 32.
 
-    Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle.
+    Up to 64 a second chunk would save nothing: a tile of 64 columns is a row of the swizzle. Heads of more than 256
+    always have one.
     """
     least = 32 // dtype.itemsize
     whole = max(least, 1 << (head_dim - 1).bit_length())
@@ -92,10 +98,26 @@ def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[i
     if whole <= 64 or head_dim <= half:
         return whole, 0
     rest = max(least, 1 << (head_dim - half - 1).bit_length())
-    return (half, rest) if rest < half else (whole, 0)
+    return (half, rest) if rest < half or whole > _MAX_PART else (whole, 0)
 
 
-#: (widest head_dim, widest head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
+def value_parts(head_dim_v: int) -> int:
+    """Parts of the columns of v, each with tiles of its own, which compute the weights once more."""
+    return -(-head_dim_v // _MAX_PART)
+
+
+def value_chunks(head_dim_v: int) -> tuple[int, int]:
+    """Columns of a part of v in a tile, as `column_chunks`."""
+    return column_chunks(_part_width(head_dim_v))
+
+
+def _part_width(head_dim_v: int) -> int:
+    """Columns of a part of v, a multiple of 16 where there are several."""
+    parts = value_parts(head_dim_v)
+    return head_dim_v if parts == 1 else -(-head_dim_v // (16 * parts)) * 16
+
+
+#: (widest head_dim, widest part of head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
     # computes its exponentials: all of them after the product, 3 to 8 % fewer cycles. In turn: 13 %.
@@ -110,6 +132,22 @@ _ROWS = (
             max_registers=128,
             q_in_registers=False,
             ahead=0,
+            in_turn=True,
+        ),
+    ),
+    # In turn: 0.63 ms instead of 0.72 (4 sequences of 4,096 tokens, 16 heads of 96), causal 0.36 instead of 0.40; D 80
+    # 0.59 instead of 0.63. Three consumers of 64 keys 0.65 and 0.36.
+    (
+        96,
+        96,
+        HopperConfig(
+            consumers=2,
+            block_n=128,
+            stages=2,
+            registers=240,
+            max_registers=168,
+            q_in_registers=False,
+            ahead=64,
             in_turn=True,
         ),
     ),
@@ -131,11 +169,12 @@ _ROWS = (
             consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
         ),
     ),
+    # Half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same.
     (
         192,
         192,
         HopperConfig(
-            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=64
+            consumers=2, block_n=64, stages=3, registers=240, max_registers=168, q_in_registers=False, ahead=32
         ),
     ),
     # Half of the exponentials ahead: up to 2 % more cycles. In turn: 0.7 % fewer.
@@ -146,6 +185,21 @@ _ROWS = (
             consumers=2,
             block_n=64,
             stages=2,
+            registers=240,
+            max_registers=168,
+            q_in_registers=False,
+            ahead=64,
+            in_turn=True,
+        ),
+    ),
+    # Queries take 128 KiB, and keys and values of one stage 96.
+    (
+        512,
+        256,
+        HopperConfig(
+            consumers=2,
+            block_n=64,
+            stages=1,
             registers=240,
             max_registers=168,
             q_in_registers=False,
@@ -187,9 +241,10 @@ def choose_config(
     tables: int = 0,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
-    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` has it."""
+    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` and `function_bytes` have it."""
     widest = max(head_dim, head_dim_v)
-    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and head_dim_v <= heads_v)
+    part = _part_width(head_dim_v)
+    row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
     long = max_seqlen_q >= (LONG_8_CAUSAL if right else LONG_8)
     if widest <= 64:
         short = max_seqlen_q < SHORT_CAUSAL if right else max_seqlen_q <= SHORT
@@ -220,11 +275,26 @@ def table_bytes(*tables: Broadcast | None) -> int:
     return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
 
 
+#: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
+_MOST_STEPS = 4
+
+
+def function_bytes(score_program: str | None) -> int:
+    """Bytes that a thread holds for each of its scores of what a score function reads and computes, about; at least 1,
+    0 without one."""
+    if score_program is None:
+        return 0
+    read = sum(dtype.itemsize for dtype in tile_reads(score_program))
+    return max(1, read, 4 if tile_steps(score_program) > _MOST_STEPS else 0)
+
+
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Places for output on its way out: one for each consumer, or where there is no room for that, one after the
-    other uses the same."""
-    room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=config.consumers)
-    return config.consumers if room <= SHARED_MEMORY else 1
+    other uses the same. Without room even for one, out leaves through the place of the queries."""
+    for places in (config.consumers, 1):
+        if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= SHARED_MEMORY:
+            return places
+    return 0
 
 
 def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -246,7 +316,7 @@ def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: t
 def _shared_memory(
     config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype, queries: int, outs: int
 ) -> int:
-    width, width_v = sum(column_chunks(head_dim, dtype)), sum(column_chunks(head_dim_v))
+    width, width_v = sum(column_chunks(head_dim, dtype)), sum(value_chunks(head_dim_v))
     read = dtype.itemsize * (config.block_m * queries + config.block_n * config.stages) * width
     overhead = _OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead
@@ -310,6 +380,11 @@ _BACKWARD_ROWS = (
     # multiplied: 3 % fewer cycles.
     (64, 64, BackwardConfig(
         block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+    )),
+    # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
+    (96, 96, BackwardConfig(
+        block_n=128, block_m=64, parts=1, stages=4, key_stages=1, dscore_stages=2,
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
     )),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer

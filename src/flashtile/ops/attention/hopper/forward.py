@@ -35,7 +35,6 @@ from flashtile._backends.gluon import (
     gl,
     gluon,
     tma_store_wait,
-    warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.blocks import (
     FULL,
@@ -52,6 +51,7 @@ from flashtile.ops.attention.hopper.blocks import (
 )
 from flashtile.ops.attention.hopper.forward_epilogue import Output, make_out_tiles, store_epilogue, store_statistics
 from flashtile.ops.attention.hopper.forward_scores import (
+    FunctionInputs,
     HeadModifiers,
     cap_scale_of_head,
     drop_weights,
@@ -68,6 +68,7 @@ from flashtile.ops.attention.hopper.forward_softmax import (
     query_operand,
     start_scores,
     start_values,
+    wait_scores,
     wait_values,
     weights_by_maxima,
     weights_by_sums,
@@ -80,6 +81,7 @@ from flashtile.ops.attention.hopper.pieces import (
     KeyTileRange,
     LocatedTile,
     M,
+    Slot,
     barriers,
     closing_lines,
     consumer_key_tiles,
@@ -123,6 +125,9 @@ class KernelConfig:
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
     BATCH_FIRST: gl.constexpr
+    VALUE_PARTS: gl.constexpr
+    ONE_STAGE: gl.constexpr
+    SCORE_FUNCTION: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -140,10 +145,12 @@ class Tensors(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty."""
+    """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty.
+    `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None."""
 
     q: Any
     k: Any
+    k_tail: Any
     v: Any
 
 
@@ -152,15 +159,18 @@ class Problem(NamedTuple):
 
     Attributes:
         side, numbers: the side inputs (`side_parameters`).
+        captured, captured_sizes: addresses and sizes of what a score function reads; None without any.
         batch, heads: of the call. `group` query heads share a key/value head.
         rows_q, rows_k: seq_q and seq_k, or the totals of a packed call.
-        tiles, lines: `tiles` (packed: slots) on each of `lines`. `dynamic`: thread blocks take them as they come.
+        tiles, lines: `tiles` (packed: slots) on each of `lines`, which are as many for each part of the values'
+            columns. `dynamic`: thread blocks take them as they come.
         window: `plans.Window`.
         units: `scores.ScoreUnits`.
         k_rows_apart, v_rows_apart: with key lengths, rows of k and v from one batch entry to the next.
     """
 
     side: Any
+    captured: Any
     batch: Any
     heads: Any
     group: Any
@@ -174,6 +184,7 @@ class Problem(NamedTuple):
     k_rows_apart: Any
     v_rows_apart: Any
     numbers: Any
+    captured_sizes: Any
 
 
 class BlockMask(NamedTuple):
@@ -248,12 +259,15 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
+    VALUE_PARTS: gl.constexpr,
+    SCORE_FUNCTION: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
-    for all rows, and keys past the last one that it shows are left out. A parameter that a call does not need is
-    None.
+    for all rows, and keys past the last one that it shows are left out. `VALUE_PARTS`: so many tiles of the same rows
+    have a part of the values' columns each. `SCORE_FUNCTION`: the user's (`score_functions`). A parameter that a call
+    does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -274,6 +288,9 @@ def attention_forward_kernel(
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
         BATCH_FIRST=BATCH_FIRST,
+        VALUE_PARTS=VALUE_PARTS,
+        ONE_STAGE=STAGES == 1,
+        SCORE_FUNCTION=SCORE_FUNCTION,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -281,13 +298,22 @@ def attention_forward_kernel(
         v=Chunks(v_desc, v_tail_desc),
         out=Chunks(out_desc, out_tail_desc),
     )
+    keys = tensors.k
+    k_tail = None
+    if STAGES == 1 and k_tail_desc is not None:
+        keys = Chunks(k_desc, None)
+        k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS)
     rings = Rings(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
-        k=make_ring(tensors.k, STAGES=STAGES, READERS=CONSUMERS),
+        k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS),
+        k_tail=k_tail,
         v=make_ring(tensors.v, STAGES=STAGES, READERS=CONSUMERS),
     )
+    out_tiles = None
+    if OUT_PLACES > 0:
+        out_tiles = make_out_tiles(tensors.out, config)
     output = Output(
-        tiles=make_out_tiles(tensors.out, config),
+        tiles=out_tiles,
         free=barriers(CONSUMERS, WARPGROUP),
         descriptors=tensors.out,
         lse_ptr=lse_ptr,
@@ -335,7 +361,7 @@ def produce(config, queue, counter_ptr, rings, tensors, problem, blocks):
             number, tiles_published, key_tiles, config, queue, counter_ptr, rings, tensors, problem, blocks
         )
     end = LocatedTile(sequence=0, head=0, first=-1, begin=0, length=0, other_begin=0, other_length=0)
-    publish_query_tile(queue, tiles_published, end, 0, 0, config)
+    publish_query_tile(queue, tiles_published, end, 0, 0, 0, config)
     finish_numbers(counter_ptr, problem.dynamic)
 
 
@@ -352,9 +378,13 @@ def produce_tile(
     BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     heads = problem.heads
     following = number
+    part = 0
     tile, line = tile_in_order(
         number, problem.tiles, problem.lines, PAIRS_TOGETHER, closing_lines(problem.tiles), UNEVEN
     )
+    if config.VALUE_PARTS > 1:
+        part = line % config.VALUE_PARTS
+        line = line // config.VALUE_PARTS
     if config.BATCH_FIRST:
         line = line % problem.batch * heads + line // problem.batch
     if config.TILE_Q > 0:
@@ -381,7 +411,7 @@ def produce_tile(
         if config.MASK_ENDS_KEYS:
             mask = table_of_head(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
             keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
-        publish_query_tile(queue, tiles_published, at, listed, keys, config)
+        publish_query_tile(queue, tiles_published, at, part, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
             slot = rings.q.slot(tiles_published, which)
@@ -397,31 +427,98 @@ def produce_tile(
         if config.TILE_Q > 0:
             key_begin = 0
             key_end = gl.maximum(listed, 1)
+        column = value_column(part, rings, config)
+        row_before = 0
         for done in range(0, key_end - key_begin):
             n = key_end - 1 - done
             if config.TILE_Q > 0:
                 n, kind = listed_tile(blocks.lists, entry, n, listed > 0, N, config.TILE_K)
             row = n * N
-            slot = rings.k.slot(key_tiles)
+            slot = key_slot(rings, key_tiles)
             rings.k.wait_empty(slot)
             if config.TILE_Q > 0:
                 write_tile_info(blocks.tile_info, slot.place, TILE_NUMBER, n)
                 write_tile_info(blocks.tile_info, slot.place, TILE_KIND, kind)
             head = at.head // problem.group
-            rings.k.load(slot, tensors.k, HeadRows(at.sequence, head, k_begin, keys), row, BOUNDED)
-            rings.v.fill(slot, tensors.v, HeadRows(at.sequence, head, v_begin, keys), row, BOUNDED)
+            key_rows = HeadRows(at.sequence, head, k_begin, keys)
+            value_rows = HeadRows(at.sequence, head, v_begin, keys)
+            if config.ONE_STAGE:
+                # Keys become free before the values of the tile before, so they are loaded before these.
+                load_keys(slot, rings, tensors, key_rows, row, BOUNDED)
+                if done > 0:
+                    before = key_slot(rings, key_tiles - 1)
+                    rings.v.fill(before, tensors.v, value_rows, row_before, BOUNDED, column)
+                row_before = row
+            else:
+                rings.k.load(slot, tensors.k, key_rows, row, BOUNDED)
+                rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
                 following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
+        if config.ONE_STAGE:
+            last = key_slot(rings, key_tiles - 1)
+            value_rows = HeadRows(at.sequence, at.head // problem.group, v_begin, keys)
+            rings.v.fill(last, tensors.v, value_rows, row_before, BOUNDED, column)
     else:
         following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
     return tiles_published, key_tiles, following
 
 
 @gluon.jit
-def publish_query_tile(queue, count, at, listed, keys, config):
-    """The producer's side of the queue. `at`: a `LocatedTile`, `listed`: how many key tiles a block mask lists."""
+def key_slot(rings, key_tiles):
+    """The slot of a key tile, and of its values."""
+    slot = rings.k.slot(key_tiles)
+    if rings.k.STAGES == 1:
+        slot = Slot(hidden_zero(key_tiles), slot.phase)
+    return slot
+
+
+@gluon.jit
+def hidden_zero(count):
+    """0 for a count, in a form in which no compiler sees it.
+
+    With a single stage the addresses of operands are the same in all steps of the loop. A compiler that sees this keeps
+    the descriptors of all products in registers, and there are more than a thread has.
+    """
+    return count >> 31
+
+
+@gluon.jit
+def query_of_step(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, config):
+    """The queries as an operand for one key tile. With a single stage it has an address that is not known to be that of
+    other steps (`hidden_zero`)."""
+    if config.ONE_STAGE:
+        query = query_operand(rings.q, Slot(q_slot.place + hidden_zero(key_tiles), q_slot.phase), s_layout, config)
+    return query
+
+
+@gluon.jit
+def load_keys(slot, rings, tensors, rows, row, BOUNDED: gl.constexpr):
+    """Loads a tile of keys into a slot whose first chunk is free."""
+    rings.k.load(slot, tensors.k, rows, row, BOUNDED)
+    if rings.k_tail is not None:
+        rings.k_tail.fill(slot, Chunks(tensors.k.tail, None), rows, row, BOUNDED, rings.k.WIDTH)
+
+
+@gluon.jit
+def value_column(part, rings, config):
+    """The first column of a part of the values, and of out."""
+    column = 0
+    if config.VALUE_PARTS > 1:
+        column = part * (rings.v.WIDTH + rings.v.TAIL)
+    return column
+
+
+@gluon.jit
+def publish_query_tile(queue, count, at, part, listed, keys, config):
+    """The producer's side of the queue. `at`: a `LocatedTile`, `part`: of the values' columns, which is published with
+    the head, `listed`: how many key tiles a block mask lists."""
     ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
+    if config.VALUE_PARTS > 1:
+        at = LocatedTile(
+            at.sequence, at.head * config.VALUE_PARTS + part, at.first, at.begin, at.length, at.other_begin,
+            at.other_length,
+        )  # fmt: skip
     if config.PACKED and ENDS:
         numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length, keys)
     elif config.PACKED:
@@ -495,10 +592,17 @@ def consume_tile(
     ROWS: gl.constexpr = config.CONSUMERS * M
     # Where a tile has more rows than a key tile has keys, a band often hides whole key tiles from a consumer.
     SKIPS: gl.constexpr = (config.HAS_LEFT or config.HAS_RIGHT) and config.TILE_Q == 0 and ROWS > k.ROWS
-    rows = HeadRows(tile.sequence, tile.head, 0, problem.rows_q)
+    # With a single stage the producer has to wait for the key tiles that are left out before it finds the next tile.
+    LEAVES_OUT_FIRST: gl.constexpr = SKIPS and config.HAS_LEFT and config.ONE_STAGE
+    head = tile.head
+    part = 0
+    if config.VALUE_PARTS > 1:
+        part = head % config.VALUE_PARTS
+        head = head // config.VALUE_PARTS
+    rows = HeadRows(tile.sequence, head, 0, problem.rows_q)
     seq_k = problem.rows_k
     if config.PACKED:
-        rows = HeadRows(tile.sequence, tile.head, tile.begin_q, tile.seq_q)
+        rows = HeadRows(tile.sequence, head, tile.begin_q, tile.seq_q)
         seq_k = tile.seq_k
     keys = seq_k
     if config.KEY_LENGTHS or config.MASK_ENDS_KEYS:
@@ -515,12 +619,15 @@ def consume_tile(
     if config.TILE_Q > 0:
         visited = KeyTileRange(0, visited.full_begin, visited.full_end, gl.maximum(tile.listed, 1))
     exists = tile.sequence < problem.batch  # rows past the end of a packed call belong to no sequence
-    factor = score_factor(problem, tile.sequence, tile.head, exists, config)
+    factor = score_factor(problem, tile.sequence, head, exists, config)
     unit = scale_of_head(problem.units, factor)
-    slope = slope_of_head(problem, tile.sequence, tile.head, unit, exists)
-    bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, tile.head)
-    mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, tile.head)
-    dropout = forward_dropout(problem, tile.sequence, tile.head)
+    slope = slope_of_head(problem, tile.sequence, head, unit, exists)
+    bias = table_of_head(problem.side.bias, problem.numbers.bias, tile.sequence, head)
+    mask = table_of_head(problem.side.mask, problem.numbers.mask, tile.sequence, head)
+    dropout = forward_dropout(problem, tile.sequence, head)
+    function = FunctionInputs(
+        problem.units.function_scale, tile.sequence, head, problem.captured, problem.captured_sizes
+    )
     q_slot = rings.q.slot(tiles_received - 1, WHICH)
     rings.q.acquire(q_slot)
     query = query_operand(rings.q, q_slot, s_layout, config)
@@ -535,21 +642,25 @@ def consume_tile(
         tiles=visited,
     )
     cap_scale = cap_scale_of_head(problem.units, factor)
-    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout)
-    attended = attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH)
+    modifiers = HeadModifiers(problem.numbers, unit, cap_scale, slope, bias, mask, dropout, function)
+    attended = attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHICH)
     v.acquire(attended.slot)
     out = start_values(attended.p, attended.out, v, attended.slot)
-    if not config.Q_IN_REGISTERS:
+    if not config.Q_IN_REGISTERS and config.OUT_PLACES > 0:
         rings.q.release(q_slot)
     # While the last product is in flight: what comes next, and the statistics.
-    following = receive_query_tile(queue, tiles_received, config)
-    inverse = store_statistics(attended.softmax, rows, row, problem, output, config)
+    if not LEAVES_OUT_FIRST:
+        following = receive_query_tile(queue, tiles_received, config)
+    inverse = store_statistics(attended.softmax, rows, row, part, problem, output, config)
     out = wait_values(out, v)
     v.release(attended.slot)
     key_tiles = attended.key_tiles + 1
     if SKIPS and config.HAS_LEFT:
         key_tiles = skip_key_tiles(after, key_tiles, rings, config, WHICH)
-    store_epilogue(out, inverse, rows, first, tiles_received, v, output, config, WHICH)
+    if LEAVES_OUT_FIRST:
+        following = receive_query_tile(queue, tiles_received, config)
+    column = value_column(part, rings, config)
+    store_epilogue(out, inverse, rows, first, column, tiles_received, rings, q_slot, output, config, WHICH)
     return following, key_tiles
 
 
@@ -558,9 +669,12 @@ def skip_key_tiles(count, key_tiles, rings, config, WHICH: gl.constexpr):
     """Releases the next key tiles without a look, and lets the other consumers have its turns. Returns the number of
     tiles taken from the rings so far."""
     for _ in range(count):
-        slot = rings.k.slot(key_tiles)
+        slot = key_slot(rings, key_tiles)
         rings.k.acquire(slot)
         rings.k.release(slot)
+        if rings.k_tail is not None:
+            rings.k_tail.acquire(slot)
+            rings.k_tail.release(slot)
         rings.v.acquire(slot)
         rings.v.release(slot)
         key_tiles += 1
@@ -593,7 +707,7 @@ def _named_barrier(action, consumer):
 
 
 @gluon.jit
-def attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH: gl.constexpr):
+def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHICH: gl.constexpr):
     """The online softmax over the key tiles that `view` names, from the last one to the first."""
     k = rings.k
     v = rings.v
@@ -608,13 +722,13 @@ def attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH: gl.c
         o_tail = gl.zeros([M, v.TAIL], gl.float32, product_layout(v.TAIL))
     out = Chunks(o, o_tail)
 
-    slot = k.slot(key_tiles)
+    slot = key_slot(rings, key_tiles)
     k.acquire(slot)
     n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
-    scores = start_scores(query, k, slot, zeros)
+    query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
+    scores = start_scores(query_here, rings, slot, zeros)
     tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
-    s = warpgroup_mma_wait(0, [scores])
-    k.release(slot)
+    s = wait_scores(scores, rings, slot, 0)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
     probs = gl.exp2(s * modifiers.scale_log2 - reference[:, None])
@@ -624,8 +738,9 @@ def attend(query, key_tiles, modifiers, view, blocks, rings, config, WHICH: gl.c
     for done in range(view.tiles.begin + 1, view.tiles.end):
         v_slot = slot
         key_tiles += 1
+        query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
         s, out, slot, n = scores_during_values(
-            query, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH
+            query_here, p, out, v_slot, key_tiles, done, zeros, modifiers, view, blocks, rings, config, WHICH
         )
         if dtype == gl.float16:
             p, softmax, out = weights_by_maxima(s, n, modifiers, view, softmax, out, v, v_slot, p_layout, config, WHICH)
@@ -647,19 +762,18 @@ def scores_during_values(
     # still keep the loop in pieces, which costs 7 % at head_dim 64.
     MAY_CUT: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT or config.TILE_Q > 0
     s_layout: gl.constexpr = zeros.type.layout
-    slot = k.slot(key_tiles)
+    slot = key_slot(rings, key_tiles)
     k.acquire(slot)
     if config.IN_TURN:
         begin_turn(WHICH)
-    scores = start_scores(query, k, slot, zeros)
+    scores = start_scores(query, rings, slot, zeros)
     v.acquire(v_slot)
     out = start_values(p, out, v, v_slot)
     if config.IN_TURN:
         end_turn(WHICH, config.CONSUMERS)
     n, kind, bits = key_tile_at(view.tiles.begin + view.tiles.end - 1 - done, slot, view, blocks, k, config)
     tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
-    s = warpgroup_mma_wait(PRODUCTS, [scores])
-    k.release(slot)
+    s = wait_scores(scores, rings, slot, PRODUCTS)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT, config)
     return s, out, slot, n
 

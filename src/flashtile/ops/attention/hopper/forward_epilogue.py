@@ -5,7 +5,15 @@ Letters are those of `pieces` and `forward`.
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, tma_store, tma_store_wait
+from flashtile._backends.gluon import (
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    reinterpret,
+    tma_store,
+    tma_store_wait,
+)
 from flashtile.ops.attention.hopper.eight_bits import load_descale
 from flashtile.ops.attention.hopper.pieces import LN_2, Chunks, M, coordinates, matrix, release, scale_rows
 from flashtile.ops.attention.hopper.scores import LOG2_E
@@ -13,7 +21,7 @@ from flashtile.ops.attention.hopper.scores import LOG2_E
 
 class Output(NamedTuple):
     """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
-    turn (`free`); `descriptors` of out; and lse."""
+    turn (`free`), or None where out leaves through the place of the queries; `descriptors` of out; and lse."""
 
     tiles: Any
     free: Any
@@ -34,8 +42,8 @@ def make_out_tiles(descriptors, config):
 
 
 @gluon.jit
-def store_statistics(softmax, rows, row, problem, output, config):
-    """Stores lse. Returns what `o` is to be multiplied by."""
+def store_statistics(softmax, rows, row, part, problem, output, config):
+    """Stores lse, for the first part of the values. Returns what `o` is to be multiplied by."""
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
     reference = softmax.reference
     own = 1.0
@@ -54,7 +62,10 @@ def store_statistics(softmax, rows, row, problem, output, config):
         offset = rows.head.to(gl.int64) * problem.rows_q + rows.begin
     else:
         offset = (rows.sequence.to(gl.int64) * problem.heads + rows.head) * problem.rows_q
-    gl.store(output.lse_ptr + offset + row, lse, mask=row < rows.length)
+    stored = row < rows.length
+    if config.VALUE_PARTS > 1:
+        stored &= part == 0
+    gl.store(output.lse_ptr + offset + row, lse, mask=stored)
     return inverse
 
 
@@ -76,24 +87,44 @@ def finite(m):
 
 
 @gluon.jit
-def store_epilogue(out, inverse, rows, first, tiles_received, v, output, config, WHICH: gl.constexpr):
-    """Divides 64 rows by their sums and starts the store, through the consumer's place in shared memory or through the
-    one that all share, each in its turn. Rows past the end are not written."""
+def store_epilogue(
+    out, inverse, rows, first, column, tiles_received, rings, q_slot, output, config, WHICH: gl.constexpr
+):  # fmt: skip
+    """Divides 64 rows by their sums and starts the store, from `column` on: through the consumer's place in shared
+    memory, through the one that all share, each in its turn, or through that of its queries, which this releases. Rows
+    past the end are not written."""
     PLACE: gl.constexpr = WHICH if config.OUT_PLACES > 1 else 0
+    q = rings.q
+    v = rings.v
     if config.OUT_PLACES == 1:
         # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
         mbarrier.wait(output.free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
-    main = output.tiles.main.index(PLACE)
-    tail = output.tiles.tail.index(PLACE)
+    if config.OUT_PLACES == 0:
+        main = as_box(q.tiles.index(q_slot.place), output.descriptors.main)
+        tail = main
+        if v.TAIL > 0:
+            tail = as_box(q.tail.index(q_slot.place), output.descriptors.tail)
+    else:
+        main = output.tiles.main.index(PLACE)
+        tail = output.tiles.tail.index(PLACE)
     out = scale_rows(out, inverse, v)
     tma_store_wait(0)  # until the tile before has been read from there
     matrix(main, M, v.WIDTH).store(out.main.to(main.dtype))
     if v.TAIL > 0:
         matrix(tail, M, v.TAIL).store(out.tail.to(main.dtype))
     fence_async_shared()
-    tma_store(output.descriptors.main, coordinates(rows, first, 0, config.PACKED), main)
+    tma_store(output.descriptors.main, coordinates(rows, first, column, config.PACKED), main)
     if v.TAIL > 0:
-        tma_store(output.descriptors.tail, coordinates(rows, first, v.WIDTH, config.PACKED), tail)
+        tma_store(output.descriptors.tail, coordinates(rows, first, column + v.WIDTH, config.PACKED), tail)
     if config.OUT_PLACES == 1:
         tma_store_wait(0)
         release(output.free.index((WHICH + 1) % config.CONSUMERS))
+    if config.OUT_PLACES == 0:
+        tma_store_wait(0)
+        q.release(q_slot)
+
+
+@gluon.jit
+def as_box(tile, desc):
+    """The beginning of a tile as a place for what a descriptor moves at a time."""
+    return reinterpret(tile, desc.dtype, desc.block_shape, desc.layout)

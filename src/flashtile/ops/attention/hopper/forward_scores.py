@@ -31,6 +31,7 @@ class HeadModifiers(NamedTuple):
         slope: of ALiBi; None without.
         bias, mask: pointers (`tables.table_of_head`); None without.
         dropout: `dropout.HeadDropout`; None without.
+        function: `FunctionInputs`.
     """
 
     numbers: Any
@@ -40,6 +41,18 @@ class HeadModifiers(NamedTuple):
     bias: Any
     mask: Any
     dropout: Any
+    function: Any
+
+
+class FunctionInputs(NamedTuple):
+    """What a score function reads; nothing is, without one. `scale`: `function_scale` of `scores.ScoreUnits`.
+    `captured`, `sizes`: addresses and sizes of the tensors; None without any."""
+
+    scale: Any
+    sequence: Any
+    head: Any
+    captured: Any
+    sizes: Any
 
 
 @gluon.jit
@@ -92,6 +105,16 @@ def forward_dropout(problem, sequence, head):
 
 
 @gluon.jit
+def function_scores(s, first_key, function, view, config):
+    """What the user's function makes of scores `[M, N]`. It takes them without the factor of the exponential."""
+    key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    return config.SCORE_FUNCTION(
+        s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], function.captured,
+        function.sizes,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_table_tiles(n, modifiers, view, config, N: gl.constexpr, layout: gl.constexpr):
     """The tiles of the tables that belong to the `n`-th key tile, in the layout of scores."""
     bias = 0
@@ -116,6 +139,8 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
     diagonal = view.row + view.alibi_shift
     if modifiers.cap_scale is not None:
         s = capped(s, modifiers.cap_scale)
+    if config.SCORE_FUNCTION is not None:
+        s = function_scores(s, first_key, modifiers.function, view, config)
     if modifiers.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
     if modifiers.slope is not None:

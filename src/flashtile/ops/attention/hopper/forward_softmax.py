@@ -32,6 +32,7 @@ from flashtile.ops.attention.hopper.pieces import (
     row_sums,
     scale_rows,
     split_off,
+    wait_products,
 )
 
 #: How far above a row's largest score its reference is placed, in log2, with bfloat16 weights; and the largest weight,
@@ -76,11 +77,30 @@ def query_operand(q, slot, s_layout: gl.constexpr, config):
 
 
 @gluon.jit
-def start_scores(query, k, slot, zeros):
+def start_scores(query, rings, slot, zeros):
     """Starts `s = q kᵀ` `[M, N]`."""
+    k = rings.k
     s = warpgroup_mma(query.main, k.main_operand(slot).permute([1, 0]), zeros, use_acc=False, is_async=True)
     if k.TAIL > 0:
         s = warpgroup_mma(query.tail, k.tail_operand(slot).permute([1, 0]), s, is_async=True)
+    if rings.k_tail is not None:
+        rings.k_tail.acquire(slot)
+        s = warpgroup_mma(query.tail, rings.k_tail.main_operand(slot).permute([1, 0]), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def wait_scores(scores, rings, slot, AFTER: gl.constexpr):
+    """Waits for scores, with `AFTER` products in flight that were started after them. Keys are released as soon as
+    they have been multiplied: where a tail has a ring of its own, the first chunk before it."""
+    if rings.k_tail is not None:
+        wait_products(AFTER + 1)
+        rings.k.release(slot)
+    s = warpgroup_mma_wait(AFTER, [scores])
+    if rings.k_tail is not None:
+        rings.k_tail.release(slot)
+    else:
+        rings.k.release(slot)
     return s
 
 

@@ -25,16 +25,22 @@ from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     choose_config,
     column_chunks,
+    function_bytes,
     out_places,
     query_places,
     table_bytes,
+    value_chunks,
+    value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
+from flashtile.ops.attention.hopper.score_functions import function_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import Layout, SideShape, Table, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers, compile_backward_too
+from flashtile.ops.attention.triton.score_functions import captured_parameters
 from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
 
 __all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
@@ -80,8 +86,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
+    if spec.score_program is not None and plan.kernel.is_new:
+        compile_backward_too(plan.kernel, q, k, v, side, spec)
     side = with_aligned_lists(side)
-    return _launch(plan, q.data_ptr(), k.data_ptr(), v.data_ptr(), side_pointers(side))
+    addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    return _launch(plan, *addresses, side_pointers(side), captured_pointers(side))
 
 
 def prepare_forward(
@@ -99,11 +108,13 @@ def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
     return _plan(q.dtype, q.device, shapes, strides, side.max_seqlen_q, side_shape(side), spec)
 
 
-def _launch(plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE) -> tuple[Tensor, Tensor]:
+def _launch(
+    plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
+) -> tuple[Tensor, Tensor]:
     """Enqueues the kernel, from addresses. Returns (out, lse)."""
     out, lse = plan.allocate()
     counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else None
-    plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side)
+    plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side, *captured)
     return out, lse
 
 
@@ -157,12 +168,13 @@ def _plan(
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
-        table_bytes(side.bias, side.mask),
+        table_bytes(side.bias, side.mask) + function_bytes(spec.score_program),
     )  # fmt: skip
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
-    lines = heads if packed else batch * heads
+    parts = value_parts(head_dim_v)
+    lines = parts * (heads if packed else batch * heads)
     check_programs("q", tiles * lines)
     programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
@@ -176,12 +188,13 @@ def _plan(
         Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
     )
     bounded = packed or side.key_lengths_dtype is not None
-    boxes = _boxes(config, column_chunks(head_dim, dtype), column_chunks(head_dim_v), packed, bounded)
+    boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
     whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
     whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
     covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
     covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
     described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
+    read = captured_parameters(side.captured)
     dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
     parameters = {
         **{
@@ -193,6 +206,7 @@ def _plan(
         "counter_ptr": pointer_to(torch.int32, 16),
         "problem": Problem(
             side=described.pointers,
+            captured=read["captured"],
             batch=int32(batch),
             heads=int32(heads),
             group=int32(heads // heads_kv),
@@ -206,6 +220,7 @@ def _plan(
             numbers=described.numbers,
             k_rows_apart=int32(None if packed or not bounded else row_strides(shapes[1], strides[1])[1]),
             v_rows_apart=int32(None if packed or not bounded else row_strides(shapes[2], strides[2])[1]),
+            captured_sizes=read["captured_sizes"],
         ),
         "constants": described.constants,
     }
@@ -223,7 +238,9 @@ def _plan(
         "TOP_LEFT": spec.banded and spec.top_left,
         # What is larger than keys and values is read by those that run at the same time.
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
+        "VALUE_PARTS": parts,
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
+        "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program),
     }
     kernel = make_plan(
         attention_forward_kernel, parameters, constants, programs, device, num_warps=4,

@@ -14,10 +14,12 @@ INT32, FLOAT32 = Parameter("i32"), Parameter("fp32")
 
 
 def score_units(spec: AttentionSpec) -> ScoreUnits:
-    capped = spec.softcap > 0
+    capped, changed = spec.softcap > 0, spec.score_program is not None
+    scale = spec.softcap if capped else spec.scale
     return ScoreUnits(
-        float32((spec.softcap if capped else spec.scale) * LOG2_E),
+        float32(LOG2_E if changed else scale * LOG2_E),
         float32(spec.scale / spec.softcap if capped else None),
+        float32(scale if changed else None),
     )
 
 

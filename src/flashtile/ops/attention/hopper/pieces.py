@@ -112,20 +112,21 @@ class Ring:
         mbarrier.wait(self.empty.index(slot.place), slot.phase ^ 1)
 
     @gluon.jit
-    def load(self, slot, descriptors, rows, row, PACKED: gl.constexpr):
-        """Producer: starts the load of the rows of a head from `row` on into a slot that is free."""
+    def load(self, slot, descriptors, rows, row, PACKED: gl.constexpr, column=0):
+        """Producer: starts the load of the rows of a head from `row` on, and their columns from `column` on, into a
+        slot that is free."""
         full = self.full.index(slot.place)
         mbarrier.expect(full, self.tiles.dtype.primitive_bitwidth // 8 * self.ROWS * (self.WIDTH + self.TAIL))
-        tma_load(descriptors.main, coordinates(rows, row, 0, PACKED), full, self.tiles.index(slot.place))
+        tma_load(descriptors.main, coordinates(rows, row, column, PACKED), full, self.tiles.index(slot.place))
         if self.TAIL > 0:
-            tail = coordinates(rows, row, self.WIDTH, PACKED)
+            tail = coordinates(rows, row, column + self.WIDTH, PACKED)
             tma_load(descriptors.tail, tail, full, self.tail.index(slot.place))
 
     @gluon.jit
-    def fill(self, slot, descriptors, rows, row, PACKED: gl.constexpr):
+    def fill(self, slot, descriptors, rows, row, PACKED: gl.constexpr, column=0):
         """Producer: waits until the slot is free, and starts the load."""
         self.wait_empty(slot)
-        self.load(slot, descriptors, rows, row, PACKED)
+        self.load(slot, descriptors, rows, row, PACKED, column)
 
     @gluon.jit
     def acquire(self, slot):
@@ -236,8 +237,8 @@ def matrix(tile, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def coordinates(rows, row, COLUMN: gl.constexpr, PACKED: gl.constexpr):
-    """Where TMA finds row `row` of a head of a sequence (`HeadRows`).
+def coordinates(rows, row, column, PACKED: gl.constexpr):
+    """Where TMA finds row `row` of a head of a sequence (`HeadRows`), from `column` on.
 
     Dense tensors have the dimensions (batch, row, head, column). A packed tensor is described with rows three times
     (`packed_layout`): the third counts so that it ends with the sequence, the second makes up for it, and the first
@@ -245,9 +246,9 @@ def coordinates(rows, row, COLUMN: gl.constexpr, PACKED: gl.constexpr):
     is read as zero and never written.
     """
     if PACKED:
-        place = (PACKED_ROWS, rows.begin + rows.length, PACKED_ROWS - rows.length + row, rows.head, COLUMN)
+        place = (PACKED_ROWS, rows.begin + rows.length, PACKED_ROWS - rows.length + row, rows.head, column)
     else:
-        place = (rows.sequence, row, rows.head, COLUMN)
+        place = (rows.sequence, row, rows.head, column)
     return place
 
 
@@ -578,6 +579,18 @@ def pin_before_wait(sums):
         is_pure=False,
         pack=4,
     )
+
+
+@gluon.jit
+def wait_products(IN_FLIGHT: gl.constexpr):
+    """Waits until so many products are in flight, and takes no result: the sums of those that are complete may be those
+    that others still add to."""
+    gl.inline_asm_elementwise(_wait_products(IN_FLIGHT), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.constexpr_function
+def _wait_products(in_flight):
+    return f"wgmma.wait_group.sync.aligned {in_flight}; mov.b32 $0, 0;"
 
 
 @gluon.jit

@@ -12,10 +12,13 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class ScoreUnits(NamedTuple):
-    """`scale_log2`: the factor that is left to the exponential. `cap_scale`: scale / softcap; None without a cap."""
+    """`scale_log2`: the factor that is left to the exponential. `cap_scale`: scale / softcap; None without a cap.
+    `function_scale`: the factor that makes scores of products, or of their tanh, for a score function, behind which
+    they need no other than `log2(e)`; None without a function."""
 
     scale_log2: Any
     cap_scale: Any
+    function_scale: Any
 
 
 @gluon.jit

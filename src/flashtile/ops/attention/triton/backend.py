@@ -10,7 +10,7 @@ from flashtile.ops.attention.triton.configs import (
     Kernel,
     choose_tiles,
     dot_precision,
-    is_long,
+    length_of,
     shared_memory,
     situation_of,
 )
@@ -48,9 +48,9 @@ def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [
         *tile_reads(call.spec.score_program)
     ]
-    long = is_long(side.max_seqlen_q, side.max_seqlen_k)
+    length = length_of(side.max_seqlen_q, side.max_seqlen_k)
     precision = dot_precision(call.dtype, call.device, torch.backends.cuda.matmul.allow_tf32)
-    situation = situation_of(call.dtype, call.head_dims, call.spec, long, tables, precision)
+    situation = situation_of(call.dtype, call.head_dims, call.spec, length, tables, precision)
     tiles = choose_tiles(name, call.device, situation)
     memory = shared_memory(name, tiles, situation)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""

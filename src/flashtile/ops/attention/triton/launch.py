@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import allocator, empty
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import Plan, compile_together, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
@@ -18,7 +18,8 @@ from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
-_NOTHING = (pointer(None),)
+#: What a launch is given for captured tensors where there are none.
+NO_CAPTURED = (pointer(None),)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -31,9 +32,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
+        if spec.score_program is not None and plan.kernel.is_new:
+            compile_backward_too(plan.kernel, q, k, v, side, spec)
         max_scores = results[2] if spec.returns_max_scores else None
         tensors = map(pointer, (q, k, v, *results[:2], max_scores))
-        plan.kernel.launch(*tensors, *side_pointers(side), *_captured_pointers(side))
+        plan.kernel.launch(*tensors, *side_pointers(side), *captured_pointers(side))
     return results
 
 
@@ -49,16 +52,17 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the dq kernel, then the dk/dv kernel, and that of the bias where its gradient is wanted. Deterministic."""
+    """Runs the dq kernel, then the dk/dv kernel where that one has not written these, and that of the bias where its
+    gradient is wanted. Deterministic."""
     sign = 1
     hides_rows = may_hide_rows(q, k, side, spec)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     sums = _captured_sums(side, wanted)
-    dq, statistics, slope_sums, dout = backward_queries(
+    dq, statistics, slope_sums, dout, keys = backward_queries(
         dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows, sums
     )
-    dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
+    dk, dv = keys or backward_keys(dout, q, k, v, statistics, side, spec)
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
     dalibi_slopes = None if slope_sums is None else _slope_gradient(slope_sums, side)
     dsinks = None
@@ -66,6 +70,19 @@ def backward(
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
+
+
+def compile_backward_too(forward: Plan, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> None:
+    """Has the kernels of a backward compiled beside that of a forward, where tensors want gradients: kernels of a new
+    score function are on no disk. The gradient of out is taken to be contiguous, and lse to have none."""
+    summed = tuple(tensor.requires_grad for tensor in side.captured)
+    if q.requires_grad or k.requires_grad or v.requires_grad or any(summed):
+        spec, hides_rows = spec._replace(returns_max_scores=False), may_hide_rows(q, k, side, spec)
+        learns_slopes = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
+        summed = summed if any(summed) else ()
+        dout = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        queries = plan_for("dq", q, k, v, dout, side, spec, False, learns_slopes, hides_rows, summed)
+        compile_together(forward, [queries.kernel, plan_for("dkdv", q, k, v, dout, side, spec).kernel])
 
 
 def prepare_forward(
@@ -93,19 +110,22 @@ def prepare_backward(
     if not _preparable(q, spec) or may_hide_rows(q, k, side, spec):
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
-    keys = plan_for("dkdv", q, k, v, dout, side, spec)
-    allocate = allocator((*queries.outputs, *keys.outputs), q.device)
+    keys = None if queries.sums_keys else plan_for("dkdv", q, k, v, dout, side, spec)
+    allocate = allocator((*queries.outputs, *(keys.outputs if keys else ())), q.device)
+    shares = keys.shares if keys else queries.shares
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
         dq, statistics, dk, dv = allocate()
-        of_statistics = statistics.data_ptr()
-        queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, dq.data_ptr(), 0, 0, *NO_SIDE, 0, 0)
-        keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *NO_SIDE, 0)
-        if keys.shares > 1:
-            dk, dv = sum_of_shares(dk, keys.shares), sum_of_shares(dv, keys.shares)
-        return dq, dk, dv
+        of_statistics, of_keys = statistics.data_ptr(), (dk.data_ptr(), dv.data_ptr())
+        by_queries = (0, 0) if keys else of_keys
+        queries.kernel.launch(
+            q, k, v, out, dout, lse, dlse, of_statistics, 0, 0, dq.data_ptr(), *by_queries, *NO_SIDE, 0, 0
+        )
+        if keys:
+            keys.kernel.launch(q, k, v, dout, of_statistics, *of_keys, *NO_SIDE, 0)
+        return dq, *_whole_heads(dk, dv, shares)
 
-    return run if queries.kernel.programs and keys.kernel.programs else None
+    return run if queries.kernel.programs and (keys is None or keys.kernel.programs) else None
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
@@ -138,19 +158,20 @@ def backward_queries(
     sums_slopes: bool = False,
     hides_rows: bool = False,
     captured_sums: Sequence[Tensor | None] = (),
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
     """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, with `sums_slopes`
-    what each row adds to the gradient of its slope, in the shape of lse, and the dout that the other kernels read: with
-    `hides_rows` a contiguous copy with zeros in rows that see no key."""
+    what each row adds to the gradient of its slope, in the shape of lse, the dout that the other kernels read: with
+    `hides_rows` a contiguous copy with zeros in rows that see no key; and (dk, dv) where it has written them."""
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     summed = tuple(total is not None for total in captured_sums)
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
     dq, statistics, *copies = _outputs(plan, q.device)
-    quiet = copies[0] if hides_rows else None
+    quiet = copies.pop(0) if hides_rows else None
+    dk, dv = copies if plan.sums_keys else (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
-        tensors = (q, k, v, out, dout, lse, dlse, statistics, dq, slope_sums, quiet)
-        pointers = (*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
+        tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq, dk, dv)
+        pointers = (*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
         if plan.waves:
             waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
             for start in waves.starts:
@@ -158,7 +179,10 @@ def backward_queries(
             waves.finish(captured_sums)
         else:
             plan.kernel.launch(*pointers, *map(pointer, captured_sums or (None,)))
-    return dq, statistics, slope_sums, dout if quiet is None else quiet
+    keys = None
+    if dk is not None and dv is not None:
+        keys = _whole_heads(dk, dv, plan.shares)
+    return dq, statistics, slope_sums, dout if quiet is None else quiet, keys
 
 
 def backward_keys(
@@ -175,10 +199,13 @@ def backward_keys(
     dk, dv = _outputs(plan, q.device)
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
-        plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
-    if plan.shares > 1:
-        dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
-    return dk, dv
+        plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
+    return _whole_heads(dk, dv, plan.shares)
+
+
+def _whole_heads(dk: Tensor, dv: Tensor, shares: int) -> tuple[Tensor, Tensor]:
+    """Sums of the parts in which dk and dv are."""
+    return (sum_of_shares(dk, shares), sum_of_shares(dv, shares)) if shares > 1 else (dk, dv)
 
 
 def backward_bias(
@@ -197,7 +224,7 @@ def backward_bias(
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
-    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *_captured_pointers(side))
+    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
@@ -234,10 +261,10 @@ def _captured_sums(side: SideInputs, wanted: Wanted) -> list[Tensor | None]:
     ]
 
 
-def _captured_pointers(side: SideInputs) -> tuple:
+def captured_pointers(side: SideInputs) -> tuple:
     """Of the tensors that the score function reads; something in their place where there are none."""
     if not side.captured:
-        return _NOTHING
+        return NO_CAPTURED
     return tuple(
         pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
     )

@@ -28,20 +28,26 @@ from flashtile.ops.attention.plans import (
 )
 from flashtile.ops.attention.side_parameters import dropout_numbers, side_parameters, stored, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
-from flashtile.ops.attention.triton.backward import Results, attention_dkdv_kernel, attention_dq_kernel
+from flashtile.ops.attention.triton.backward import (
+    KeyGradients,
+    RowTensors,
+    attention_dkdv_kernel,
+    attention_dq_kernel,
+)
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
 from flashtile.ops.attention.triton.bias_work import BiasWork, cut_work
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
     Kernel,
+    Length,
     Situation,
     TileConfig,
     choose_tiles,
     dot_precision,
     drops_bounds,
     drops_masks,
-    is_long,
+    length_of,
     situation_of,
     tile_widths,
 )
@@ -63,7 +69,7 @@ _KERNELS = {
 #: The tensors of each kernel that have strides, in the order of its parameters.
 _STRIDED = {
     "forward": ("q", "k", "v", "out"),
-    "dq": ("q", "k", "v", "out", "dout", "dq"),
+    "dq": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
     "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
     "dbias": ("q", "k", "v", "dout"),
     "column_sums": ("q", "k"),
@@ -75,6 +81,7 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         shares: dk and dv are in so many parts.
+        sums_keys: the dq kernel writes dk and dv too.
         waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
             one launch.
     """
@@ -82,6 +89,7 @@ class AttentionPlan(NamedTuple):
     kernel: Plan
     outputs: tuple[Layout, ...]
     shares: int = 1
+    sums_keys: bool = False
     waves: int = 0
 
 
@@ -93,6 +101,7 @@ class _Facts(NamedTuple):
         situation, facts: what tiles are chosen by.
         work: how the gradient of a bias is cut.
         shares: dk and dv are in so many parts.
+        sums_keys: the dq kernel writes dk and dv too.
         covered: tiles divide the call, so that none ends past a bias or a mask.
         whole: the tiles that move divide their sequence, whose length is known.
     """
@@ -107,6 +116,7 @@ class _Facts(NamedTuple):
     tiles: TileConfig
     work: BiasWork
     shares: int
+    sums_keys: bool
     covered: bool
     whole: bool
 
@@ -136,7 +146,7 @@ def plan_for(
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride(), dout_stride),
         addresses & 15,
-        is_long(side.max_seqlen_q, side.max_seqlen_k),
+        length_of(side.max_seqlen_q, side.max_seqlen_k),
         side_shape(side),
         spec,
         has_dlse,
@@ -155,7 +165,7 @@ def _plan(
     shapes: tuple[tuple[int, ...], ...],
     strides: tuple[tuple[int, ...] | None, ...],
     misalignment: int,
-    long: bool,
+    length: Length,
     side: SideShape,
     spec: AttentionSpec,
     has_dlse: bool,
@@ -174,7 +184,7 @@ def _plan(
     facts = device_facts(device)
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_reads(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)
-    situation = situation_of(dtype, (head_dim, head_dim_v), spec, long, tables, precision)
+    situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, tables, precision)
     tiles = choose_tiles(kernel, facts, situation)
     work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
@@ -184,7 +194,9 @@ def _plan(
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
+    sums_keys = kernel == "dq" and programs > 0 and _sums_keys(situation, rows_q, rows_k, tiles, packed)
+    written_heads = heads if sums_keys else heads_kv * shares
+    parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, shapes, parts, strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
     # With a block mask whole tiles of the mask are walked through, even past the end of the sequence.
@@ -195,9 +207,9 @@ def _plan(
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
     outputs = _output_layouts(
-        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, spec.returns_max_scores
+        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, sums_keys, spec.returns_max_scores
     )
-    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, covered, whole)
+    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, sums_keys, covered, whole)
     in_waves = spec.deterministic and any(summed)
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, summed, in_waves),
@@ -217,7 +229,16 @@ def _plan(
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
     plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
-    return AttentionPlan(plan, outputs, shares, waves)
+    return AttentionPlan(plan, outputs, written_heads // heads_kv, sums_keys, waves)
+
+
+def _sums_keys(situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool) -> bool:
+    """Whether one tile holds all queries of a sequence and one all keys, so that the dq kernel computes dk and dv too:
+    five products instead of seven, and each tensor read once. Packed sequences may have keys and no queries; then
+    nobody would write dk and dv."""
+    one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and not tiles.chunk
+    short = situation.length == "short" and not packed
+    return one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None
 
 
 def _tensors(
@@ -237,12 +258,19 @@ def _tensors(
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": out,
         "lse_ptr": statistics,
-        "results": Results(out=out, dout=tensor, lse=statistics, dlse=dlse),
+        "rows": RowTensors(
+            out=out,
+            dout=tensor,
+            lse=statistics,
+            dlse=dlse,
+            statistics=pointer_to(torch.float32, 16),
+            slope_sums=pointer_to(torch.float32 if sums_slopes else None),
+            quiet=pointer_to(dtype if hides_rows else None, 16),
+        ),
+        "key_gradients": KeyGradients(*(tensor if call.sums_keys else pointer_to(None),) * 2),
         "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),
         "statistics_ptr": pointer_to(torch.float32, 16),
         "sums_ptr": pointer_to(outputs[0].dtype if call.kernel == "dbias" else torch.float32, 16),
-        "slope_sums_ptr": pointer_to(torch.float32 if sums_slopes else None),
-        "quiet_ptr": pointer_to(dtype if hides_rows else None, 16),
     }
 
 
@@ -330,17 +358,24 @@ def _entries(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> i
 
 def _output_layouts(
     kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int,
-    hides_rows: bool, max_scores: bool,
+    hides_rows: bool, sums_keys: bool, max_scores: bool,
 ) -> tuple[Layout, ...]:  # fmt: skip
     """What the kernel writes: (out, lse), with `max_scores` also those; (dq, statistics), with `hides_rows` also dout
-    for the others; (dk, dv), in the shapes of k and v that are given; or the parts of the bias's gradient."""
+    for the others and with `sums_keys` dk and dv; (dk, dv), in the shapes of k and v that are given; or the parts of
+    the bias's gradient."""
     q_shape, k_shape, v_shape = shapes
     *sequences, rows, heads, _ = q_shape
     out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
+    keys = (k_shape, dtype), (v_shape, dtype)
     outputs = {
         "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * (2 if max_scores else 1)),
-        "dq": ((q_shape, dtype), ((*lse_shape, 4), torch.float32), *(((out_shape, dtype),) if hides_rows else ())),
-        "dkdv": ((k_shape, dtype), (v_shape, dtype)),
+        "dq": (
+            (q_shape, dtype),
+            ((*lse_shape, 4), torch.float32),
+            *(((out_shape, dtype),) if hides_rows else ()),
+            *(keys if sums_keys else ()),
+        ),
+        "dkdv": keys,
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
         "dbias": (((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32),),
     }

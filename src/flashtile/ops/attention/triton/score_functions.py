@@ -6,6 +6,7 @@ import functools
 import hashlib
 import linecache
 from collections import namedtuple
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,42 +16,53 @@ import triton.language as tl
 from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
 from flashtile.ops.attention.plans import CapturedShape
 from flashtile.ops.attention.triton.ordered_sums import add_in_order
-from flashtile.ops.attention.triton.score_source import derivative_source, function_source
+from flashtile.ops.attention.triton.score_source import SINE_SOURCE, derivative_source, function_source
 from flashtile.ops.common.triton.functions import tanh
+
+
+def compiled(source: str, jit: Callable[..., Any], names: Mapping[str, Any]) -> Any:
+    """A function of a name of its own, because Triton tells functions that are constants apart by their names. `names`:
+    what its source uses, such as the language."""
+    source = source.strip()
+    name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    source = f"@jit\ndef {name}{source[source.index('(') :]}"
+    filename = f"<flashtile {name}>"
+    # Triton and tracebacks read it there; without a time of change it stays.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = {**names, "jit": jit, "__name__": __name__}
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace[name]
+
+
+@triton.jit
+def _constant(value: tl.constexpr, dtype: tl.constexpr):
+    return tl.full((1, 1), value, dtype)
+
+
+#: What the source of functions uses.
+_NAMES = {
+    "tl": tl,
+    "constant": _constant,
+    "hyperbolic_tangent": tanh,
+    "sine": compiled(SINE_SOURCE, triton.jit, {"tl": tl}),
+    "add_in_order": add_in_order,
+}
 
 
 @functools.lru_cache(maxsize=1024)
 def function_of(text: str) -> Any:
     """The `@triton.jit` function of a program: see `score_source.function_source`."""
-    return _compiled(function_source(text))
+    return compiled(function_source(text), triton.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)
 def derivative_of(text: str, summed: tuple[bool, ...] = (), in_order: bool = False) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
-    return _compiled(derivative_source(text, summed, in_order))
-
-
-def _compiled(source: str) -> Any:
-    """A function of a name of its own, because Triton tells functions that are constants apart by their names."""
-    name = f"{source[4 : source.index('(')]}_{hashlib.sha256(source.encode()).hexdigest()[:12]}"
-    source = f"@triton.jit\ndef {name}{source[source.index('(') :]}"
-    filename = f"<flashtile {name}>"
-    # Triton and tracebacks read it there; without a time of change it stays.
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    namespace = {
-        "triton": triton,
-        "tl": tl,
-        "hyperbolic_tangent": tanh,
-        "add_in_order": add_in_order,
-        "__name__": __name__,
-    }
-    exec(compile(source, filename, "exec"), namespace)
-    return namespace[name]
+    return compiled(derivative_source(text, summed, in_order), triton.jit, _NAMES)
 
 
 def captured_parameters(
-    captured: tuple[CapturedShape, ...], summed: tuple[bool, ...], in_waves: bool = False
+    captured: tuple[CapturedShape, ...], summed: tuple[bool, ...] = (), in_waves: bool = False
 ) -> dict[str, Any]:
     """The kernels' parameters for what a score function reads: NamedTuples `captured` of addresses, `captured_sizes`,
     and `captured_sums` of the addresses where gradients are added up, and with `in_waves` of the place of the wave.

@@ -1,0 +1,35 @@
+"""Score functions as Gluon functions, from the source that the portable kernels have of them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from flashtile._backends.gluon import gl, gluon
+from flashtile.ops.attention.triton.score_functions import compiled
+from flashtile.ops.attention.triton.score_source import SINE_SOURCE, function_source
+
+
+@gluon.jit
+def _constant(value, dtype: gl.constexpr):
+    return gl.to_tensor(value).to(dtype)
+
+
+@gluon.jit
+def _hyperbolic_tangent(x, PRECISE: gl.constexpr):
+    """To a few units of 2⁻²⁴; scores are of 16-bit products."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.8853900817779268))
+
+
+_NAMES = {
+    "tl": gl,
+    "constant": _constant,
+    "hyperbolic_tangent": _hyperbolic_tangent,
+    "sine": compiled(SINE_SOURCE, gluon.jit, {"tl": gl}),
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def function_of(text: str) -> Any:
+    """The `@gluon.jit` function of a program: see `score_source.function_source`."""
+    return compiled(function_source(text), gluon.jit, _NAMES)
