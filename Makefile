@@ -21,22 +21,23 @@ run: $(STAMP) ## train a small model on flashtile and on plain attention, compar
 	@echo "==> flashtile demo"
 	@$(BIN)/flashtile demo
 
-# Both halves of a part: the ordinary tests, then Triton's kernels in its interpreter, which needs a process of its own.
-run_part = @status=0; \
-	echo "==> tests on the CPU: the $(1) part"; \
-	$(BIN)/python -m pytest -n $(WORKERS) --part $(1) $(2) -m "not ($(DEVICE_MARKS) or interpreter)" || status=1; \
-	echo "==> Triton kernels in the interpreter: the $(1) part"; \
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) --part $(1) -m interpreter || status=1; \
+# Both halves of the tests: the ordinary ones, then Triton's kernels in its interpreter, which needs a process of its own.
+# $(1): what they are called; $(2): options of both halves; $(3): of the first.
+run_tests = @status=0; \
+	echo "==> tests on the CPU: $(1)"; \
+	$(BIN)/python -m pytest -n $(WORKERS) $(2) $(3) -m "not ($(DEVICE_MARKS) or interpreter)" || status=1; \
+	echo "==> Triton kernels in the interpreter: $(1)"; \
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) $(2) -m interpreter || status=1; \
 	exit $$status
 
 test: $(STAMP) ## the quick tests, without a GPU: one case of each, every public function and kernel (4 minutes on two cores)
-	$(call run_part,quick,--complete)
+	$(call run_tests,the quick part,--part quick,--complete)
 
 test-rest: $(STAMP) ## the tests that `make test` leaves out
-	$(call run_part,rest)
+	$(call run_tests,the rest,--part rest)
 
-test-all: $(STAMP) ## all tests that need no GPU: `make test`, then `make test-rest`
-	@status=0; $(MAKE) test || status=1; $(MAKE) test-rest || status=1; exit $$status
+test-all: $(STAMP) ## all tests that need no GPU: those of `make test` and of `make test-rest`
+	$(call run_tests,all of them,,--complete)
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	@$(BIN)/python -m pytest -m "$(DEVICE_MARKS)"

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
+from covering import covering
 from flashtile.testing import AttentionCase, with_arguments
 
 BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
@@ -93,6 +94,31 @@ def _pairs() -> dict[str, AttentionCase]:
 
 
 PAIRS = _pairs()
+
+
+def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
+    """Every pair of features in fewer cases than `PAIRS` (`covering`), for tests that take long. Features alone, and
+    what `PAIRS` has besides pairs, are here too.
+
+    Args:
+        apart: two features that no case has together.
+    """
+
+    def compatible(first: str, second: str) -> bool:
+        return first.split()[0] != second.split()[0] and {first, second} != set(apart or ())
+
+    cases = {name: case for name, case in PAIRS.items() if "+" not in name}
+    if apart:
+        cases = {name: case for name, case in cases.items() if not all(word in name for word in apart)}
+    for names in covering([name for name in _FEATURES if name not in _UNPAIRED], compatible):
+        case = BASE
+        for name in names:
+            case = _FEATURES[name](case)
+        cases["+".join(names)] = case
+    return cases
+
+
+COMBINED = combined()
 
 
 def _score_mod_pairs() -> dict[str, AttentionCase]:

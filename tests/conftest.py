@@ -52,6 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for others in parts.values() for item in others])
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A run of the interpreted tests alone reads only the files that have some: the others take longer to read."""
+    if config.option.markexpr != "interpreter" or collection_path.suffix != ".py":
+        return None
+    return True if "mark.interpreter" not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Thousands of tests are objects that live to the end, so the garbage collector need not look at them."""

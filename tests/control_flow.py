@@ -52,11 +52,8 @@ class Instruction(NamedTuple):
     guard: str | None
     operation: str
     operands: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The operation without what qualifies it: "UIADD3" of "UIADD3.64"."""
-        return self.operation.partition(".")[0]
+    #: The operation without what qualifies it: "UIADD3" of "UIADD3.64".
+    name: str
 
 
 class Listing(NamedTuple):
@@ -96,11 +93,12 @@ def parse(listing: str) -> Listing:
     return Listing(instructions, blocks, following, called)
 
 
+@functools.lru_cache(maxsize=2**14)
 def _instruction(text: str) -> Instruction:
     guard = _GUARD.match(text)
     operation, _, operands = (text[guard.end() :] if guard else text).partition(" ")
     places = tuple(operand.strip().removesuffix(".reuse") for operand in operands.split(","))
-    return Instruction(text, guard[1] if guard else None, operation, places)
+    return Instruction(text, guard[1] if guard else None, operation, places, operation.partition(".")[0])
 
 
 def _leaps(instruction: Instruction) -> bool:
@@ -139,6 +137,7 @@ _READING = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=2**14)
 def _effect(instruction: Instruction) -> tuple[set[int], set[int]]:
     """The uniform registers that an instruction reads and writes."""
     operands = [operand for operand in instruction.operands if not _PREDICATE.match(operand)]
@@ -292,9 +291,10 @@ def _states(listing: Listing) -> dict[int, dict[str, Range]]:
     instructions, blocks = listing.instructions, listing.blocks
     states: dict[int, dict[str, Range]] = {0: {}}
     changes = dict.fromkeys(blocks, 0)
-    waiting = [0]
+    waiting = {0}
     while waiting:
-        begin = waiting.pop()
+        begin = min(waiting)  # in the order of the listing, so that few blocks are met again
+        waiting.remove(begin)
         state = dict(states[begin])
         for instruction in instructions[begin : blocks[begin]]:
             _execute(instruction, state)
@@ -314,7 +314,7 @@ def _states(listing: Listing) -> dict[int, dict[str, Range]]:
                 if changes[target] > _PATIENCE:
                     both = {name: value for name, value in both.items() if value == before[name]}
             states[target] = both
-            waiting.append(target)
+            waiting.add(target)
     return states
 
 
@@ -343,8 +343,8 @@ def _exchanges_by_name(instructions: list[Instruction], blocks: dict[int, int]) 
                 steps.clear()
             if len(steps) == 3:
                 for step, _, _ in steps:
-                    result[step] = Instruction("NOP", None, "NOP", ())
-                result[number] = Instruction(instruction.text, None, "EXCHANGE", (target, other))
+                    result[step] = Instruction("NOP", None, "NOP", (), "NOP")
+                result[number] = Instruction(instruction.text, None, "EXCHANGE", (target, other), "EXCHANGE")
                 steps.clear()
     return result
 
@@ -371,6 +371,7 @@ def _execute(instruction: Instruction, state: dict[str, Range]) -> None:
 _SEVERAL = {"CS2R": 2, "HMMA": 4, "IMMA": 4, "LDSM": 4, "DMMA": 4, "DADD": 2, "DMUL": 2, "DFMA": 2, "LDTM": 128}
 
 
+@functools.lru_cache(maxsize=2**14)
 def _overwritten(instruction: Instruction) -> list[str]:
     """Registers that an instruction may write whose effect on values is not followed: rather too many than too few."""
     names = []

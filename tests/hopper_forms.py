@@ -327,3 +327,45 @@ BACKWARD_FEATURE_FORMS = {
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).
 SERIALISED = {"192x128-blocks"}
+
+#: Forms that `tools/compile_versions.py` compiles and the tests do not: their row of the table is compiled in another
+#: form, and so is each thing that changes their machine code. A test holds this.
+REPEATS = {
+    # A band, which adds the same code to each row. Narrow and wide heads are compiled with it.
+    *("64-short-causal", "64-short-packed", "64-short-window", "128-causal"),
+    *("192x128-causal", "192x128-window", "192x128-packed", "192-causal", "192-window", "256-causal", "256-packed"),
+    *("64-window", "64-long-window", "192x128-long-window", "64-short-full", "256x192-full", "fp8-128-causal"),
+    # Changes of scores, tables, lengths and dropout: compiled for other heads, the widest among them.
+    *("64-packed-scores", "128-full-scores", "128-packed-scores", "192x128-full-scores", "256-full-scores"),
+    *(f"{head}-key-lengths" for head in ("64", "128", "192x128", "192", "256")),
+    *(f"{head}-padding-mask" for head in ("64", "128", "192x128", "192", "256")),
+    *(
+        "64-mask",
+        "128-mask",
+        "192x128-mask",
+        "192-mask",
+        "256-mask",
+        "64-bias",
+        "192x128-bias",
+        "192-bias",
+        "192x128-dropout",
+    ),
+    # Whole blocks for other heads; 8-bit operands with a window, which the widest heads have.
+    *("64-whole-blocks", "256-causal-whole-blocks", "fp8-64-window", "fp8-64-short"),
+}
+
+#: The same for forms of the backward.
+BACKWARD_REPEATS = {
+    # A band, the order of dq's sums or of walks: compiled for other heads, or together.
+    *("64-window", "64-turns", "64-uncut-ordered", "128-long", "128-long-ordered", "128-ordered", "128-window-rotated"),
+    *("256-window-rotated", "192x128-window-rotated", "256-uncut", "256-uncut-ordered", "192x128-ordered"),
+    *("80-uncut", "96-uncut", "96-packed-window-ordered", "128-window", "64-uncut", "128-uncut-ordered", "64-ordered"),
+    *("64-window-rotated", "256-blocks", "160", "128-long-grouped-ordered", "256-meets"),
+    # float16: compiled where two loops or walks that turn need the most registers.
+    *("128-window-rotated-fp16", "128-uncut-fp16", "128-fp16", "128-key-lengths-fp16"),
+    # Changes of scores, tables, lengths and dropout.
+    *("64-alibi", "128-alibi", "256-alibi", "96-softcap", "128-softcap"),
+    *(f"{head}-key-lengths" for head in ("64", "128", "192x128", "256")),
+    *(f"{head}-padding-mask" for head in ("64", "128", "192x128", "256")),
+    *("64-mask", "128-mask", "192x128-mask", "256-mask", "192x128-bias", "192x128-dropout"),
+}

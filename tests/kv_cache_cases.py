@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from covering import covering
 from flashtile.testing import Size, assert_close
 
 
@@ -197,10 +198,16 @@ def changed(case: CacheCase, change: dict[str, Any]) -> CacheCase:
     return replace(case, **{**change, "arguments": arguments})
 
 
+def _compatible(first: str, second: str) -> bool:
+    """Rotation is of rows that are appended."""
+    kinds = {first.split()[0], second.split()[0]}
+    return len(kinds) == 2 and kinds != {"append", "rotary"}
+
+
 def _pairs() -> dict[str, CacheCase]:
     cases = {"plain": BASE} | {name: changed(BASE, change) for name, change in _FEATURES.items()}
     for (first, change), (second, other) in combinations(_FEATURES.items(), 2):
-        if first.split()[0] != second.split()[0] and {first.split()[0], second.split()[0]} != {"append", "rotary"}:
+        if _compatible(first, second):
             cases[f"{first}+{second}"] = changed(changed(BASE, change), other)
     cases["everything"] = BASE
     for name in ("rotary interleaved", "place paged", "left", "grouped", "head_dims", "band window", "softcap"):
@@ -211,6 +218,20 @@ def _pairs() -> dict[str, CacheCase]:
 
 
 PAIRS = _pairs()
+
+
+def _combined() -> dict[str, CacheCase]:
+    """Every pair of features in fewer cases, for tests that take long; features alone, and many of them, too."""
+    cases = {name: case for name, case in PAIRS.items() if "+" not in name}
+    for names in covering(list(_FEATURES), _compatible):
+        case = BASE
+        for name in names:
+            case = changed(case, _FEATURES[name])
+        cases["+".join(names)] = case
+    return cases
+
+
+COMBINED = _combined()
 
 #: Shapes and lengths at the edges.
 EDGES = {

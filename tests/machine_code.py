@@ -136,6 +136,48 @@ def differing(sources: Mapping[Case, Any]) -> list[Case]:
     return [case for case, _ in found]
 
 
+#: Architectures whose compilers have the same instructions as another's.
+_FAMILIES = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_80", "gfx950": "gfx942"}
+
+
+def family(arch: str) -> str:
+    """The architecture that stands for all that have the same instructions."""
+    return _FAMILIES.get(arch, arch)
+
+
+def once_for_each_family(sources: Mapping[Case, tuple[str, str, KernelSource]]) -> dict[Case, int]:
+    """The cases whose source no architecture of their family has before them, with the least on-chip memory that one of
+    those has which share the source. `sources`: the family, the architecture, and what is compiled."""
+    memory: dict[Case, int] = {}
+    firsts: list[tuple[str, KernelSource, Case]] = []
+    for case, (of, arch, source) in sources.items():
+        mine = KNOWN_DEVICES[arch].shared_memory
+        first = next((first for other, earlier, first in firsts if other == of and earlier == source), None)
+        if first is None:
+            firsts.append((of, source, case))
+            memory[case] = mine
+        else:
+            memory[first] = min(memory[first], mine)
+    return memory
+
+
+def with_news(sources: Mapping[Case, KernelSource]) -> list[Case]:
+    """The cases in which a parameter has a type or a value that it has in none before them (`described`)."""
+    known: set[tuple[str, str]] = set()
+    found = []
+    for case, source in sources.items():
+        mine = facts(source)
+        if not mine <= known:
+            found.append(case)
+            known |= mine
+    return found
+
+
+def facts(source: KernelSource) -> set[tuple[str, str]]:
+    """Each thing that decides a kernel's machine code: a parameter, and what `described` says of it."""
+    return {(name, repr(value)) for name, value in described(source).items()}
+
+
 def plan(kernel: Kernel, device: DeviceFacts, call: Call) -> triton_plan.AttentionPlan:
     """The plan of a call on `device`."""
     q_shape, k_shape, v_shape = shapes = _shapes(call)

@@ -44,9 +44,9 @@ FORWARD_MIXES = (
     | _prefixed("tf32", _calls([(64, 16), (16, 64)], _TF32))
     | _prefixed("fp32", _calls([(15, 31), (63, 15), (24, 129)], _FP32))
 )
-#: Mixes of dq and dk/dv, which keep all tiles of a step on chip together.
+#: Mixes of dq and dk/dv, which keep all tiles of a step on chip together: each width on either side.
 BACKWARD_MIXES = (
-    _calls([*permutations(_NARROW, 2), (15, 129), (129, 15), (255, 63)])
+    _calls([(15, 31), (31, 63), (63, 15), (15, 129), (129, 15), (255, 63)])
     | _prefixed("tf32", _calls([(63, 15)], _TF32))
     | _prefixed("fp32", _calls([(24, 40), (63, 15), (15, 129)], _FP32))
 )

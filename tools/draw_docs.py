@@ -369,7 +369,7 @@ def block_sparsity() -> Picture:
 
 
 def _masks() -> dict[str, BlockMask]:
-    """Every pattern of `flashtile.patterns`, of 24 or 25 tokens or blocks."""
+    """Every pattern of `flashtile.patterns`, of 24 to 27 tokens or blocks."""
     return {
         "causal": patterns.causal(24),
         "sliding_window": patterns.sliding_window(24, left=5, right=0),
@@ -382,6 +382,7 @@ def _masks() -> dict[str, BlockMask]:
         "strided": patterns.strided(24, 5),
         "fixed": patterns.fixed(24, 6, 2),
         "neighborhood, 5 × 5": patterns.neighborhood((5, 5), 3),
+        "neighborhood, 3 × 3 × 3": patterns.neighborhood((3, 3, 3), (2, 2, 2)),
         "neighborhood, dilated": patterns.neighborhood(24, 4, 3),
         "big_bird": patterns.big_bird(24 * 16, 16),
         "butterfly": patterns.butterfly(24 * 16, 16),

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import flashtile
-from attention_cases import BASE, EDGES, PAIRS, parameters
+from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention.cpu import tiles
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
@@ -52,7 +52,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_agrees_with_the_oracle(case: AttentionCase) -> None:
     check(case, "cpu")
 

@@ -26,7 +26,21 @@ from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.testing.cases import RelativeScore
-from machine_code import Call, compile_call, described, differing, plan, sass, serialises_products
+from machine_code import (
+    Call,
+    compile_call,
+    compile_source,
+    described,
+    differing,
+    family,
+    instructions,
+    once_for_each_family,
+    plan,
+    sass,
+    serialises_products,
+    spilled_bytes,
+    with_news,
+)
 from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
 
 _KERNELS = ("forward", "dq", "dkdv")
@@ -34,13 +48,19 @@ _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _DTYPES = {_FP16: "fp16", _BF16: "bf16", _FP32: "fp32"}
 
-#: Head sizes, one for each row of a table. 256 columns only where on-chip memory is small, so that rows shrink. One
-#: size for architectures that have the rows and the matrix instructions of sm_86.
+#: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
+_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
+
+#: Head sizes, one for each row of a table, in float16. 256 columns only where on-chip memory is small, so that rows
+#: shrink. One size for architectures that have the rows and the matrix instructions of sm_86. `test_tiles` computes for
+#: all rows whether they fit.
 _ROWS = (
     dict.fromkeys(devices.KNOWN_DEVICES, (64, 128, 512))
     | dict.fromkeys(("sm_75", "sm_86", "gfx1100"), (64, 128, 256, 512))
     | dict.fromkeys(("sm_89", "sm_120"), (128,))
 )
+#: The same in float32: each row on sm_80 and sm_90, and elsewhere the one that fills the most registers.
+_FP32_ROWS = {"sm_80": (64, 128, 256, 512), "sm_86": (128, 256), "sm_90": (64, 128, 256, 512)}
 
 #: One architecture of each kind of matrix instructions.
 _KINDS = ("sm_75", "sm_80", "sm_90", "gfx942", "gfx1100")
@@ -49,45 +69,65 @@ _KINDS = ("sm_75", "sm_80", "sm_90", "gfx942", "gfx1100")
 _ODD_HEADS = ((80, 80), (192, 128))
 
 
-def _matrix() -> list[Any]:
-    """The table rows in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel. A source
-    that all architectures share is compiled for one of each kind: float32 of 512 columns, and sums of columns."""
+class _Fit(NamedTuple):
+    arch: str
+    kernel: str
+    dtype: torch.dtype
+    heads: tuple[int, int]
+
+    @property
+    def source(self) -> KernelSource:
+        bias = _BIAS._replace(dtype=self.dtype) if self.kernel == "dbias" else None
+        call = Call(*self.heads, self.dtype, window_right=0, bias=bias)
+        return plan(self.kernel, devices.KNOWN_DEVICES[self.arch], call).kernel.source
+
+    @property
+    def family(self) -> str:
+        if self.dtype is _FP32 and self.arch.startswith("sm_") and self.arch != "sm_90":
+            return "cuda"  # no tensor cores
+        return family(self.arch)
+
+
+def _matrix() -> dict[_Fit, int]:
+    """What is compiled, and the on-chip memory that it must fit.
+
+    The rows of the tables in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel
+    where no other test compiles it. A source that architectures of one family share is compiled for the first of them,
+    and must fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
+    """
     cases = [
-        (arch, kernel, dtype, (width, width))
-        for arch, widths in _ROWS.items()
+        _Fit(arch, kernel, dtype, (width, width))
+        for arch in _ROWS
+        for dtype, widths in ((_FP16, _ROWS[arch]), (_FP32, _FP32_ROWS.get(arch, (128,))))
         for width in widths
-        for dtype in (_FP16, _FP32)
         for kernel in _KERNELS
-        if arch in _KINDS or (dtype, width) != (_FP32, 512)
+    ]
+    cases += [_Fit(arch, kernel, _BF16, (64, 64)) for arch in ("gfx942", "gfx1100") for kernel in _KERNELS]
+    cases += [_Fit("sm_80", kernel, _FP16, heads) for kernel in _KERNELS for heads in _ODD_HEADS]
+    cases += [
+        _Fit(arch, "dbias", dtype, (width, width))
+        for arch, dtype, widths in (
+            ("sm_80", _FP16, (64, 128, 256, 512)),
+            ("sm_80", _FP32, (128,)),
+            ("sm_90", _FP16, (128, 256)),
+            ("sm_90", _FP32, (64, 128, 256, 512)),
+            ("gfx942", _FP16, (128,)),
+            ("gfx942", _FP32, (128,)),
+        )
+        for width in widths
     ]
     cases += [
-        (arch, kernel, _BF16, (64, 64))
+        _Fit(arch, "column_sums", dtype, (width, width))
         for arch in _ROWS
-        for kernel in _KERNELS
-        if arch != "sm_75" and (arch in _KINDS or kernel == "dkdv")
+        for dtype, width in ((_FP16, 64), (_FP16, 128), (_FP16, 512), (_FP32, 128))
+        if (dtype, width) == (_FP16, 128) or arch in ("sm_80", "sm_90")
     ]
-    cases += [
-        (arch, kernel, _FP16, heads)
-        for arch in ("sm_80", "sm_90", "gfx942")
-        for kernel in _KERNELS
-        for heads in _ODD_HEADS
-    ]
-    cases += [
-        (arch, "dbias", dtype, (width, width))
-        for arch in ("sm_80", "sm_90", "gfx942")
-        for dtype in (_FP16, _FP32)
-        for width in (64, 128, 256, 512)
-    ]
-    cases += [
-        (arch, "column_sums", dtype, (width, width))
-        for arch in _ROWS
-        for dtype in (_FP16, _FP32)
-        for width in (64, 128, 512)
-        if arch in _KINDS or (dtype, width) == (_FP16, 128)
-    ]
-    return [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}-{_DTYPES[case[2]]}-{case[3][0]}x{case[3][1]}") for case in cases
-    ]
+    compiled = once_for_each_family({case: (case.family, case.arch, case.source) for case in cases})
+    everywhere = [case for case in cases if case[1:] in [(kernel, _FP16, (128, 128)) for kernel in _KERNELS]]
+    return {case: devices.KNOWN_DEVICES[case.arch].shared_memory for case in everywhere} | compiled
+
+
+_MATRIX = _matrix()
 
 
 #: What a thread may spill, in bytes, by (kernel, columns of a tile); 0 where nothing stands. Measured with Triton 3.6
@@ -138,8 +178,6 @@ def _spills_allowed(arch: str, dtype: torch.dtype, kernel: str, width: int) -> i
     return _SPILLS.get(f"{arch} {precision}", _SPILLS.get(family, {})).get((kernel, width), 0)
 
 
-#: A bias `[1, 4, 4096, 4096]`, and what machine code needs to know of it.
-_BIAS = Table(_BF16, (1, 4, 4096, 4096), (0, 2**24, 4096, 1), 0)
 _RELATIVE = flashtile.trace_score_mod(RelativeScore(torch.zeros(Call().heads, 33, requires_grad=True)))
 _TABLE = {
     "side.bias": "*bf16 % 16", "numbers.bias.stride_row": "i64 % 8", "numbers.bias.rows": None,
@@ -148,14 +186,19 @@ _TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("arch, kernel, dtype, heads", _matrix())
-def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
-    bias = _BIAS._replace(dtype=dtype) if kernel == "dbias" else None
-    binary = compile_call(kernel, arch, Call(*heads, dtype, window_right=0, bias=bias))
-    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
-    assert binary.spilled <= _spills_allowed(arch, dtype, kernel, tile_width(max(heads)))
-    if binary.source.constants["PRECISION"] == "bf16x6":
-        assert re.search(r"MMA\.\S*F32\.BF16", sass(binary)), "float32 on tensor cores"
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=f"{case.arch}-{case.kernel}-{_DTYPES[case.dtype]}-{case.heads}") for case in _MATRIX],
+)
+def test_fits(case: _Fit) -> None:
+    device = devices.KNOWN_DEVICES[case.arch]
+    source = case.source
+    compiled = compile_source(source, device)
+    assert compiled.metadata.shared <= _MATRIX[case]
+    allowed = _spills_allowed(case.arch, case.dtype, case.kernel, tile_width(max(case.heads)))
+    assert spilled_bytes(compiled.asm, device) <= allowed
+    if source.constants["PRECISION"] == "bf16x6":
+        assert re.search(r"MMA\.\S*F32\.BF16", instructions(compiled.asm)), "float32 on tensor cores"
 
 
 _ONE_TILE = Call(32, 32, seq_q=49, seq_k=49, heads=6, heads_kv=6, batch=64)
@@ -221,8 +264,8 @@ def _wide_tables() -> list[Any]:
         pytest.param(
             arch, kernel, call._replace(head_dim=width, head_dim_v=width), id=f"{arch}-{kernel}-{name}-{width}"
         )
-        for arch, widths in (("sm_90", (128, 256)), ("sm_86", (64, 128, 256)))
-        for width in widths
+        for arch in ("sm_90", "sm_86")
+        for width in (128, 256)
         for name, call in calls.items()
         for kernel in (*_KERNELS, "dbias")
     ]
@@ -249,6 +292,7 @@ def _on_hopper() -> list[Any]:
         for kernel in (*_KERNELS, "column_sums")
         for situation, call in _SITUATIONS.items()
         for width in (64, 128, 256)
+        if kernel != "column_sums" or situation != "banded_short"
     }
     sources = {name: plan(kernel, _HOPPER, call).kernel.source for name, (kernel, call) in cases.items()}
     return [pytest.param(*cases[name], id=name) for name in differing(sources)]
@@ -377,11 +421,9 @@ _FEATURES = {
 }
 
 
-#: Features that need the most registers and memory, for sm_80, which has less of the latter.
-_LARGE = (
-    "dropout", "bias", "mask", "alibi", "hidden_rows", "block_mask", "block_mask_odd_tiles", "part", "everything",
-    "score_mod_and_more",
-)  # fmt: skip
+#: Several features at once, and those of them that need the most registers and memory.
+_TOGETHER = ("hidden_rows", "block_mask_odd_tiles", "packed_block_mask", "score_mod_and_more", "part", "everything")
+_LARGE = ("block_mask_odd_tiles", "score_mod_and_more", "everything")
 
 
 def _features() -> dict[tuple[str, str, str], tuple[KernelSource, dict[str, Any]]]:
@@ -406,9 +448,16 @@ def test_features_are_in_what_is_compiled() -> None:
 
 
 def _compiled_features() -> list[Any]:
-    """Without those that a kernel does not see: it is the same as with an earlier one."""
-    sources = {case: (case[-1], source) for case, (source, _) in _features().items()}
-    return [pytest.param(*case, id="-".join(case)) for case in differing(sources)]
+    """Features at once, and alone where a kernel has a parameter or a value of one that it has in none of those. On
+    sm_80, which has less memory, those that need the most."""
+    features = {case: source for case, (source, _) in _features().items()}
+    found = []
+    for kernel in (*_KERNELS, "column_sums", "dbias"):
+        mine = {case: source for case, source in features.items() if case[1:] == (kernel, "sm_90")}
+        together = differing({case: source for case, source in mine.items() if case[0] in _TOGETHER})
+        found += dict.fromkeys(together + with_news({case: mine[case] for case in (*together, *mine)}))
+    found += differing({case: source for case, source in features.items() if case[-1] == "sm_80"})
+    return [pytest.param(*case, id="-".join(case)) for case in found]
 
 
 @pytest.mark.parametrize("feature, kernel, arch", _compiled_features())

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashtile
-from attention_cases import BASE, EDGES, PAIRS, parameters
+from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile import BlockMask
 from flashtile.ops.attention import forward_mode, reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
@@ -85,7 +85,7 @@ def check(case: AttentionCase, backend: str = "cpu", device: str = "cpu") -> Non
 
 
 @pytest.mark.usefixtures("few_rows")
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_agrees_with_the_oracle(case: AttentionCase) -> None:
     check(case)
 

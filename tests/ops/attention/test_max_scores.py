@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import flashtile
-from attention_cases import BASE, EDGES, PAIRS, parameters
+from attention_cases import BASE, COMBINED, EDGES, parameters
 from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
 from flashtile.testing.cases import Inputs
 
-CASES = PAIRS | {name: case for name, case in EDGES.items() if "300" not in name}
+CASES = COMBINED | {name: case for name, case in EDGES.items() if "300" not in name}
 
 
 def call(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype, **returned: bool):

@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import assert_same
-from kv_cache_cases import BASE, EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
+from kv_cache_cases import BASE, COMBINED, EDGES, PAIRS, CacheCase, CacheInputs, check, make_inputs, parameters, run
 
 
 @pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
@@ -24,7 +24,7 @@ def test_cpu_dtypes(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters(PAIRS | EDGES))
+@pytest.mark.parametrize("case", parameters(COMBINED | EDGES))
 def test_interpreted(case: CacheCase) -> None:
     check(case, "triton")
 

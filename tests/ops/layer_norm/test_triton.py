@@ -9,7 +9,7 @@ import torch
 
 import flashtile
 from flashtile.testing import NormCase, assert_same, check_norm, make_norm_inputs, run_norm
-from norm_cases import DTYPES, EDGES, PAIRS, parameters
+from norm_cases import COMBINED, DTYPES, EDGES, PAIRS, parameters
 
 
 def _interpreted(cases: dict[str, NormCase]) -> list:
@@ -24,7 +24,7 @@ def _narrowed(case: NormCase) -> dict[str, torch.dtype]:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", _interpreted(PAIRS | EDGES))
+@pytest.mark.parametrize("case", _interpreted(COMBINED | EDGES))
 def test_interpreted_kernels_agree_with_the_oracle(case: NormCase) -> None:
     check_norm(case, "triton")
 

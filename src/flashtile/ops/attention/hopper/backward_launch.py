@@ -295,8 +295,8 @@ def _plan(
     begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
     main = plan_of(backward_source("main", looping), values, main_programs, device)
     end = None if single else plan_of(backward_source("end", variant), common, tiles, device)
-    parts = [(*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]]
-    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in (q_shape, *parts))
+    written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
+    dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
         math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
     )
@@ -308,10 +308,9 @@ def _plan(
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
-    outputs = dq, dk, dv
     return BackwardPlan(
-        begin, main, end, _describer(variant, shapes, strides, outputs, tiles), outputs,
-        allocator((*outputs, Layout((scratch,), (1,), torch.float32)), device), shares,
+        begin, main, end, _describer(variant, shapes, strides, (dq, dk, dv), tiles), (dq, dk, dv),
+        allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
         has_empty_rows, ordered,

@@ -11,7 +11,7 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
-from flashtile.ops.attention.triton.score_source import tile_reads, tile_steps
+from flashtile.ops.attention.triton.score_source import tile_values
 
 #: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
 MAX_HEAD_DIM = 512
@@ -275,17 +275,10 @@ def table_bytes(*tables: Broadcast | None) -> int:
     return sum(1 if 1 in table.shape[2:] else max(2, table.dtype.itemsize) for table in tables if table is not None)
 
 
-#: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
-_MOST_STEPS = 4
-
-
 def function_bytes(score_program: str | None) -> int:
     """Bytes that a thread holds for each of its scores of what a score function reads and computes, about; at least 1,
     0 without one."""
-    if score_program is None:
-        return 0
-    read = sum(dtype.itemsize for dtype in tile_reads(score_program))
-    return max(1, read, 4 if tile_steps(score_program) > _MOST_STEPS else 0)
+    return 0 if score_program is None else max(1, sum(dtype.itemsize for dtype in tile_values(score_program)))
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -109,8 +109,8 @@ def function_scores(s, first_key, function, view, config):
     """What the user's function makes of scores `[M, N]`. It takes them without the factor of the exponential."""
     key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return config.SCORE_FUNCTION(
-        s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], function.captured,
-        function.sizes,
+        s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key,
+        function.captured, function.sizes,
     )  # fmt: skip
 
 

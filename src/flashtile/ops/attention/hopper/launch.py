@@ -40,7 +40,7 @@ from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, 
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers, compile_backward_too
-from flashtile.ops.attention.triton.score_functions import captured_parameters
+from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs
 
 __all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
@@ -191,6 +191,7 @@ def _plan(
     covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
     described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
     read = captured_parameters(side.captured)
+    bounds = score_bounds(batch, shapes, side) if covered else None
     dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
     parameters = {
         **{
@@ -236,7 +237,7 @@ def _plan(
         "BATCH_FIRST": not packed and batch > 1 and any(map(_shared_by_batch, (side.bias, side.mask))),
         "VALUE_PARTS": parts,
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
-        "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program),
+        "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program, bounds),
     }
     kernel = make_plan(
         attention_forward_kernel, parameters, constants, programs, device, num_warps=4,

@@ -7,6 +7,7 @@ from typing import Any
 
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.triton.score_functions import compiled
+from flashtile.ops.attention.triton.score_ranges import ScoreBounds
 from flashtile.ops.attention.triton.score_source import SINE_SOURCE, function_source
 
 
@@ -30,6 +31,6 @@ _NAMES = {
 
 
 @functools.lru_cache(maxsize=1024)
-def function_of(text: str) -> Any:
+def function_of(text: str, bounds: ScoreBounds | None) -> Any:
     """The `@gluon.jit` function of a program: see `score_source.function_source`."""
-    return compiled(function_source(text), gluon.jit, _NAMES)
+    return compiled(function_source(text, bounds), gluon.jit, _NAMES)

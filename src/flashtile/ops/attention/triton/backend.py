@@ -14,7 +14,7 @@ from flashtile.ops.attention.triton.configs import (
     shared_memory,
     situation_of,
 )
-from flashtile.ops.attention.triton.score_source import tile_reads, unsupported_operation
+from flashtile.ops.attention.triton.score_source import tile_values, unsupported_operation
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 
@@ -46,7 +46,7 @@ def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
     """One kernel, with the tiles that it has for a call."""
     side = call.side or SideInputs()
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [
-        *tile_reads(call.spec.score_program)
+        *tile_values(call.spec.score_program)
     ]
     length = length_of(side.max_seqlen_q, side.max_seqlen_k)
     precision = dot_precision(call.dtype, call.device, torch.backends.cuda.matmul.allow_tf32)

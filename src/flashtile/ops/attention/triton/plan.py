@@ -54,8 +54,8 @@ from flashtile.ops.attention.triton.configs import (
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
-from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of
-from flashtile.ops.attention.triton.score_source import tile_reads
+from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
+from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
 
@@ -179,7 +179,7 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
     facts = device_facts(device)
-    tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_reads(spec.score_program)]
+    tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_values(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, tables, precision)
     tiles = choose_tiles(kernel, facts, situation)
@@ -217,7 +217,7 @@ def _plan(
     }
     constants = {
         **_constants(call),
-        **_score_functions(kernel, spec.score_program, summed, in_waves),
+        **_score_functions(call, summed, in_waves),
         "IN_WAVES": in_waves,
     }
     waves = programs if in_waves else 0
@@ -339,12 +339,16 @@ def _constants(call: _Facts) -> dict[str, Any]:
     }
 
 
-def _score_functions(kernel: Kernel, text: str | None, summed: tuple[bool, ...], in_order: bool) -> dict[str, Any]:
+def _score_functions(call: _Facts, summed: tuple[bool, ...], in_order: bool) -> dict[str, Any]:
     """The user's function and its derivative. `summed`: the captured tensors whose gradients the kernel adds up."""
-    differentiates = text is not None and kernel in ("dq", "dkdv")
+    text = call.spec.score_program
+    if text is None:
+        return {"SCORE_FUNCTION": None, "SCORE_DERIVATIVE": None}
+    bounds = score_bounds(call.batch, call.shapes, call.side) if call.covered else None
+    differentiates = call.kernel in ("dq", "dkdv")
     return {
-        "SCORE_FUNCTION": None if text is None else function_of(text),
-        "SCORE_DERIVATIVE": derivative_of(text, summed, in_order) if text is not None and differentiates else None,
+        "SCORE_FUNCTION": function_of(text, bounds),
+        "SCORE_DERIVATIVE": derivative_of(text, summed, in_order, bounds) if differentiates else None,
     }
 
 

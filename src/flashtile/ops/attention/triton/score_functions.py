@@ -6,7 +6,7 @@ import functools
 import hashlib
 import linecache
 from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from flashtile._backends.launch import ABSENT, Parameter, int32, int64, pointer_to
-from flashtile.ops.attention.plans import CapturedShape
+from flashtile.ops.attention.plans import CapturedShape, SideShape
 from flashtile.ops.attention.triton.ordered_sums import add_in_order
+from flashtile.ops.attention.triton.score_ranges import ScoreBounds
 from flashtile.ops.attention.triton.score_source import SINE_SOURCE, derivative_source, function_source
 from flashtile.ops.common.triton.functions import tanh
 
@@ -50,15 +51,23 @@ _NAMES = {
 
 
 @functools.lru_cache(maxsize=1024)
-def function_of(text: str) -> Any:
+def function_of(text: str, bounds: ScoreBounds | None = None) -> Any:
     """The `@triton.jit` function of a program: see `score_source.function_source`."""
-    return compiled(function_source(text), triton.jit, _NAMES)
+    return compiled(function_source(text, bounds), triton.jit, _NAMES)
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_of(text: str, summed: tuple[bool, ...] = (), in_order: bool = False) -> Any:
+def derivative_of(
+    text: str, summed: tuple[bool, ...] = (), in_order: bool = False, bounds: ScoreBounds | None = None
+) -> Any:
     """That of its derivative: see `score_source.derivative_source`."""
-    return compiled(derivative_source(text, summed, in_order), triton.jit, _NAMES)
+    return compiled(derivative_source(text, summed, in_order, bounds), triton.jit, _NAMES)
+
+
+def score_bounds(batch: int, shapes: Sequence[tuple[int, ...]], side: SideShape) -> ScoreBounds:
+    """Those of a dense call whose tiles divide it. `shapes`: of q, k and v."""
+    (rows_q, heads, _), rows_k = shapes[0][-3:], shapes[1][-3]
+    return ScoreBounds(batch, heads, rows_q, rows_k, tuple(of.shape for of in side.captured))
 
 
 def captured_parameters(

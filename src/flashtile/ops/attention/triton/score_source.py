@@ -1,7 +1,8 @@
 """Score programs written out as Triton source, which is Gluon source too. Strings only: no Triton here.
 
 A program becomes a function of a tile: every step is a line, and reads are masked loads. Shapes broadcast: the score is
-a tile, `q_index` and `k_index` have a dimension of 1, `batch` and `head` have none. `captured` has the addresses of the
+a tile, `q_index` and `k_index` have a dimension of 1, `batch` and `head` have none; `first_q` and `first_k` are where
+the tile begins. `captured` has the addresses of the
 tensors that are read, `sizes` their sizes, `sums` where their gradients are added up. `tl` is the language, Triton or
 Gluon; `constant`, `hyperbolic_tangent` and `sine` are functions that each of them has of its own.
 """
@@ -27,6 +28,7 @@ from flashtile.ops.attention.score_program import (
     parse,
 )
 from flashtile.ops.attention.score_tracing import derivative
+from flashtile.ops.attention.triton.score_ranges import ScoreBounds, ranges
 
 _TYPES = {
     "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
@@ -66,9 +68,9 @@ _LARGEST_POWER = 8
 
 #: `sin(x + quarters · π/2)` of float32. Triton's own is CUDA's, inlined for each element with its way for huge
 #: arguments: 29,000 instructions instead of 8,000 in the Hopper forward, more than the instruction cache holds.
-#: Here a number of which only integers are near rounds `n = x · 2/π`. It is off by one at most, which the second
-#: step mends; both subtract n · π/2 in parts. Then come polynomials on [-π/4, π/4] (Cephes). From 2²² · π/2 on,
-#: neighbours of float32 lie 0.5 or more apart, and the result is NaN.
+#: Here a number of which only integers are near rounds `n = x · 2/π`. It is off by one at most, which the second step
+#: mends; both subtract n · π/2 in parts. Then come polynomials on [-π/4, π/4] (Cephes). From 2²² · π/2 on, neighbours
+#: of float32 lie 0.5 or more apart, and the result is NaN.
 SINE_SOURCE = """
 def sine(x, quarters):
     rounded = tl.fma(x, 0.636619772, 12582912.0)
@@ -108,28 +110,31 @@ def unsupported_operation(text: str, with_derivative: bool) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def function_source(text: str) -> str:
-    """`score_function(score, batch, head, q_index, k_index, captured, sizes)`: the new scores, NaN where the function
-    reads outside of a captured tensor."""
+def function_source(text: str, bounds: ScoreBounds | None = None) -> str:
+    """`score_function(score, batch, head, q_index, k_index, first_q, first_k, captured, sizes)`: the new scores, NaN
+    where the function reads outside of a captured tensor. `bounds`: what is known of the indices."""
     program = parse(text)
-    writer = _Writer(program)
+    writer = _Writer(program, bounds)
     result = writer.name_of(program.results[0])
     if writer.checks:
         result = f'tl.where({" & ".join(writer.checks)}, {result}, float("nan"))'
     if _SCORE not in writer.inputs_of(program.results[0]):
         result = f"{result} + tl.zeros_like(score)"
-    arguments = "score, batch, head, q_index, k_index, captured, sizes"
+    arguments = "score, batch, head, q_index, k_index, first_q, first_k, captured, sizes"
     return _source("score_function", arguments, [*writer.lines, f"return {result}"])
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative_source(text: str, summed: tuple[bool, ...] = (), in_order: bool = False) -> str:
-    """`score_derivative(score, batch, head, q_index, k_index, upstream, hidden, captured, sizes, sums)`: the gradient
-    of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured tensors the function
-    adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's task. `in_order`: these
-    are the sums of the thread blocks of a wave, one after another, and each adds to its own (`ordered_sums`)."""
+def derivative_source(
+    text: str, summed: tuple[bool, ...] = (), in_order: bool = False, bounds: ScoreBounds | None = None
+) -> str:
+    """`score_derivative(score, batch, head, q_index, k_index, first_q, first_k, upstream, hidden, captured, sizes,
+    sums)`: the gradient of the score. `hidden`: the pairs whose derivative does not count. `summed`: for which captured
+    tensors the function adds up gradients, in the field `sum<number>` of `sums`; none where that is another kernel's
+    task. `in_order`: these are the sums of the thread blocks of a wave, one after another, and each adds to its own
+    (`ordered_sums`)."""
     gradient = derivative(text, torch.float32)
-    writer = _Writer(gradient.program)
+    writer = _Writer(gradient.program, bounds)
     lines = list(writer.lines)
     for captured, indices, value in gradient.loads:
         if not (captured < len(summed) and summed[captured]):
@@ -159,7 +164,7 @@ def derivative_source(text: str, summed: tuple[bool, ...] = (), in_order: bool =
     result = "tl.zeros_like(score)"
     if gradient.score is not None:
         result = f"tl.where(hidden, 0.0, {writer.name_of(gradient.score)}) + tl.zeros_like(score)"
-    arguments = "score, batch, head, q_index, k_index, upstream, hidden, captured, sizes, sums"
+    arguments = "score, batch, head, q_index, k_index, first_q, first_k, upstream, hidden, captured, sizes, sums"
     return _source("score_derivative", arguments, [*lines, f"return {result}"])
 
 
@@ -185,6 +190,16 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, step.dtype) for step in tiles)
 
 
+#: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
+_FEW_STEPS = 4
+
+
+def tile_values(text: str | None) -> tuple[torch.dtype, ...]:
+    """The dtypes of what a function holds for each score beside it: what it reads, or of many steps the results."""
+    reads = tile_reads(text)
+    return reads if text is None or reads or tile_steps(text) <= _FEW_STEPS else (torch.float32,)
+
+
 @functools.lru_cache(maxsize=1024)
 def tile_steps(text: str) -> int:
     """How many steps of a function are computed for each score: those that the score or both indices have a part in."""
@@ -203,11 +218,13 @@ class _Writer:
 
     Attributes:
         lines: one or more for each step.
-        checks: names of what says whether a read lies within its tensor.
+        checks: names of what says whether a read lies within its tensor. None where `bounds` say that it does.
     """
 
-    def __init__(self, program: ScoreProgram) -> None:
+    def __init__(self, program: ScoreProgram, bounds: ScoreBounds | None = None) -> None:
         self.program = program
+        self._shapes = () if bounds is None else bounds.shapes
+        self._ranges = {} if bounds is None else ranges(program, bounds)
         self.lines: list[str] = []
         self.checks: list[str] = []
         self._dtypes = dict.fromkeys(INPUTS, "int32") | dict.fromkeys((_SCORE, UPSTREAM), "float32")
@@ -240,10 +257,64 @@ class _Writer:
         lines.append(f"{name}_inside = {' & '.join(inside)}")
         return lines, offset, f"{name}_inside"
 
+    def _stays_within(self, captured: int, indices: Sequence[str]) -> bool:
+        """Whether all indices are known to lie in their dimension, counted from its start."""
+        found = [self._ranges.get(index) for index in indices]
+        return bool(self._shapes) and all(
+            each is not None and each[0] >= 0 and each[1] < size
+            for each, size in zip(found, self._shapes[captured], strict=True)
+        )
+
+    def _offsets(self, captured: int, indices: Sequence[str]) -> list[str]:
+        """Parts of the offset of an entry in 64 bits: first what all scores of the tile share, then what its rows or
+        columns do. So a thread has an address for each of its rows, and constants for what lies beside."""
+        parts: dict[int, list[str]] = {}
+        for dim, index in enumerate(indices):
+            strides = [f" * sizes.size{captured}_{after}" for after in range(dim + 1, len(indices))]
+            for sign, value in self._summands(index):
+                for shared, term in self._wide(value):
+                    parts.setdefault(shared, []).append(f"{sign} {term}{''.join(strides)}")
+        return ["".join(f" {each}" for each in parts[shared]) for shared in sorted(parts)]
+
+    def _summands(self, value: str, sign: str = "+") -> list[tuple[str, str]]:
+        """Values whose sum, with these signs, an index is: as many as it takes until each belongs to rows, columns, or
+        neither."""
+        if {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
+            step = self.program.steps[int(value[1:])]
+            name = step.operation.split(".")[-2] if "." in step.operation else ""
+            other = "-" if sign == "+" else "+"
+            signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(name)
+            if signs is not None and len(step.arguments) == 2 and not step.keywords:
+                return [
+                    each
+                    for of, argument in zip(signs, step.arguments)
+                    for each in (self._summands(argument, of) if is_value(argument) else [(of, str(argument))])
+                ]
+        return [(sign, value)]
+
+    def _wide(self, value: str) -> list[tuple[int, str]]:
+        """Terms of 64 bits that add up to a value, each with how much of a tile it differs in."""
+        if value in (_Q_INDEX, _K_INDEX):
+            first = "first_q" if value == _Q_INDEX else "first_k"
+            name = self.name_of(value)
+            return [
+                (0, f"tl.cast({first}, tl.int64)"),
+                (1 + (value == _K_INDEX), f"tl.cast({name} - {first}, tl.int64)"),
+            ]
+        if not is_value(value):
+            return [(0, value if not value.startswith("-") else f"({value})")]
+        inputs = self.inputs_of(value)
+        return [((_Q_INDEX in inputs) + 2 * (_K_INDEX in inputs), f"tl.cast({self.name_of(value)}, tl.int64)")]
+
     def _load(self, number: int, step: Step) -> None:
         captured, *indices = step.arguments
         name, pointer = f"v{number}", f"captured.tensor{captured}"
-        if indices:
+        if indices and self._stays_within(captured, indices):
+            for part in self._offsets(captured, indices):
+                self.lines.append(f"{name} = {pointer} + ({part.strip().removeprefix('+ ')})")
+                pointer = name
+            self.lines.append(f"{name} = tl.load({pointer})")
+        elif indices:
             lines, offset, inside = self.place(captured, indices, f"at{number}")
             self.lines += [*lines, f"{name} = tl.load({pointer} + {offset}, mask={inside}, other=0)"]
             self.checks.append(inside)

@@ -136,7 +136,10 @@ def function_scores(
     """What the user's function makes of a tile."""
     row, column = _positions(scores, first_row, first_column, TRANSPOSED)
     function = modifiers.function
-    return SCORE_FUNCTION(scores, modifiers.sequence, modifiers.head, row, column, function.captured, function.sizes)
+    return SCORE_FUNCTION(
+        scores, modifiers.sequence, modifiers.head, row, column, first_row, first_column, function.captured,
+        function.sizes,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -152,8 +155,8 @@ def function_gradient(
     row, column = _positions(dscores, first_row, first_column, TRANSPOSED)
     function = modifiers.function
     return SCORE_DERIVATIVE(
-        scores, modifiers.sequence, modifiers.head, row, column, dscores, hidden, function.captured, function.sizes,
-        function.sums,
+        scores, modifiers.sequence, modifiers.head, row, column, first_row, first_column, dscores, hidden,
+        function.captured, function.sizes, function.sums,
     )  # fmt: skip
 
 

@@ -1,0 +1,35 @@
+"""Every pair of features in few cases: each case has several features, and so many pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+
+#: At most so many features in a case, so that none hides what another does.
+_FEATURES_OF_A_CASE = 4
+
+
+def covering(names: Sequence[str], compatible: Callable[[str, str], bool]) -> list[tuple[str, ...]]:
+    """Sets of features, in the order of `names`, such that each two that go together are in one of them.
+
+    Args:
+        compatible: whether two features can be asked of one call.
+    """
+    left = {pair for pair in combinations(names, 2) if compatible(*pair)}
+
+    def missing(feature: str, chosen: list[str]) -> int:
+        return sum((feature, other) in left or (other, feature) in left for other in chosen)
+
+    found = []
+    while left:
+        chosen = list(min(left))
+        while len(chosen) < _FEATURES_OF_A_CASE:
+            more = [name for name in names if all(name != other and compatible(name, other) for other in chosen)]
+            best = max(more, key=lambda name: missing(name, chosen), default=None)
+            if best is None or not missing(best, chosen):
+                break
+            chosen.append(best)
+        chosen.sort(key=names.index)
+        left -= set(combinations(chosen, 2))
+        found.append(tuple(chosen))
+    return found

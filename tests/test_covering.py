@@ -1,0 +1,36 @@
+"""Fewer cases have every pair of features that more cases have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations
+
+import pytest
+
+import attention_cases
+import kv_cache_cases
+import norm_cases
+from covering import covering
+
+
+def _pairs(names: Iterable[str]) -> set[tuple[str, ...]]:
+    return {pair for name in names for pair in combinations(name.split("+"), 2)}
+
+
+@pytest.mark.parametrize("cases", [attention_cases, kv_cache_cases, norm_cases], ids=lambda module: module.__name__)
+def test_combined_cases_have_every_pair(cases) -> None:
+    assert _pairs(cases.COMBINED) == _pairs(cases.PAIRS)
+    assert {name for name in cases.PAIRS if "+" not in name} <= cases.COMBINED.keys()
+    assert len(cases.COMBINED) < len(cases.PAIRS) / 2
+
+
+def test_features_that_no_case_has_together() -> None:
+    together = attention_cases.combined(apart=("packed", "block_mask"))
+    assert _pairs(attention_cases.PAIRS) - _pairs(together) == {("packed", "block_mask")}
+    assert not any(case.packed and case.block_mask for case in together.values())
+
+
+def test_what_is_not_compatible_is_in_no_set() -> None:
+    sets = covering("abcdef", lambda first, second: {first, second} != {"a", "b"})
+    assert not any({"a", "b"} <= set(each) for each in sets)
+    assert _pairs("+".join(each) for each in sets) == set(combinations("abcdef", 2)) - {("a", "b")}
