@@ -115,7 +115,7 @@ WITHIN_OPERATION = {
     "split": {"backend", "spec"},
 }
 #: What operations share, and which of its parts may use device facts. It knows no operation; all of them may use it.
-COMMON, COMMON_ON_BACKENDS = "common", {"backends", "launch", "split_keys", "watch"}
+COMMON, COMMON_ON_BACKENDS = "common", {"backends", "row_tiles", "split_keys", "watch"}
 #: One table of what every operation's operators are in PyTorch's own.
 GATHERED = "decompositions"
 #: Packages that stand on the public names, as a user does.

@@ -23,15 +23,15 @@ from torch.nn import functional as F
 
 from flashtile._backends.devices import device_facts
 from flashtile.bench.timing import make_timer
+from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.layer_norm.spec import NormSpec, Operands, Saved, Wanted
 from flashtile.ops.layer_norm.triton import launch
-from flashtile.ops.layer_norm.triton.configs import RowConfig
 
 SECONDS = 0.2
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def candidates(phase: str, width: int) -> list[RowConfig]:
+def candidates(phase: str, width: int) -> list[RowTile]:
     """Cuts worth timing: whole rows with 4 to 64 elements to a thread, several short ones together; and loops."""
     block_n = max(16, 1 << (width - 1).bit_length())
     whole = [(rows, block_n) for rows in (1, 2, 4, 8, 16)] + [
@@ -42,11 +42,11 @@ def candidates(phase: str, width: int) -> list[RowConfig]:
         if not 4 <= rows * size / (32 * warps) <= 64 or size > block_n:
             continue
         if phase == "forward":
-            found.append(RowConfig(rows, size, warps))
+            found.append(RowTile(rows, size, warps))
             continue
         # Programs that stay: from 8 to 32 warps on a multiprocessor, one to three rows ahead.
         found += [
-            RowConfig(rows, size, warps, stages, programs)
+            RowTile(rows, size, warps, stages, programs)
             for stages, programs in itertools.product((2, 3, 4), (1, 2, 4, 8))
             if 8 <= warps * programs <= 32 and rows * size * (stages - 1) * programs * 4 < 200 * 1024
         ]
@@ -110,7 +110,7 @@ def milliseconds(call: Callable[[], Any]) -> float:
     return statistics.median(make_timer(call, DEVICE).sample(SECONDS))
 
 
-def with_cut(phase: str, config: RowConfig, call: Callable[[], Any]) -> Any:
+def with_cut(phase: str, config: RowTile, call: Callable[[], Any]) -> Any:
     """Runs a call with a cut in the place of the table's."""
     name = f"{phase}_config"
     from_table = getattr(launch, name)
@@ -123,7 +123,7 @@ def with_cut(phase: str, config: RowConfig, call: Callable[[], Any]) -> Any:
         getattr(launch, f"_{phase}_plan").cache_clear()
 
 
-def table_cut(phase: str, problem: Problem) -> RowConfig:
+def table_cut(phase: str, problem: Problem) -> RowTile:
     """The cut that a call takes by itself."""
     seen = []
     from_table = getattr(launch, f"{phase}_config")

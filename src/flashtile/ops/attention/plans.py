@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
 from flashtile.ops.attention.tile_lists import Grid, Places
-from flashtile.ops.common.checks import MAX_POSITIONS
+from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 #: Windows are clipped to this: no sequence is longer.
 WIDEST_WINDOW = MAX_POSITIONS
@@ -176,6 +177,32 @@ def packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtyp
     if side.cu_seqlens_q is None or side.cu_seqlens_k is None:
         return None, None
     return side.cu_seqlens_q.shape[0] - 1, (side.cu_seqlens_q.dtype, side.cu_seqlens_k.dtype)
+
+
+class CallSizes(NamedTuple):
+    """What the shapes of q, k and v say. `batch` counts batch entries, or the sequences of a packed call."""
+
+    batch: int
+    rows_q: int
+    rows_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+
+
+def call_sizes(shapes: Sequence[Sequence[int]], side: SideShape) -> CallSizes:
+    """The sizes of a call, from the shapes of q, k and v.
+
+    Raises:
+        ValueError: there are more queries or keys than kernels count.
+    """
+    q_shape, _, v_shape = shapes
+    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
+    check_rows("q", rows_q, MAX_POSITIONS)
+    check_rows("k", rows_k, MAX_POSITIONS)
+    batch = q_shape[0] if side.sequences is None else side.sequences
+    return CallSizes(batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v)
 
 
 def tiles_of(rows: int, block: int, batch: int, packed: bool) -> int:

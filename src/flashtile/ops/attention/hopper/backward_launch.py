@@ -58,6 +58,7 @@ from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
     Window,
+    call_sizes,
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
@@ -70,7 +71,6 @@ from flashtile.ops.attention.plans import (
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias
-from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 
 class BackwardPlan(NamedTuple):
@@ -223,12 +223,8 @@ def _plan(
     wants_bias: bool = False,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, _, v_shape = shapes
-    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
-    packed = side.sequences is not None
-    batch = q_shape[0] if side.sequences is None else side.sequences
-    check_rows("q", rows_q, MAX_POSITIONS)
-    check_rows("k", rows_k, MAX_POSITIONS)
+    q_shape, packed = shapes[0], side.sequences is not None
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
     config = backward_config_of(head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask))
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     # With a block mask whole tiles of the mask, even past the end of the sequence.

@@ -36,12 +36,12 @@ from flashtile.ops.attention.hopper.forward import Problem, attention_forward_ke
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
 from flashtile.ops.attention.hopper.score_functions import function_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
-from flashtile.ops.attention.plans import Layout, SideShape, Table, positive_scale, side_shape, tiles_of
+from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers, compile_backward_too
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
-from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
+from flashtile.ops.common.checks import check_programs
 
 __all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
 
@@ -159,12 +159,8 @@ def _plan(
     spec: AttentionSpec,
 ) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, _, v_shape = shapes
-    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
-    packed = side.sequences is not None
-    batch = q_shape[0] if side.sequences is None else side.sequences
-    check_rows("q", rows_q, MAX_POSITIONS)
-    check_rows("k", rows_k, MAX_POSITIONS)
+    q_shape, packed = shapes[0], side.sequences is not None
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
@@ -249,7 +245,7 @@ def _plan(
     )  # fmt: skip
     if not programs:
         return ForwardPlan(kernel, False, (), joined(()), allocator(outputs, device))
-    widening = make_widening(v_shape, strides[2], device) if dtype is FP8 else None
+    widening = make_widening(shapes[2], strides[2], device) if dtype is FP8 else None
     strides_v = strides[2] if widening is None else widening.output.strides
     describe = packed_layout if packed else strided_layout
     describe_keys = bounded_layout if bounded else strided_layout

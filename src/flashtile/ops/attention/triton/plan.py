@@ -21,6 +21,7 @@ from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
     Table,
+    call_sizes,
     longest_walk,
     shares_of_heads,
     side_shape,
@@ -56,7 +57,7 @@ from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
 from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
-from flashtile.ops.common.checks import MAX_POSITIONS, check_programs, check_rows
+from flashtile.ops.common.checks import check_programs
 
 _KERNELS = {
     "forward": attention_forward_kernel,
@@ -175,12 +176,8 @@ def _plan(
     summed: tuple[bool, ...] = (),
 ) -> AttentionPlan:
     """Everything that can be decided before the tensors' contents are known."""
-    q_shape, _, v_shape = shapes
-    (rows_q, heads, head_dim), (rows_k, heads_kv, head_dim_v) = q_shape[-3:], v_shape[-3:]
-    packed = side.sequences is not None
-    batch = q_shape[0] if side.sequences is None else side.sequences
-    check_rows("q", rows_q, MAX_POSITIONS)
-    check_rows("k", rows_k, MAX_POSITIONS)
+    q_shape, packed = shapes[0], side.sequences is not None
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
     facts = device_facts(device)
     tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_values(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)

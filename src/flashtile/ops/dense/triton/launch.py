@@ -13,9 +13,10 @@ from flashtile._backends.allocate import empty
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer, pointer_to
 from flashtile.ops.common.checks import check_rows
+from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
 from flashtile.ops.dense.triton import kernels
-from flashtile.ops.dense.triton.configs import REDUCE, TileConfig, activate_config, backward_config
+from flashtile.ops.dense.triton.configs import REDUCE, activate_config, backward_config
 
 _KERNELS = {
     "activate": kernels.activate_kernel,
@@ -126,7 +127,7 @@ def _plan(
     dtype: torch.dtype,
     width: int,
     misalignment: int,
-    config: TileConfig,
+    config: RowTile,
     programs: int,
     device: torch.device,
     scalars: dict[str, int],
@@ -151,5 +152,4 @@ def _plan(
         "SUMS_BIAS": sums_bias,
         "STORES_HIDDEN": stores_hidden,
     }
-    cut = config.num_warps, config.num_stages, config.max_registers
-    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *cut)
+    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled)

@@ -7,83 +7,50 @@ leave too little in flight, more spill.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from flashtile._backends.devices import DeviceFacts
-
-
-class RowConfig(NamedTuple):
-    """How a kernel is cut.
-
-    Attributes:
-        rows: rows of a tile.
-        block_n: columns of a tile.
-        num_warps: warps of 32 threads per program.
-        num_stages: tiles in flight from device memory, with the one that is worked on.
-        programs_per_multiprocessor: of a kernel whose programs stay; 0 = one program for each tile.
-    """
-
-    rows: int
-    block_n: int
-    num_warps: int
-    num_stages: int = 1
-    programs_per_multiprocessor: int = 0
-
-    @property
-    def max_registers(self) -> int | None:
-        """Registers of a thread, such that all programs of a multiprocessor are there at once; None where free."""
-        threads = self.programs_per_multiprocessor * self.num_warps * 32
-        return _REGISTERS // threads if threads else None
-
-    def looped(self, width: int) -> bool:
-        """Whether a row takes several tiles."""
-        return width > self.block_n
-
-
-#: Registers of a multiprocessor of any NVIDIA GPU since 2018.
-_REGISTERS = 65536
+from flashtile.ops.common.row_tiles import RowTile, row_tile
 
 #: (widest row in columns, its cut). Rows that are shorter than those of the first line share its tile.
 _FORWARD = (
-    (2048, RowConfig(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread, 16 programs to a multiprocessor
-    (4096, RowConfig(rows=1, block_n=4096, num_warps=8)),  # the same
+    (2048, RowTile(rows=1, block_n=2048, num_warps=4)),  # 16 elements to a thread, 16 programs to a multiprocessor
+    (4096, RowTile(rows=1, block_n=4096, num_warps=8)),  # the same
     # 32 elements: the exchange of the two sums costs less among fewer warps
-    (8192, RowConfig(rows=1, block_n=8192, num_warps=8)),
-    (16384, RowConfig(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
-    (65536, RowConfig(rows=1, block_n=4096, num_warps=8)),  # looped
+    (8192, RowTile(rows=1, block_n=8192, num_warps=8)),
+    (16384, RowTile(rows=1, block_n=16384, num_warps=16)),  # the same; 64 would spill
+    (65536, RowTile(rows=1, block_n=4096, num_warps=8)),  # looped
 )
 
 #: The same with sums over rows: each takes as many registers as the tile itself, and the tile is in them several
 #: times. 16 elements to a thread take 128 registers, and programs of 16 warps together fill the register file.
 _BACKWARD = (
-    (2048, RowConfig(rows=1, block_n=2048, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
-    (4096, RowConfig(rows=1, block_n=4096, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
-    (8192, RowConfig(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    (2048, RowTile(rows=1, block_n=2048, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (4096, RowTile(rows=1, block_n=4096, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (8192, RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
     # looped; four rows share the traffic of the partial sums
-    (65536, RowConfig(rows=4, block_n=1024, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (65536, RowTile(rows=4, block_n=1024, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
 )
 
 #: Much in registers (more than two sums, dropout, or a float32 stream with a gradient from above): half as many.
 #: In a loop a warp has 256 columns of all rows of the tile, so that their sums need no exchange between warps.
 _BACKWARD_HEAVY = (
-    (1024, RowConfig(rows=1, block_n=1024, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
-    (2048, RowConfig(rows=1, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
-    (4096, RowConfig(rows=1, block_n=4096, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
-    (65536, RowConfig(rows=2, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (1024, RowTile(rows=1, block_n=1024, num_warps=4, num_stages=3, programs_per_multiprocessor=4)),
+    (2048, RowTile(rows=1, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
+    (4096, RowTile(rows=1, block_n=4096, num_warps=16, num_stages=3, programs_per_multiprocessor=1)),
+    (65536, RowTile(rows=2, block_n=2048, num_warps=8, num_stages=3, programs_per_multiprocessor=2)),
 )
 
 #: With up to three sums longer rows are better held too: they spill a little, but are read and met at barriers once.
-_HEAVY_WHOLE = RowConfig(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
+_HEAVY_WHOLE = RowTile(rows=1, block_n=8192, num_warps=16, num_stages=3, programs_per_multiprocessor=1)
 
 #: The sum of the partial sums: 16 elements to a thread, and as many programs as columns allow.
-REDUCE = RowConfig(rows=64, block_n=32, num_warps=4)
+REDUCE = RowTile(rows=64, block_n=32, num_warps=4)
 
 
-def forward_config(width: int, device: DeviceFacts) -> RowConfig:
-    return _row(_FORWARD, width, device)
+def forward_config(width: int, device: DeviceFacts) -> RowTile:
+    return row_tile(_FORWARD, width, device)
 
 
-def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowConfig:
+def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool, device: DeviceFacts) -> RowTile:
     """The cut of the backward kernel.
 
     Args:
@@ -93,24 +60,15 @@ def backward_config(width: int, sums: int, bytes_per_column: int, dropout: bool,
         dropout: whether it makes dropout bits.
         device: facts.
     """
-    table: tuple[tuple[int, RowConfig], ...] = (
+    table: tuple[tuple[int, RowTile], ...] = (
         _BACKWARD_HEAVY if sums > 2 or bytes_per_column > 8 or dropout else _BACKWARD
     )
     if table is _BACKWARD_HEAVY and sums <= 3:
         table = (*table[:-1], (8192, _HEAVY_WHOLE), table[-1])
-    config = _row(table, width, device)
+    config = row_tile(table, width, device)
     # Tiles in flight wait in shared memory, those of all programs on a multiprocessor together, in a loop with partial
     # sums and parameters of their columns. Beside them warps exchange sums of rows and what lies in other threads.
     tile, looped = config.rows * config.block_n, config.looped(width)
     in_flight = tile * bytes_per_column + (4 * config.block_n * (sums + (sums + 1) // 2) if looped else 0)
     room = device.shared_memory // config.programs_per_multiprocessor - (4 * tile if looped else 4096)
     return config._replace(num_stages=max(1, min(config.num_stages, 1 + room // in_flight)))
-
-
-def _row(table: tuple[tuple[int, RowConfig], ...], width: int, device: DeviceFacts) -> RowConfig:
-    """The cut of rows of a width; a program has as many threads on a GPU of 64-thread warps as on others."""
-    config = next(config for widest, config in table if width <= widest)
-    block_n = max(16, 1 << (width - 1).bit_length())
-    if block_n < config.block_n == table[0][0]:
-        config = config._replace(rows=config.block_n // block_n, block_n=block_n)
-    return config._replace(num_warps=max(1, config.num_warps * 32 // device.warp_size))

@@ -24,6 +24,7 @@ from flashtile._backends.launch import (
 )
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.philox import keep_threshold
+from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.layer_norm.spec import (
     Gradients,
     Normalised,
@@ -36,7 +37,7 @@ from flashtile.ops.layer_norm.spec import (
 )
 from flashtile.ops.layer_norm.triton import backward as backward_kernels
 from flashtile.ops.layer_norm.triton import forward as forward_kernels
-from flashtile.ops.layer_norm.triton.configs import REDUCE, RowConfig, backward_config, forward_config
+from flashtile.ops.layer_norm.triton.configs import REDUCE, backward_config, forward_config
 
 #: Inputs whose gradients are sums over rows.
 _SUMMED = ("weight", "bias", "weight1", "bias1", "layerscale")
@@ -160,7 +161,8 @@ def _forward_plan(
     }
     constants = _constants(names, width, spec, config)
     kernels = forward_kernels.norm_forward_kernel, forward_kernels.norm_forward_looped_kernel
-    return _plan(kernels[config.looped(width)], parameters, constants, -(-rows // config.rows), device, config)
+    programs = -(-rows // config.rows)
+    return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled)
 
 
 @plan_cache
@@ -198,7 +200,7 @@ def _backward_plan(
     parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
     kernels = backward_kernels.norm_backward_kernel, backward_kernels.norm_backward_looped_kernel
-    main = _plan(kernels[config.looped(width)], parameters, constants, programs, device, config)
+    main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled)
     if not any(sums):
         return BackwardPlan(main, 0, None)
     outputs = {f"d{name}_ptr": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
@@ -207,20 +209,8 @@ def _backward_plan(
     constants = {**summed, **_cut(width, REDUCE)}
     strips = -(-width // REDUCE.block_n)
     parameters["programs"] = int32(programs)
-    reduce = _plan(backward_kernels.norm_reduce_kernel, parameters, constants, strips, device, REDUCE)
+    reduce = make_plan(backward_kernels.norm_reduce_kernel, parameters, constants, strips, device, *REDUCE.compiled)
     return BackwardPlan(main, sum(sums), reduce)
-
-
-def _plan(
-    kernel: Any,
-    parameters: Mapping[str, Parameter],
-    constants: Mapping[str, Any],
-    programs: int,
-    device: torch.device,
-    config: RowConfig,
-) -> Plan:
-    cut = config.num_warps, config.num_stages, config.max_registers
-    return make_plan(kernel, parameters, constants, programs, device, *cut)
 
 
 def _parameters(
@@ -241,9 +231,7 @@ def _parameters(
     }
 
 
-def _constants(
-    names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowConfig
-) -> dict[str, Any]:
+def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowTile) -> dict[str, Any]:
     """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
     return {
         **_cut(width, config),
@@ -254,7 +242,7 @@ def _constants(
     }
 
 
-def _cut(width: int, config: RowConfig) -> dict[str, int]:
+def _cut(width: int, config: RowTile) -> dict[str, int]:
     return {"WIDTH": width, "ROWS": config.rows, "BLOCK_N": config.block_n}
 
 

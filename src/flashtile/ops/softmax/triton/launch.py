@@ -91,7 +91,7 @@ def _plan(
         "HAS_MASK": mask_strides is not None,
     }
     programs = -(-rows // config.rows) if seq_k else 0
-    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, config.num_warps)
+    return make_plan(_KERNELS[kernel], parameters, constants, programs, device, *config.compiled)
 
 
 #: Elements of a tile of the merge: 32 for each thread of 4 warps, eight loads of 16 bytes of float32.
