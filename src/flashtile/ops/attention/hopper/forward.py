@@ -125,6 +125,7 @@ class KernelConfig:
     MASK_COLUMN: gl.constexpr
     BATCH_FIRST: gl.constexpr
     SCORE_FUNCTION: gl.constexpr
+    SCORE_READS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -253,13 +254,13 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
-    SCORE_FUNCTION: gl.constexpr,
+    SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
-    for all rows, and keys past the last one that it shows are left out. `SCORE_FUNCTION`: the user's
-    (`score_functions`). A parameter that a call does not need is None.
+    for all rows, and keys past the last one that it shows are left out. `SCORE_FUNCTION`, `SCORE_READS`: the user's,
+    and what it reads (`score_functions`). A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -281,6 +282,7 @@ def attention_forward_kernel(
         MASK_COLUMN=constants.MASK_COLUMN,
         BATCH_FIRST=BATCH_FIRST,
         SCORE_FUNCTION=SCORE_FUNCTION,
+        SCORE_READS=SCORE_READS,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
