@@ -167,11 +167,12 @@ def derivative_source(
         inputs = frozenset().union(*(writer.inputs_of(index) for index in indices))
         pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
         lines.append(f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)")
-        # Elements of a tile that belong to one entry are added up before they go to memory.
-        if _Q_INDEX not in inputs:
-            lines.append("gradient = tl.sum(gradient, 0)[None, :]")
+        # Elements of a tile that belong to one entry are added up before they go to memory: first those of a row, which
+        # one warp has, so that less passes between warps.
         if _K_INDEX not in inputs:
             lines.append("gradient = tl.sum(gradient, 1)[:, None]")
+        if _Q_INDEX not in inputs:
+            lines.append("gradient = tl.sum(gradient, 0)[None, :]")
         if indices:
             more, offset, inside = writer.place(captured, indices, "at")
             lines += more
