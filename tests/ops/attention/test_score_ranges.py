@@ -12,7 +12,7 @@ from torch import Tensor
 import flashtile
 from flashtile.ops.attention.score_program import parse
 from flashtile.ops.attention.triton.score_ranges import ScoreBounds, ranges
-from flashtile.ops.attention.triton.score_source import function_source
+from flashtile.ops.attention.triton.score_source import function_source, reads_source
 
 _Q, _K = 6, 10
 
@@ -98,6 +98,21 @@ def test_tiles_of_any_place_read_the_same() -> None:
         k = first_k + torch.arange(5)[None, :]
         rows = table.view(3, 16)[2]
         assert torch.equal(known, rows[9 + q - k] + rows[k])
+
+
+def test_what_does_not_depend_on_the_score_may_be_read_before() -> None:
+    """And the function then reads the rest alone."""
+    table = torch.zeros(9)
+
+    def mixed(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        return score * table[k_index] + table[score.to(torch.int32) + head]
+
+    program = flashtile.trace_score_mod(mixed).program
+    before, after = reads_source(program), function_source(program, reads_before=True)
+    assert before is not None and before.count("tl.load") == 1 and "score" not in before.partition(":")[2]
+    assert after.count("tl.load") == 1 and "reads[0]" in after
+    assert function_source(program).count("tl.load") == 2
+    assert reads_source(flashtile.trace_score_mod(lambda s, b, h, q, k: s * q).program) is None
 
 
 class _Address:

@@ -66,6 +66,15 @@ class ScoreProgram(NamedTuple):
         """The names and steps of all reads of captured tensors."""
         return tuple((f"%{number}", step) for number, step in enumerate(self.steps) if step.operation == LOAD)
 
+    @property
+    def early_loads(self) -> tuple[str, ...]:
+        """The names of the reads that do not depend on the score."""
+        later = {INPUTS[0], UPSTREAM}
+        for number, step in enumerate(self.steps):
+            if later.intersection(filter(is_value, (*step.arguments, *(value for _, value in step.keywords)))):
+                later.add(f"%{number}")
+        return tuple(name for name, _ in self.loads if name not in later)
+
 
 #: The program of a function that returns the score as it is.
 UNCHANGED = ScoreProgram((), (), INPUTS[:1]).text

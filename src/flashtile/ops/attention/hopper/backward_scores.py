@@ -76,7 +76,7 @@ def load_tables(first_key, step, part: gl.constexpr, work, problem, config):
         )
     if side.mask is not None:
         mask = _load_table(side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config, 0)
-    return TableTiles(bias, mask)
+    return TableTiles(bias, mask, 0)
 
 
 @gluon.jit

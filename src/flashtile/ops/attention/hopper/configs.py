@@ -11,7 +11,7 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.spec import FP8, AttentionSpec
-from flashtile.ops.attention.triton.score_source import tile_values
+from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
 MAX_HEAD_DIM = 512
@@ -277,8 +277,10 @@ def table_bytes(*tables: Broadcast | None) -> int:
 
 def function_bytes(score_program: str | None) -> int:
     """Bytes that a thread holds for each of its scores of what a score function reads and computes, about; at least 1,
-    0 without one."""
-    return 0 if score_program is None else max(1, sum(dtype.itemsize for dtype in tile_values(score_program)))
+    0 without one. Of entries that belong to keys a thread has half as many as scores, and their checks."""
+    if score_program is None:
+        return 0
+    return max(1, sum(dtype.itemsize for dtype in tile_values(score_program)), 4 * reads_by_key(score_program))
 
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:

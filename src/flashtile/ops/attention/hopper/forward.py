@@ -128,6 +128,7 @@ class KernelConfig:
     VALUE_PARTS: gl.constexpr
     ONE_STAGE: gl.constexpr
     SCORE_FUNCTION: gl.constexpr
+    SCORE_READS: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -259,15 +260,14 @@ def attention_forward_kernel(
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
     PACKED: gl.constexpr, TOP_LEFT: gl.constexpr, BATCH_FIRST: gl.constexpr, MASK_ENDS_KEYS: gl.constexpr,
-    VALUE_PARTS: gl.constexpr,
-    SCORE_FUNCTION: gl.constexpr,
+    VALUE_PARTS: gl.constexpr, SCORE_FUNCTION: gl.constexpr, SCORE_READS: gl.constexpr,
 ):  # fmt: skip
     """`..._tail_desc`: of the second chunk of head_dim. `constants`: `side_parameters.CallConstants`.
     `counter_ptr`: two zeros, through which thread blocks take tiles as they come, if they do. `BATCH_FIRST`: the
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
     for all rows, and keys past the last one that it shows are left out. `VALUE_PARTS`: so many tiles of the same rows
-    have a part of the values' columns each. `SCORE_FUNCTION`: the user's (`score_functions`). A parameter that a call
-    does not need is None.
+    have a part of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads
+    (`score_functions`). A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -291,6 +291,7 @@ def attention_forward_kernel(
         VALUE_PARTS=VALUE_PARTS,
         ONE_STAGE=STAGES == 1,
         SCORE_FUNCTION=SCORE_FUNCTION,
+        SCORE_READS=SCORE_READS,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),

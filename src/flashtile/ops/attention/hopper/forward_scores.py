@@ -105,18 +105,20 @@ def forward_dropout(problem, sequence, head):
 
 
 @gluon.jit
-def function_scores(s, first_key, function, view, config):
-    """What the user's function makes of scores `[M, N]`. It takes them without the factor of the exponential."""
+def function_scores(s, first_key, read, function, view, config):
+    """What the user's function makes of scores `[M, N]`, with what it has `read`. It takes them without the factor of
+    the exponential."""
     key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return config.SCORE_FUNCTION(
         s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key,
-        function.captured, function.sizes,
+        function.captured, function.sizes, read,
     )  # fmt: skip
 
 
 @gluon.jit
 def load_table_tiles(n, modifiers, view, config, N: gl.constexpr, layout: gl.constexpr):
-    """The tiles of the tables that belong to the `n`-th key tile, in the layout of scores."""
+    """The tiles of the tables that belong to the `n`-th key tile, in the layout of scores, and what a score function
+    reads for it."""
     bias = 0
     mask = 0
     if modifiers.bias is not None:
@@ -129,7 +131,16 @@ def load_table_tiles(n, modifiers, view, config, N: gl.constexpr, layout: gl.con
         mask = load_table(
             modifiers.mask, modifiers.numbers.mask, config.MASK_COLUMN, view.first, n * N, M, N, layout, 0, False
         )
-    return TableTiles(bias, mask)
+    read = 0
+    if config.SCORE_READS is not None:
+        function = modifiers.function
+        first_key = n * N
+        key = first_key + gl.arange(0, N, gl.SliceLayout(0, layout))
+        read = config.SCORE_READS(
+            function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key, function.captured,
+            function.sizes,
+        )  # fmt: skip
+    return TableTiles(bias, mask, read)
 
 
 @gluon.jit
@@ -140,7 +151,7 @@ def modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT: gl.constex
     if modifiers.cap_scale is not None:
         s = capped(s, modifiers.cap_scale)
     if config.SCORE_FUNCTION is not None:
-        s = function_scores(s, first_key, modifiers.function, view, config)
+        s = function_scores(s, first_key, tables.read, modifiers.function, view, config)
     if modifiers.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / modifiers.scale_log2)
     if modifiers.slope is not None:

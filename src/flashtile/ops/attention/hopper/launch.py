@@ -34,7 +34,7 @@ from flashtile.ops.attention.hopper.configs import (
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
-from flashtile.ops.attention.hopper.score_functions import function_of
+from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
@@ -238,6 +238,7 @@ def _plan(
         "VALUE_PARTS": parts,
         "MASK_ENDS_KEYS": _same_for_all_rows(side.mask),
         "SCORE_FUNCTION": None if spec.score_program is None else function_of(spec.score_program, bounds),
+        "SCORE_READS": None if spec.score_program is None else reads_of(spec.score_program, bounds),
     }
     kernel = make_plan(
         attention_forward_kernel, parameters, constants, programs, device, num_warps=4,

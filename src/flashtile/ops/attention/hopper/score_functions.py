@@ -8,7 +8,7 @@ from typing import Any
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.triton.score_functions import compiled
 from flashtile.ops.attention.triton.score_ranges import ScoreBounds
-from flashtile.ops.attention.triton.score_source import SINE_SOURCE, function_source
+from flashtile.ops.attention.triton.score_source import SINE_SOURCE, function_source, reads_source
 
 
 @gluon.jit
@@ -18,8 +18,13 @@ def _constant(value, dtype: gl.constexpr):
 
 @gluon.jit
 def _hyperbolic_tangent(x, PRECISE: gl.constexpr):
-    """To a few units of 2⁻²⁴; scores are of 16-bit products."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.8853900817779268))
+    """To a few units of 2⁻²⁴, as the portable backward computes it. A division would multiply twice more, to be right
+    for denormal numbers."""
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + gl.exp2(x * 2.8853900817779268)], dtype=gl.float32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return 1.0 - 2.0 * inverse
 
 
 _NAMES = {
@@ -33,4 +38,11 @@ _NAMES = {
 @functools.lru_cache(maxsize=1024)
 def function_of(text: str, bounds: ScoreBounds | None) -> Any:
     """The `@gluon.jit` function of a program: see `score_source.function_source`."""
-    return compiled(function_source(text, bounds), gluon.jit, _NAMES)
+    return compiled(function_source(text, bounds, reads_before=True), gluon.jit, _NAMES)
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_of(text: str, bounds: ScoreBounds | None) -> Any:
+    """That of what it reads before the scores are there; None for nothing."""
+    source = reads_source(text, bounds)
+    return None if source is None else compiled(source, gluon.jit, _NAMES)

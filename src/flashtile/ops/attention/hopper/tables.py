@@ -10,10 +10,12 @@ from flashtile._backends.gluon import gl, gluon
 
 
 class TableTiles(NamedTuple):
-    """The tiles of bias and mask that belong to a tile of scores, each a placeholder where a call has no such table."""
+    """The tiles of bias and mask that belong to a tile of scores, and what a score function reads for it, a tuple; each
+    a placeholder where a call has nothing of the kind."""
 
     bias: Any
     mask: Any
+    read: Any
 
 
 @gluon.jit

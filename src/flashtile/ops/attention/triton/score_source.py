@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -110,18 +110,38 @@ def unsupported_operation(text: str, with_derivative: bool) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def function_source(text: str, bounds: ScoreBounds | None = None) -> str:
+def function_source(text: str, bounds: ScoreBounds | None = None, reads_before: bool = False) -> str:
     """`score_function(score, batch, head, q_index, k_index, first_q, first_k, captured, sizes)`: the new scores, NaN
-    where the function reads outside of a captured tensor. `bounds`: what is known of the indices."""
+    where the function reads outside of a captured tensor. `bounds`: what is known of the indices. `reads_before`: one
+    more argument, `reads`, is what `reads_source` returns."""
     program = parse(text)
-    writer = _Writer(program, bounds)
+    writer = _Writer(program, bounds, program.early_loads if reads_before else ())
     result = writer.name_of(program.results[0])
     if writer.checks:
         result = f'tl.where({" & ".join(writer.checks)}, {result}, float("nan"))'
     if _SCORE not in writer.inputs_of(program.results[0]):
         result = f"{result} + tl.zeros_like(score)"
     arguments = "score, batch, head, q_index, k_index, first_q, first_k, captured, sizes"
+    arguments += ", reads" if reads_before else ""
     return _source("score_function", arguments, [*writer.lines, f"return {result}"])
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_source(text: str, bounds: ScoreBounds | None = None) -> str | None:
+    """`score_reads(batch, head, q_index, k_index, first_q, first_k, captured, sizes)`: what a function reads that does
+    not depend on the score, as a tuple; None where there is nothing of the kind."""
+    program = parse(text)
+    loads = program.early_loads
+    if not loads:
+        return None
+    needed = set(loads)
+    for number in range(len(program.steps) - 1, -1, -1):
+        if f"%{number}" in needed:
+            needed.update(each for each in program.steps[number].arguments if is_value(each))
+    writer = _Writer(program, bounds, only=needed)
+    arguments = "batch, head, q_index, k_index, first_q, first_k, captured, sizes"
+    names = "".join(f"{writer.name_of(load)}, " for load in loads)
+    return _source("score_reads", arguments, [*writer.lines, f"return ({names})"])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -147,11 +167,12 @@ def derivative_source(
         inputs = frozenset().union(*(writer.inputs_of(index) for index in indices))
         pointers, inside = f"{total} + tl.zeros((1, 1), tl.int32)", ""
         lines.append(f"gradient = tl.where(hidden, 0.0, {writer.name_of(value)}).to(tl.float32)")
-        # Elements of a tile that belong to one entry are added up before they go to memory.
-        if _Q_INDEX not in inputs:
-            lines.append("gradient = tl.sum(gradient, 0)[None, :]")
+        # Elements of a tile that belong to one entry are added up before they go to memory: first those of a row, which
+        # one warp has, so that less passes between warps.
         if _K_INDEX not in inputs:
             lines.append("gradient = tl.sum(gradient, 1)[:, None]")
+        if _Q_INDEX not in inputs:
+            lines.append("gradient = tl.sum(gradient, 0)[None, :]")
         if indices:
             more, offset, inside = writer.place(captured, indices, "at")
             lines += more
@@ -190,6 +211,14 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
     return tuple(getattr(torch, step.dtype) for step in tiles)
 
 
+@functools.lru_cache(maxsize=1024)
+def reads_by_key(text: str) -> bool:
+    """Whether a function reads entries of captured tensors that differ from key to key."""
+    program = parse(text)
+    writer = _Writer(program)
+    return any(_K_INDEX in writer.inputs_of(name) for name, _ in program.loads)
+
+
 #: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
 _FEW_STEPS = 4
 
@@ -219,10 +248,21 @@ class _Writer:
     Attributes:
         lines: one or more for each step.
         checks: names of what says whether a read lies within its tensor. None where `bounds` say that it does.
+
+    Args:
+        given: names of loads that are in the tuple `reads`, in its order.
+        only: names of the values that are wanted; None = all.
     """
 
-    def __init__(self, program: ScoreProgram, bounds: ScoreBounds | None = None) -> None:
+    def __init__(
+        self,
+        program: ScoreProgram,
+        bounds: ScoreBounds | None = None,
+        given: Sequence[str] = (),
+        only: Container[str] | None = None,
+    ) -> None:
         self.program = program
+        self._given = {name: f"reads[{place}]" for place, name in enumerate(given)}
         self._shapes = () if bounds is None else bounds.shapes
         self._ranges = {} if bounds is None else ranges(program, bounds)
         self.lines: list[str] = []
@@ -234,6 +274,8 @@ class _Writer:
             self._dtypes[name] = step.dtype
             arguments = (*step.arguments, *(value for _, value in step.keywords))
             self._inputs[name] = frozenset().union(*(self._inputs[each] for each in arguments if is_value(each)))
+            if only is not None and name not in only:
+                continue
             if step.operation == LOAD:
                 self._load(number, step)
             else:
@@ -309,15 +351,22 @@ class _Writer:
     def _load(self, number: int, step: Step) -> None:
         captured, *indices = step.arguments
         name, pointer = f"v{number}", f"captured.tensor{captured}"
-        if indices and self._stays_within(captured, indices):
+        given = self._given.get(f"%{number}")
+        within = self._stays_within(captured, indices)
+        if indices and not within:
+            lines, offset, inside = self.place(captured, indices, f"at{number}")
+            self.lines += lines
+            self.checks.append(inside)
+        if given is not None:
+            self.lines.append(f"{name} = {given}")
+            return
+        if indices and within:
             for part in self._offsets(captured, indices):
                 self.lines.append(f"{name} = {pointer} + ({part.strip().removeprefix('+ ')})")
                 pointer = name
             self.lines.append(f"{name} = tl.load({pointer})")
         elif indices:
-            lines, offset, inside = self.place(captured, indices, f"at{number}")
-            self.lines += [*lines, f"{name} = tl.load({pointer} + {offset}, mask={inside}, other=0)"]
-            self.checks.append(inside)
+            self.lines.append(f"{name} = tl.load({pointer} + {offset}, mask={inside}, other=0)")
         else:
             self.lines.append(f"{name} = tl.load({pointer})")
         if step.dtype == "bool":
