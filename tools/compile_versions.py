@@ -19,7 +19,16 @@ from functools import partial
 import triton
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
-from hopper_forms import BACKWARD_FORMS, BLOCK_FORMS, FORMS, FP8_FORMS, SCORE_FORMS, SERIALISED
+from hopper_forms import (
+    BACKWARD_FEATURE_FORMS,
+    BACKWARD_FORMS,
+    BLOCK_FORMS,
+    FEATURE_FORMS,
+    FORMS,
+    FP8_FORMS,
+    SCORE_FORMS,
+    SERIALISED,
+)
 from machine_code import (
     Binary,
     WrongCodeError,
@@ -49,10 +58,11 @@ def report(name: str, compiles: Callable[[], Binary], expected: bool = False) ->
 
 
 def main() -> int:
-    forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS
+    forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS | FEATURE_FORMS
     problems = sum(report(f"forward {name}", partial(compile_hopper, call)) for name, call in forms.items())
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
-    backward = {name: of for name, of in BACKWARD_FORMS.items() if SUMS_PASS_LOOPS or not of.masks_last}
+    every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS
+    backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.masks_last}
     for name, variant in backward.items():
         for kernel in ("begin", "main", "end"):
             compiles = partial(compile_hopper_backward, kernel, variant)
