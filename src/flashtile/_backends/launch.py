@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 from triton.compiler import ASTSource, CompiledKernel
 
-from flashtile._backends import ahead, observe
+from flashtile._backends import observe
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
 from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, placed, word
 
@@ -257,11 +257,6 @@ class Plan:
         self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
-    @property
-    def is_new(self) -> bool:
-        """Whether nothing has been launched."""
-        return self.launch == self._first_launch
-
     def _first_launch(self, *given: Any) -> None:
         self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
         self.launch(*given)
@@ -322,22 +317,8 @@ def clear_plans() -> None:
         clear()
 
 
-#: What other processes compile while this one compiles a kernel.
-_FOLLOWERS: dict[Hashable, list[KernelSource]] = {}
-
-
-def compile_together(first: Plan, others: Sequence[Plan]) -> None:
-    """While the kernel of a plan is compiled, other processes compile those of others. Nothing happens where Triton's
-    disk cache has the first."""
-    if not interpreting():
-        key = _key(first.source, device_facts(first.device))
-        _FOLLOWERS[key] = [plan.source for plan in others if plan.programs]
-
-
 def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """Compiles for `device`, which need not be present. Uses Triton's disk cache."""
-    key = _key(source, device)
-    ahead.wait(key)
     constants = source.constant_names
     signature = {**source.nested(source.types), **dict.fromkeys(constants, "constexpr")}
     paths = _paths(source)
@@ -349,14 +330,6 @@ def compile_kernel(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     known = {paths.get(name, name): value for name, value in source.constants.items()}
     make_source = _gluon_source() if source.function.is_gluon() else ASTSource
     ast = make_source(source.function, signature, constexprs=known, attrs=attributes)
-    make_ir = ast.make_ir
-
-    def begin_compiling(*arguments: Any) -> Any:
-        for follower in _FOLLOWERS.pop(key, ()):
-            ahead.start(_key(follower, device), functools.partial(compile_kernel, follower, device))
-        return make_ir(*arguments)
-
-    ast.make_ir = begin_compiling
     # Fused multiply-adds are Triton's default no longer from 3.10 on.
     options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "enable_fp_fusion": True}
     if source.max_registers and device.is_cuda:

@@ -39,7 +39,7 @@ from flashtile.ops.attention.hopper.widening import Widening, make_widening, wid
 from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
-from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers, compile_backward_too
+from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs
 
@@ -86,8 +86,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         return out.zero_(), _lse_without_keys(lse, side)
     if plan.widening is not None:
         v = widen(v, plan.widening)
-    if spec.score_program is not None and plan.kernel.is_new:
-        compile_backward_too(plan.kernel, q, k, v, side, spec)
     side = with_aligned_lists(side)
     addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
     return _launch(plan, *addresses, side_pointers(side), captured_pointers(side))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import allocator, empty
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import Plan, compile_together, pointer
+from flashtile._backends.launch import pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
@@ -32,8 +32,6 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
-        if spec.score_program is not None and plan.kernel.is_new:
-            compile_backward_too(plan.kernel, q, k, v, side, spec)
         max_scores = results[2] if spec.returns_max_scores else None
         tensors = map(pointer, (q, k, v, *results[:2], max_scores))
         plan.kernel.launch(*tensors, *side_pointers(side), *captured_pointers(side))
@@ -70,19 +68,6 @@ def backward(
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
-
-
-def compile_backward_too(forward: Plan, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> None:
-    """Has the kernels of a backward compiled beside that of a forward, where tensors want gradients: kernels of a new
-    score function are on no disk. The gradient of out is taken to be contiguous, and lse to have none."""
-    summed = tuple(tensor.requires_grad for tensor in side.captured)
-    if q.requires_grad or k.requires_grad or v.requires_grad or any(summed):
-        spec, hides_rows = spec._replace(returns_max_scores=False), may_hide_rows(q, k, side, spec)
-        learns_slopes = side.alibi_slopes is not None and side.alibi_slopes.requires_grad
-        summed = summed if any(summed) else ()
-        dout = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-        queries = plan_for("dq", q, k, v, dout, side, spec, False, learns_slopes, hides_rows, summed)
-        compile_together(forward, [queries.kernel, plan_for("dkdv", q, k, v, dout, side, spec).kernel])
 
 
 def prepare_forward(
