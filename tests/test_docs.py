@@ -264,6 +264,55 @@ def test_times_with_features_are_those_of_the_record():
         assert cells[5:] == expected
 
 
+#: Peers as the tables of single cases name them.
+_PEERS = {
+    "sdpa-flash": "FlashAttention-2", "sdpa-cudnn": "cuDNN", "sdpa-efficient": "memory-efficient", "fa4": "FA4",
+    "flex": "FlexAttention",
+}  # fmt: skip
+
+
+def _against_the_fastest(times: dict, ours: dict, case: Case) -> list[str]:
+    """Ours, the fastest peer and the ratio, forward and then backward; dashes where no peer has a result."""
+    cells = []
+    for phase in ("fwd", "bwd"):
+        found = {name: times[name][case, phase] for name in _PEERS if (case, phase) in times.get(name, {})}
+        mine, best = ours[case, phase], min(found, key=found.get, default=None)
+        peer = ["–", "–"] if best is None else [f"{found[best]:.3g} ({_PEERS[best]})", f"{found[best] / mine:.2f}"]
+        cells += [f"{mine:.3g}", *peer]
+    return cells
+
+
+def _shape(case: Case) -> list[str]:
+    width = f"{case.D}, float32" if case.dtype == "fp32" else str(case.D)
+    mask = f"window of {case.window[0]:,}" if case.window else "causal" if case.causal else "full"
+    tokens = f"{case.B:,} × {case.S:,}" + (f" on {case.Sk} keys" if case.Sk else "")
+    return [width, mask, tokens, str(case.H) if case.H == case.Hkv else f"{case.H} / {case.Hkv}"]
+
+
+def test_times_of_other_shapes_are_those_of_the_records():
+    """Of the later record where that has the case."""
+    first, later = map(_milliseconds, ("h200-shapes.json", "h200-shapes-changed.json"))
+    expected = []
+    for case in (case for case, phase in first["flashtile-auto"] if phase == "fwd"):
+        times = later if (case, "fwd") in later["flashtile-auto"] else first
+        expected.append([*_shape(case), *_against_the_fastest(times, times["flashtile-auto"], case)])
+    assert len(expected) == 47
+    assert [row[:10] for row in _table(FIGURES, "head_dim, dtype")[1:]] == expected
+
+
+def test_times_of_functions_are_those_of_the_record():
+    """The Hopper kernels where they serve a case."""
+    times = _milliseconds("h200-functions.json")
+    ours = {**times["flashtile-triton"], **times["flashtile-hopper"]}
+    expected = [
+        [case.function, str(case.D), f"{case.S:,}"]
+        + [cell.removesuffix(" (FlexAttention)") for cell in _against_the_fastest(times, ours, case)]
+        for case, phase in times["flashtile-triton"]
+        if phase == "fwd"
+    ]
+    assert list(_table(FIGURES, "function or mask")[1:]) == expected
+
+
 def test_host_times_are_those_of_the_record():
     rows = json.loads((ROOT / "benchmarks/results/h200-host-time.json").read_text("utf-8"))["rows"]
     times = {(row["impl"], row["phase"]): row["ms"] for row in rows}
