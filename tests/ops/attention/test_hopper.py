@@ -192,8 +192,8 @@ def test_what_tma_can_read(tensor: torch.Tensor, aligned: bool) -> None:
 
 
 def test_a_copy_of_q_for_a_negative_scale_must_be_aligned_too() -> None:
-    q, k = (torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
-    v, spec = torch.zeros(1, 5, 1, 24, dtype=torch.bfloat16), AttentionSpec(1.0)
+    q, k = (torch.zeros(1, 70, 1, 24, dtype=torch.bfloat16)[..., :20] for _ in range(2))
+    v, spec = torch.zeros(1, 70, 1, 24, dtype=torch.bfloat16), AttentionSpec(1.0)
     assert unsupported_reason(hopper_call("forward", q, k, v, SideInputs(), spec)) is None
     reason = unsupported_reason(hopper_call("forward", q, k, v, SideInputs(), spec._replace(scale=-1.0)))
     assert reason is not None and "multiples of 16 bytes" in reason
@@ -1311,12 +1311,17 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert main[f"{given}_desc"] == at.data_ptr()
         assert (f"{given}_tail_desc" in main) == bool(configs.backward_chunks(at.shape[-1])[1])
     assert main["statistics_desc"] == begin["statistics_ptr"]
-    assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"]
+    summed = name != "64"  # there 50 keys are one tile, which every query visits
+    if summed:
+        assert main["sums_ptr"] == begin["sums_ptr"] == launched["end"]["sums_ptr"] and "dq_desc" not in main
+    else:
+        assert main["dq_desc"] == grads.q.data_ptr()
+        assert "sums_ptr" not in main and "sums_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
     config = configs.choose_backward_config(
         head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name, ordered=ordered
     )
-    assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma else None)
+    assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma and summed else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
     if config.statistics_multiplied:
         rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads
