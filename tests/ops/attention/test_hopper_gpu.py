@@ -52,6 +52,21 @@ def test_many_tiles(head_dim: int, head_dim_v: int, arguments: dict) -> None:
     check(with_arguments(replace(_LARGE, head_dim=head_dim, head_dim_v=head_dim_v), **arguments), "hopper", "cuda")
 
 
+@pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, dtype",
+    [(16, 16, _BF16), (32, 32, torch.float16), (40, 64, _BF16), (64, 64, torch.float16), (80, 80, _BF16),
+     (96, 96, torch.float16), (128, 128, _BF16), (64, 96, torch.float16)],
+    ids=str,
+)  # fmt: skip
+def test_all_keys_in_one_tile(head_dim: int, head_dim_v: int, dtype: torch.dtype, arguments: dict) -> None:
+    """dq is stored, not summed, where every query tile visits the only key tile; also by many thread blocks."""
+    for batch, seq_q, seq_k in ((3, 49, 49), (3, 77, 77), (3, 128, 128), (3, 513, 77), (3, 1, 100), (400, 49, 49)):
+        case = replace(_LARGE, batch=batch, heads=6, heads_kv=3, seq_q=seq_q, seq_k=seq_k, dtype=dtype)
+        case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
+        check(case, "hopper", "cuda")
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [1, 36, 65, 100, 187, 250])
