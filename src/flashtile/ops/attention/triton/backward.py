@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.blocks import listed_tile, load_line
 from flashtile.ops.attention.triton.ordered_sums import program_of_wave
 from flashtile.ops.attention.triton.scores import (
     Modifiers,
@@ -37,9 +37,9 @@ from flashtile.ops.attention.triton.scores import (
     function_gradient,
     kept_weights,
     load_alibi,
-    modified_scores,
     sees_sink_alone,
     slope_gradients,
+    tile_scores,
     uncapped_gradient,
 )
 from flashtile.ops.attention.triton.tiles import (
@@ -220,7 +220,7 @@ def _sum_dq(
             dout_tile = tl.where((lse == float("inf"))[:, None], 0.0, dout_tile)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_N):
-        start = step
+        start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_K, BLOCK_N)
         k_tile = load_rows(k_base, k_strides, start, keys, shape.HEAD_DIM, BLOCK_N, BLOCK_D, WHOLE)
@@ -238,31 +238,10 @@ def _sum_dq(
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
             dprobs = tl.dot(dout_tile, tl.trans(v_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
-        if MODIFIED:
-            scores, tanh = modified_scores(
-                scores,
-                scale,
-                first,
-                start,
-                modifiers,
-                q_base.dtype.element_ty == tl.float32,
-                TRANSPOSED=False,
-                SCORE_FUNCTION=SCORE_FUNCTION,
-            )
-        if blocks is not None:
-            if modifiers.side.block_patterns is not None:
-                if kind >= 0:
-                    scores = apply_pattern(
-                        scores,
-                        modifiers.side.block_patterns,
-                        constants,
-                        kind,
-                        first,
-                        start,
-                        BLOCK_M,
-                        BLOCK_N,
-                        TRANSPOSED=False,
-                    )
+        scores, tanh = tile_scores(
+            scores, scale, first, start, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
+            TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=True,
+        )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = visible_pairs(row[:, None], column[None, :], shift, keys, window, constants)
@@ -382,7 +361,7 @@ def _sum_dkdv(
     column = first + tl.arange(0, BLOCK_N)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_M):
-        start = step
+        start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
@@ -404,31 +383,10 @@ def _sum_dkdv(
             )  # fmt: skip
         else:
             dprobs = tl.dot(v_tile, tl.trans(dout_tile), input_precision=PRECISION)  # [N, M]
-        if MODIFIED:
-            scores, tanh = modified_scores(
-                scores,
-                scale,
-                start,
-                first,
-                modifiers,
-                q_base.dtype.element_ty == tl.float32,
-                TRANSPOSED=True,
-                SCORE_FUNCTION=SCORE_FUNCTION,
-            )
-        if blocks is not None:
-            if modifiers.side.block_patterns is not None:
-                if kind >= 0:
-                    scores = apply_pattern(
-                        scores,
-                        modifiers.side.block_patterns,
-                        constants,
-                        kind,
-                        start,
-                        first,
-                        BLOCK_M,
-                        BLOCK_N,
-                        TRANSPOSED=True,
-                    )
+        scores, tanh = tile_scores(
+            scores, scale, start, first, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
+            TRANSPOSED=True, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=True,
+        )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[None, :])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = (row < seq_q)[None, :] & visible_pairs(

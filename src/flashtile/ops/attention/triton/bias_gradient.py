@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import EMPTY, apply_pattern, kind_of_tile, load_line
+from flashtile.ops.attention.triton.blocks import EMPTY, kind_of_tile, load_line
 from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
@@ -21,7 +21,7 @@ from flashtile.ops.attention.triton.scores import (
     kept_weights,
     load_alibi,
     load_table,
-    modified_scores,
+    tile_scores,
 )
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
@@ -139,23 +139,10 @@ def attention_dbias_kernel(
                 alibi = load_alibi(side, numbers, sequence, head, batch, seq_q, seq_k)
                 columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
                 modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, None)
-                scores, _tanh = modified_scores(
-                    product, 1.0, first, start, modifiers, q_ptr.dtype.element_ty == tl.float32, TRANSPOSED=False,
-                    SCORE_FUNCTION=SCORE_FUNCTION, bias_tile=bias_tile,
+                scores, _tanh = tile_scores(
+                    product, 1.0, first, start, modifiers, kind, constants, True, q_ptr.dtype.element_ty == tl.float32,
+                    TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False, bias_tile=bias_tile,
                 )  # fmt: skip
-                if TILE_Q:
-                    if side.block_patterns is not None:
-                        scores = apply_pattern(
-                            scores,
-                            side.block_patterns,
-                            constants,
-                            kind,
-                            first,
-                            start,
-                            BLOCK_M,
-                            BLOCK_N,
-                            TRANSPOSED=False,
-                        )
                 probs = tl.exp2(scores * LOG2_E - statistic[:, None])
                 if not ALL_VISIBLE:
                     column = start + tl.arange(0, BLOCK_N)

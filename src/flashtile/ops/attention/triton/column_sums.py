@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, listed_tile, load_line
-from flashtile.ops.attention.triton.scores import Modifiers, TableColumns, load_alibi, modified_scores
+from flashtile.ops.attention.triton.blocks import listed_tile, load_line
+from flashtile.ops.attention.triton.scores import Modifiers, TableColumns, load_alibi, tile_scores
 from flashtile.ops.attention.triton.tiles import (
     LOG2_E,
     TileRanges,
@@ -90,7 +90,7 @@ def _sum_weights(
         k_tile = load_rows(k_base, k_strides, 0, keys - first, shape.HEAD_DIM, BLOCK_N, BLOCK_D, False)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_M):
-        start = step
+        start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_Q, BLOCK_M)
         row = start + tl.arange(0, BLOCK_M)
@@ -105,31 +105,10 @@ def _sum_weights(
         else:
             q_tile = load_rows(q_base, q_strides, start, seq_q, shape.HEAD_DIM, BLOCK_M, BLOCK_D, WHOLE)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
-        if MODIFIED:
-            scores, _tanh = modified_scores(
-                scores,
-                scale,
-                start,
-                first,
-                modifiers,
-                q_base.dtype.element_ty == tl.float32,
-                TRANSPOSED=False,
-                SCORE_FUNCTION=None,
-            )
-        if blocks is not None:
-            if modifiers.side.block_patterns is not None:
-                if kind >= 0:
-                    scores = apply_pattern(
-                        scores,
-                        modifiers.side.block_patterns,
-                        constants,
-                        kind,
-                        start,
-                        first,
-                        BLOCK_M,
-                        BLOCK_N,
-                        TRANSPOSED=False,
-                    )
+        scores, _tanh = tile_scores(
+            scores, scale, start, first, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
+            TRANSPOSED=False, SCORE_FUNCTION=None, BRANCHES=True,
+        )  # fmt: skip
         probs = tl.exp2(scores * unit - lse[:, None])
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = (row < seq_q)[:, None] & visible_pairs(

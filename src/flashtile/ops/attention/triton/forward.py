@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashtile.ops.attention.triton.blocks import apply_pattern, listed_tile, load_line
+from flashtile.ops.attention.triton.blocks import listed_tile, load_line
 from flashtile.ops.attention.triton.scores import (
     Modifiers,
     ScoreFunction,
@@ -31,8 +31,8 @@ from flashtile.ops.attention.triton.scores import (
     kept_weights,
     load_alibi,
     load_sink,
-    modified_scores,
     start_softmax,
+    tile_scores,
 )
 from flashtile.ops.attention.triton.tiles import (
     LEAST_SCALE,
@@ -157,7 +157,7 @@ def _visit_key_tiles(
     if not CHUNK:
         q_tile = as_operand(load_rows(q_base, q_strides, 0, seq_q - first, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False))
     for step in tl.range(visited.begin, visited.end, BLOCK_N):
-        start = step
+        start, kind = step, 0
         if blocks is not None:
             start, kind = listed_tile(blocks, step, constants.TILE_K, BLOCK_N)
         if not CHUNK:
@@ -172,30 +172,10 @@ def _visit_key_tiles(
         else:
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)  # [M, N]
         column = start + tl.arange(0, BLOCK_N)
-        if MODIFIED:
-            scores, _tanh = modified_scores(
-                scores,
-                scale,
-                first,
-                start,
-                modifiers,
-                q_base.dtype.element_ty == tl.float32,
-                TRANSPOSED=False,
-                SCORE_FUNCTION=SCORE_FUNCTION,
-            )
-        if blocks is not None:
-            if modifiers.side.block_patterns is not None:
-                scores = apply_pattern(
-                    scores,
-                    modifiers.side.block_patterns,
-                    constants,
-                    kind,
-                    first,
-                    start,
-                    BLOCK_M,
-                    BLOCK_N,
-                    TRANSPOSED=False,
-                )
+        scores, _tanh = tile_scores(
+            scores, scale, first, start, modifiers, kind, constants, MODIFIED, q_base.dtype.element_ty == tl.float32,
+            TRANSPOSED=False, SCORE_FUNCTION=SCORE_FUNCTION, BRANCHES=False,
+        )  # fmt: skip
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = visible_pairs(row[:, None], column[None, :], shift, keys, window, constants)
             scores = tl.where(visible, scores, float("-inf"))

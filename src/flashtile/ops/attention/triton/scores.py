@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.ops.attention.triton.blocks import apply_pattern
 from flashtile.ops.attention.triton.tiles import LOG2_E
 from flashtile.ops.common.triton.functions import tanh as hyperbolic_tangent
 
@@ -66,6 +67,30 @@ class Modifiers(NamedTuple):
     head: Any
     alibi: Any
     dropout_matrix: Any
+
+
+@triton.jit
+def tile_scores(
+    products, scale, first_row, first_column, modifiers, kind, constants, MODIFIED: tl.constexpr,
+    PRECISE: tl.constexpr, TRANSPOSED: tl.constexpr, SCORE_FUNCTION: tl.constexpr, BRANCHES: tl.constexpr,
+    bias_tile=None,
+):  # fmt: skip
+    """Scores of a tile of products, -inf where the pattern of a block mask hides them, and the tanh of the soft cap.
+    Bands come after them. Where nothing changes scores (not MODIFIED), they still lack the scale. `kind`: of the tile,
+    in a block mask with patterns. `BRANCHES`: a branch leads around the pattern of a full tile (`apply_pattern` says
+    where that is faster). Other arguments as in `modified_scores`."""
+    scores, tanh = products, products
+    if MODIFIED:
+        scores, tanh = modified_scores(
+            products, scale, first_row, first_column, modifiers, PRECISE, TRANSPOSED, SCORE_FUNCTION, bias_tile
+        )
+    if modifiers.side.block_patterns is not None:
+        if BRANCHES:
+            if kind >= 0:
+                scores = apply_pattern(scores, modifiers.side, constants, kind, first_row, first_column, TRANSPOSED)
+        else:
+            scores = apply_pattern(scores, modifiers.side, constants, kind, first_row, first_column, TRANSPOSED)
+    return scores, tanh
 
 
 @triton.jit
