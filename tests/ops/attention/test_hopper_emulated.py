@@ -171,6 +171,25 @@ def test_pairs_of_features(hopper: Callable, case: AttentionCase) -> None:
     check(case, "hopper")
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_reads_of_a_score_function_that_stay_within(hopper: Callable, head_dim: int) -> None:
+    """Tiles divide the call, so reads have no checks, and addresses in parts of rows and of columns."""
+    hopper()
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, rows, 2, head_dim, generator=generator).to(torch.bfloat16) for rows in (384, 256, 256))
+    table, gain = torch.randn(2, 700, generator=generator), torch.randn(256, generator=generator)
+
+    def relative(score: Any, batch: Any, head: Any, q_index: Any, k_index: Any) -> Any:
+        return score + table[head, q_index - k_index + 300] * gain[k_index]
+
+    def run_on(backend: str, dtype: torch.dtype) -> torch.Tensor:
+        tensors = (tensor.to(dtype) for tensor in (q, k, v))
+        return flashtile.attention(*tensors, score_mod=relative, causal=True, backend=backend)
+
+    oracle, eager = run_on("reference", torch.float64), run_on("reference", torch.bfloat16)
+    assert_close("out", run_on("hopper", torch.bfloat16), oracle, eager)
+
+
 _TABLES = {
     "mask of keys": {"mask": "b11k"},
     "mask of queries": {"mask": "1hq1"},

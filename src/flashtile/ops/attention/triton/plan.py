@@ -191,7 +191,7 @@ def _plan(
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    sums_keys = kernel == "dq" and programs > 0 and _sums_keys(situation, rows_q, rows_k, tiles, spec, packed)
+    sums_keys = kernel == "dq" and programs > 0 and _sums_keys(situation, rows_q, rows_k, tiles, packed)
     written_heads = heads if sums_keys else heads_kv * shares
     parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, shapes, parts, strides)
@@ -229,16 +229,13 @@ def _plan(
     return AttentionPlan(plan, outputs, written_heads // heads_kv, sums_keys, waves)
 
 
-def _sums_keys(
-    situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, spec: AttentionSpec, packed: bool
-) -> bool:
+def _sums_keys(situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool) -> bool:
     """Whether one tile holds all queries of a sequence and one all keys, so that the dq kernel computes dk and dv too:
     five products instead of seven, and each tensor read once. Packed sequences may have keys and no queries; then
-    nobody would write dk and dv. With score functions whose tables learn, ptxas 12.8 reads uniform registers that
-    nothing has set (`tests/control_flow.py`)."""
+    nobody would write dk and dv."""
     one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and not tiles.chunk
-    plain = not packed and spec.block_shape is None and spec.score_program is None
-    return one_tile and plain and situation.length == "short" and situation.dtype.itemsize == 2
+    short = situation.length == "short" and not packed
+    return one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None
 
 
 def _tensors(
