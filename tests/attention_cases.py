@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from covering import covering
+from covering import combined_cases
 from flashtile.testing import AttentionCase, with_arguments
 
 BASE = AttentionCase(seq_q=37, seq_k=53, batch=2, heads=2, heads_kv=2, head_dim=16, head_dim_v=16)
@@ -110,12 +110,8 @@ def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
     if apart:
         cases = {name: case for name, case in cases.items() if not all(word in name for word in apart)}
-    for names in covering([name for name in _FEATURES if name not in _UNPAIRED], compatible):
-        case = BASE
-        for name in names:
-            case = _FEATURES[name](case)
-        cases["+".join(names)] = case
-    return cases
+    names = [name for name in _FEATURES if name not in _UNPAIRED]
+    return cases | combined_cases(BASE, names, lambda case, name: _FEATURES[name](case), compatible)
 
 
 COMBINED = combined()

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 #: At most so many features in a case, so that none hides what another does.
 _FEATURES_OF_A_CASE = 4
+
+
+_Case = TypeVar("_Case")
+
+
+def combined_cases(
+    base: _Case, names: Sequence[str], change: Callable[[_Case, str], _Case], compatible: Callable[[str, str], bool]
+) -> dict[str, _Case]:
+    """A case for each set of `covering`: the base with the change of every feature in the set."""
+    return {"+".join(chosen): functools.reduce(change, chosen, base) for chosen in covering(names, compatible)}
 
 
 def covering(names: Sequence[str], compatible: Callable[[str, str], bool]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from covering import covering
+from covering import combined_cases
 from flashtile.testing import Size, assert_close
 
 
@@ -223,12 +223,7 @@ PAIRS = _pairs()
 def _combined() -> dict[str, CacheCase]:
     """Every pair of features in fewer cases, for tests that take long; features alone, and many of them, too."""
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
-    for names in covering(list(_FEATURES), _compatible):
-        case = BASE
-        for name in names:
-            case = changed(case, _FEATURES[name])
-        cases["+".join(names)] = case
-    return cases
+    return cases | combined_cases(BASE, list(_FEATURES), lambda case, name: changed(case, _FEATURES[name]), _compatible)
 
 
 COMBINED = _combined()

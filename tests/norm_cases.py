@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from covering import covering
+from covering import combined_cases
 from flashtile.testing import NormCase
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -69,12 +69,12 @@ PAIRS = _pairs()
 def _combined() -> dict[str, NormCase]:
     """Every pair of features in fewer cases, for tests that take long; features alone, and all of them, too."""
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
-    for names in covering(list(_FEATURES), lambda first, second: not _exclude(first, second)):
-        case = _BASE
-        for name in names:
-            case = _FEATURES[name](case)
-        cases["+".join(names)] = case
-    return cases
+    return cases | combined_cases(
+        _BASE,
+        list(_FEATURES),
+        lambda case, name: _FEATURES[name](case),
+        lambda first, second: not _exclude(first, second),
+    )
 
 
 COMBINED = _combined()

@@ -116,7 +116,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def target_of(facts: DeviceFacts) -> Any:
-    """What Triton compiles for."""
+    """The target for which Triton compiles."""
     from triton.backends.compiler import GPUTarget
 
     if facts.is_cuda:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -378,7 +378,7 @@ def make_launch(
 
 
 def _passed(source: KernelSource, scalars: tuple[Any, ...]) -> tuple[Callable[[tuple], tuple], tuple[Any, ...]]:
-    """What the C function of `launcher` is given: a function that picks from what a launch is given, and the scalars.
+    """The arguments of the C function of `launcher`: a function that picks some of those of a launch, and the scalars.
     It would take 0.4 µs to read past constants and parameters that are compiled away."""
     places = [of for of in source.types for _ in range(arguments_of(of))]
     given = len(places) - len(scalars)
@@ -401,17 +401,13 @@ _LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
 def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    key = _key(source, device)
+    key = (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
     found = _LOADED.get(key)
     if found is None:
         observe.log_kernel(source, device)
         with torch.cuda.device(device):
             found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
     return found
-
-
-def _key(source: KernelSource, device: Hashable) -> tuple[Any, ...]:
-    return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
 
 
 #: Whether launches pass what a kernel takes as plain arguments: the one launcher whose C function is known here.

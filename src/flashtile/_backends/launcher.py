@@ -1,4 +1,4 @@
-"""What Triton's C function for a launch is given, so that one function serves many kernels.
+"""Arguments of Triton's C function for a launch, of such types that one function serves many kernels.
 
 Triton writes and compiles one in C for each list of parameter types, and a C compiler takes about a third of a second.
 But CUDA takes from each argument as many bytes as the parameter has, and reads no argument past the last parameter. So
@@ -33,7 +33,7 @@ def launcher_types(types: Sequence[str]) -> list[str]:
 
 
 def word(of: str, value: Any) -> Any:
-    """What is passed for a parameter of a type: for float32 an integer of its bits."""
+    """The argument for a value of a type: float32 goes as an integer of its bits."""
     return ctypes.c_uint32.from_buffer(ctypes.c_float(value)).value if of == "fp32" else value
 
 

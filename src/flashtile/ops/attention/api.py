@@ -335,8 +335,8 @@ def forward_of_checked(
 def forward_of_unmasked(
     q: Tensor, k: Tensor, v: Tensor, scale: float, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """What computes calls like a checked one where every query sees every key, for any number of keys; None where the
-    backend does not decide once for those. Its None is a result that `forward_of_checked` has to find."""
+    """A function that computes calls like a checked one in which every query sees every key, for any number of keys;
+    None where the backend has none. Where it returns None, `forward_of_checked` has to find the result."""
     spec = AttentionSpec(_representable_scale(scale, q.dtype))
     return calls.prepared_unmasked(q, k, v, spec, backend)
 

@@ -240,8 +240,8 @@ class PlainCall:
 def prepared_unmasked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, backend: str
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """What computes calls like this one, in which every query sees every key, for any number of keys; None where the
-    backend has no such thing."""
+    """A function that computes calls like this one, in which every query sees every key, for any number of keys; None
+    where the backend has none."""
     module = select.implementation("forward", q, k, v, SideInputs(), spec, backend)
     prepare = _preparing(module, "prepare_unmasked")
     return None if prepare is None or not _lie_as_usual(q, k, v) else prepare(q, k, v, spec)

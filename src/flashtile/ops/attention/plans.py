@@ -147,7 +147,12 @@ def may_hide_rows(q: Tensor, k: Tensor, side: SideInputs, spec: AttentionSpec) -
         # Sequences with as many queries as keys: each row sees the key on its diagonal, unless a side is negative.
         same = side.cu_seqlens_q.data_ptr() == side.cu_seqlens_k.data_ptr()
         return not same or (left or 0) < 0 or (right or 0) < 0
-    seq_q, seq_k = q.shape[1], k.shape[1]
+    return band_hides_rows(spec, q.shape[1], k.shape[1])
+
+
+def band_hides_rows(spec: AttentionSpec, seq_q: int, seq_k: int) -> bool:
+    """Whether a band hides all keys from the first or the last rows of a dense call."""
+    left, right = spec.window_left, spec.window_right
     shift = 0 if spec.top_left else seq_k - seq_q
     return (right is not None and shift + right < 0) or (left is not None and seq_q - 1 + shift - left >= seq_k)
 
@@ -180,7 +185,7 @@ def packing(side: SideInputs) -> tuple[int | None, tuple[torch.dtype, torch.dtyp
 
 
 class CallSizes(NamedTuple):
-    """What the shapes of q, k and v say. `batch` counts batch entries, or the sequences of a packed call."""
+    """The sizes that the shapes of q, k and v tell. `batch` counts batch entries, or the sequences of a packed call."""
 
     batch: int
     rows_q: int

@@ -26,7 +26,7 @@ _LENGTH_DTYPES = (torch.int32, torch.int64)
 
 
 class Step(NamedTuple):
-    """What serves steps over a cache.
+    """How steps over a cache are recognised and served.
 
     Attributes:
         recognises: whether q and both caches are laid out as in the earlier step.
@@ -40,8 +40,8 @@ class Step(NamedTuple):
 def key_of(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, causal: bool, scale: float | None, return_lse: bool, backend: str
 ) -> Hashable:
-    """What a step of one query on a CPU is looked up by that has no arguments beside these and the lengths; None where
-    PyTorch would do something first, or an argument equals those of another type."""
+    """The key of a step of one query on a CPU, without arguments beside these and the lengths; None where PyTorch would
+    do something first, or an argument equals one of another type."""
     if not (type(q) in _TENSORS and type(k_cache) in _TENSORS and type(v_cache) in _TENSORS and q.is_cpu):
         return None
     if q.dim() != 4 or q.shape[1] != 1 or not dispatch.undisturbed():
@@ -82,7 +82,7 @@ def _common_length(cache_lengths: int | Tensor, batch: int) -> int | None:
 
 
 def remember(key: Hashable, q: Tensor, k_cache: Tensor, v_cache: Tensor, forward: Forward | None) -> None:
-    """Keeps what serves steps like one that was checked and served."""
+    """Keeps the function that serves steps like one that was checked and served."""
     tensors = q, k_cache, v_cache
     if forward is None or not dispatch.plain(*tensors) or any(tensor.requires_grad for tensor in tensors):
         return

@@ -32,8 +32,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 def prepare_unmasked(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec
 ) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor] | None] | None:
-    """What computes the forward of calls like this one without any mask, for any number of keys; None where that would
-    not be PyTorch's flash attention. Its None is a result that cannot be told from a wrong one."""
+    """A function that computes the forward of calls like this one without any mask, for any number of keys; None where
+    that would not be PyTorch's flash attention. The function returns None for a result that it cannot tell from a wrong
+    one."""
     if not served_by_torch(spec, SideInputs(), q.shape, k.shape, v.shape, q.dtype)[0]:
         return None
     return functools.partial(torch_flash.forward_unmasked, scale=spec.scale)

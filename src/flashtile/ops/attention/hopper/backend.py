@@ -9,11 +9,9 @@ from flashtile.ops.attention.hopper import configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
+from flashtile.ops.attention.triton.configs import SHORT, length_of
 from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend
-
-#: Up to so many queries and keys most of a tile would be empty.
-SHORT = 64
 
 
 def unsupported_reason(call: AttentionCall) -> str | None:
@@ -44,7 +42,7 @@ def _slower(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
     if call.requested != "auto" or call.packed or widest > 64:
         return None
-    if max(call.q_shape[1], call.k_shape[1]) <= SHORT:
+    if length_of(call.q_shape[1], call.k_shape[1]) == "short":
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
     if call.has_whole_bias and (call.phase == "forward" or widest <= 32):
         return "with so narrow heads the portable kernels add a bias faster"

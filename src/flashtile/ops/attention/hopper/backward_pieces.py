@@ -280,7 +280,7 @@ def add_to_dq(sums, dq, line, config):
 @gluon.jit
 def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
     """Stores a `[64, columns]` block of dq, which no other key tile adds to, from `row` of a sequence (`HeadRows`) and
-    column `COLUMN` on. What is past the end is not written."""
+    column `COLUMN` on. Rows past the end are not written."""
     COLUMNS: gl.constexpr = dq.shape[1]
     tma_store_wait(0)  # until the block before has been read from there
     descriptor = stores.descriptors.main if COLUMNS == config.SUM_COLUMNS else stores.descriptors.tail

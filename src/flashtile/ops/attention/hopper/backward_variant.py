@@ -9,6 +9,7 @@ import torch
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile.ops.attention.hopper.configs import BackwardConfig
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
+from flashtile.ops.attention.plans import band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
 from flashtile.ops.attention.spec import AttentionSpec
 
@@ -90,9 +91,7 @@ def has_single_key_tile(spec: AttentionSpec, rows_q: int, rows_k: int, config: B
     """Whether all keys of a sequence are one tile that each query tile visits, so that its product is dq. `bounded`:
     as in `BackwardVariant`; sequences may then be empty, and nobody would write the dq of their queries. Nor would
     anybody that of the first queries, where the band begins below them. Only TMA writes it."""
-    all_visit = spec.window_left is None
-    if spec.window_right is not None:
-        all_visit = all_visit and (0 if spec.top_left else rows_k - rows_q) + spec.window_right >= 0
+    all_visit = spec.window_left is None and not band_hides_rows(spec, rows_q, rows_k)
     return all_visit and rows_k <= config.block_n and config.sums_by_tma and not bounded and spec.block_shape is None
 
 

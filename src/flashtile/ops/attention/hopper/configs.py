@@ -117,6 +117,13 @@ def _part_width(head_dim_v: int) -> int:
     return head_dim_v if parts == 1 else -(-head_dim_v // (16 * parts)) * 16
 
 
+#: Two consumers of 128 keys. Heads of 128: half of the exponentials ahead up to 3 % more cycles, none 6 to 11 % more.
+#: Four stages of half the keys, or keys and values released together: nothing gained. Queries in registers: such
+#: products take longer to issue (622 for 648).
+_TWO_CONSUMERS = HopperConfig(
+    consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
+)
+
 #: (widest head_dim, widest part of head_dim_v, config). TFLOP/s of one run at 8,192 tokens without a mask.
 _ROWS = (
     # Three consumers: more queries per byte of keys (509; two consumers 451). With so many, others multiply while one
@@ -137,38 +144,10 @@ _ROWS = (
     ),
     # In turn: 0.63 ms instead of 0.72 (4 sequences of 4,096 tokens, 16 heads of 96), causal 0.36 instead of 0.40; D 80
     # 0.59 instead of 0.63. Three consumers of 64 keys 0.65 and 0.36.
-    (
-        96,
-        96,
-        HopperConfig(
-            consumers=2,
-            block_n=128,
-            stages=2,
-            registers=240,
-            max_registers=168,
-            q_in_registers=False,
-            ahead=64,
-            in_turn=True,
-        ),
-    ),
-    # Half of the exponentials ahead: up to 3 % more cycles. None: 6 to 11 % more. Four stages of half the keys, or keys
-    # and values released together: nothing gained. Queries in registers: such products take longer to issue (622 for
-    # 648).
-    (
-        128,
-        128,
-        HopperConfig(
-            consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
-        ),
-    ),
+    (96, 96, _TWO_CONSUMERS._replace(in_turn=True)),
+    (128, 128, _TWO_CONSUMERS),
     # Shared memory: the output of one consumer after the other goes through one place.
-    (
-        192,
-        128,
-        HopperConfig(
-            consumers=2, block_n=128, stages=2, registers=240, max_registers=168, q_in_registers=False, ahead=64
-        ),
-    ),
+    (192, 128, _TWO_CONSUMERS),
     # Half of the exponentials ahead: full 2.6 % fewer cycles than all of them, causal the same.
     (
         192,
@@ -369,6 +348,12 @@ class BackwardConfig(NamedTuple):
 
 
 # fmt: off
+#: 128 keys, 64 of them for each of two warpgroups.
+_HALVES_OF_KEYS = BackwardConfig(
+    block_n=128, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
+    sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+)
+
 #: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
 _BACKWARD_ROWS = (
     # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
@@ -378,16 +363,10 @@ _BACKWARD_ROWS = (
         sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
     )),
     # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
-    (96, 96, BackwardConfig(
-        block_n=128, block_m=64, parts=1, stages=4, key_stages=1, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
-    )),
+    (96, 96, _HALVES_OF_KEYS._replace(stages=4)),
     # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
     # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
-    (128, 128, BackwardConfig(
-        block_n=128, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
-    )),
+    (128, 128, _HALVES_OF_KEYS),
     # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
     # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
     (192, 128, BackwardConfig(

@@ -45,7 +45,7 @@ class HeadModifiers(NamedTuple):
 
 
 class FunctionInputs(NamedTuple):
-    """What a score function reads; nothing is, without one. `scale`: `function_scale` of `scores.ScoreUnits`.
+    """The inputs of a score function; without one nobody reads them. `scale`: `function_scale` of `scores.ScoreUnits`.
     `captured`, `sizes`: addresses and sizes of the tensors; None without any."""
 
     scale: Any
@@ -106,8 +106,8 @@ def forward_dropout(problem, sequence, head):
 
 @gluon.jit
 def function_scores(s, first_key, read, function, view, config):
-    """What the user's function makes of scores `[M, N]`, with what it has `read`. It takes them without the factor of
-    the exponential."""
+    """The scores of the user's function, from scores `[M, N]` without the factor of the exponential and from its
+    reads."""
     key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     return config.SCORE_FUNCTION(
         s * function.scale, function.sequence, function.head, view.row[:, None], key[None, :], view.first, first_key,

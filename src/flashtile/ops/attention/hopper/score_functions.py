@@ -43,6 +43,6 @@ def function_of(text: str, bounds: ScoreBounds | None) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def reads_of(text: str, bounds: ScoreBounds | None) -> Any:
-    """That of what it reads before the scores are there; None for nothing."""
+    """The `@gluon.jit` function of its reads before the scores are there; None where there are none."""
     source = reads_source(text, bounds)
     return None if source is None else compiled(source, gluon.jit, _NAMES)
