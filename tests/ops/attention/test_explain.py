@@ -57,6 +57,8 @@ def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
     )
     assert [kernel.backend for kernel in automatic.kernels][:2] == [forward, backward]
     assert {kernel.backend for kernel in named.kernels} == {"hopper"}
+    names = [kernel.name for kernel in automatic.kernels if kernel.name.startswith("d")]
+    assert names == ([] if backward == "hopper" else ["dq"] if seq <= 64 else ["dq", "dkdv"])
 
 
 def test_forward_and_backward_may_be_of_two_backends() -> None:

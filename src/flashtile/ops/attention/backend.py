@@ -90,8 +90,9 @@ class KernelChoice:
     """A kernel that a call runs.
 
     Attributes:
-        name: "forward", "dq", "dkdv", or "dbias" for the gradient of a bias; on Hopper "forward" or "backward", and
-            "widen" before them for 8-bit values; on the CPU a description of what computes the call.
+        name: "forward", "dq" (alone where that kernel writes dk and dv too), "dkdv", or "dbias" for the gradient of a
+            bias; on Hopper "forward" or "backward", and "widen" before them for 8-bit values; on the CPU a description
+            of what computes the call.
         tiles: block sizes, warps and stages; None if the kernel has no tiles of flashtile's.
         shared_memory: estimate of the shared memory of one thread block in bytes; 0 if it uses none.
         backend: the backend of the kernel. Forward and backward may have different ones.

@@ -8,13 +8,15 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary
 from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.attention.triton.configs import (
     Kernel,
+    Situation,
     choose_tiles,
     dot_precision,
     length_of,
     shared_memory,
     situation_of,
+    sums_keys,
 )
-from flashtile.ops.attention.triton.score_source import tile_values, unsupported_operation
+from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
 
 
@@ -33,7 +35,10 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     if call.phase == "forward":
         return (describe_kernel("forward", call),)
-    return describe_kernel("dq", call), describe_kernel("dkdv", call), *describe_bias_gradient(call)
+    queries = describe_kernel("dq", call)
+    writes_keys = sums_keys(_situation(call), call.q_shape[-3], call.k_shape[-3], queries.tiles, call.packed)
+    keys = () if writes_keys else (describe_kernel("dkdv", call),)
+    return queries, *keys, *describe_bias_gradient(call)
 
 
 def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
@@ -42,15 +47,16 @@ def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
     return (describe_kernel("dbias", call),) if bias is not None and bias.requires_grad else ()
 
 
-def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
-    """One kernel, with the tiles that it has for a call."""
+def _situation(call: AttentionCall) -> Situation:
     side = call.side or SideInputs()
-    tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [
-        *tile_values(call.spec.score_program)
-    ]
     length = length_of(side.max_seqlen_q, side.max_seqlen_k)
     precision = dot_precision(call.dtype, call.device, torch.backends.cuda.matmul.allow_tf32)
-    situation = situation_of(call.dtype, call.head_dims, call.spec, length, tables, precision)
+    return situation_of(call.dtype, call.head_dims, call.spec, length, (side.bias, side.mask), precision)
+
+
+def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
+    """One kernel, with the tiles that it has for a call."""
+    situation = _situation(call)
     tiles = choose_tiles(name, call.device, situation)
     memory = shared_memory(name, tiles, situation)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""

@@ -10,9 +10,12 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from flashtile._backends.devices import DeviceFacts
+from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import AttentionSpec, out_dtype
+from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tile_tables import (
     AMD,
     BIAS_GRADIENT,
@@ -80,10 +83,10 @@ def situation_of(
     head_dims: tuple[int, int],
     spec: AttentionSpec,
     length: Length,
-    tables: Iterable[torch.dtype],
+    tables: Iterable[Table | Tensor | None],
     precision: Precision,
 ) -> Situation:
-    """The situation of a call. `tables`: the dtypes of its bias and its mask.
+    """The situation of a call. `tables`: its bias and its mask, as far as it has them.
 
     With a score function no call is short: in tiles of 64 × 64, and in one kernel for dq, dk and dv, ptxas 12.8 reads
     uniform registers that nothing has set where a table of the function learns (`tests/control_flow.py`).
@@ -91,7 +94,8 @@ def situation_of(
     if length == "short" and spec.score_program is not None:
         length = "medium"
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    table_bytes = sum(table.itemsize for table in tables)
+    dtypes = [table.dtype for table in tables if table is not None] + [*tile_values(spec.score_program)]
+    table_bytes = sum(dtype.itemsize for dtype in dtypes)
     return Situation(out_dtype(dtype), *head_dims, spec.banded, length, table_bytes, block_tile, precision)
 
 
@@ -143,6 +147,15 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
         queries, keys = situation.block_tile
         tiles = tiles._replace(block_m=math.gcd(tiles.block_m, queries), block_n=math.gcd(tiles.block_n, keys))
     return tiles
+
+
+def sums_keys(situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool) -> bool:
+    """Whether one tile of the dq kernel holds all queries of a sequence and one all keys, so that it computes dk and dv
+    too: five products instead of seven, and each tensor read once. Packed sequences may have keys and no queries; then
+    nobody would write dk and dv."""
+    one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and not tiles.chunk
+    short = situation.length == "short" and not packed
+    return one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None
 
 
 def drops_bounds(kernel: Kernel, situation: Situation) -> bool:

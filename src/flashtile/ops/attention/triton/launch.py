@@ -152,7 +152,7 @@ def backward_queries(
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet = copies.pop(0) if hides_rows else None
-    dk, dv = copies if plan.sums_keys else (None, None)
+    dk, dv = copies or (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
     if plan.kernel.programs:
         tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq, dk, dv)
@@ -164,9 +164,7 @@ def backward_queries(
             waves.finish(captured_sums)
         else:
             plan.kernel.launch(*pointers, *map(pointer, captured_sums or (None,)))
-    keys = None
-    if dk is not None and dv is not None:
-        keys = _whole_heads(dk, dv, plan.shares)
+    keys = None if dk is None or dv is None else _whole_heads(dk, dv, plan.shares)
     return dq, statistics, slope_sums, dout if quiet is None else quiet, keys
 
 

@@ -50,12 +50,12 @@ from flashtile.ops.attention.triton.configs import (
     drops_masks,
     length_of,
     situation_of,
+    sums_keys,
     tile_widths,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
-from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
 
@@ -179,9 +179,8 @@ def _plan(
     q_shape, packed = shapes[0], side.sequences is not None
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
     facts = device_facts(device)
-    tables = [table.dtype for table in (side.bias, side.mask) if table is not None] + [*tile_values(spec.score_program)]
     precision = dot_precision(dtype, facts, allow_tf32)
-    situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, tables, precision)
+    situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, (side.bias, side.mask), precision)
     tiles = choose_tiles(kernel, facts, situation)
     work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
@@ -191,8 +190,8 @@ def _plan(
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    sums_keys = kernel == "dq" and programs > 0 and _sums_keys(situation, rows_q, rows_k, tiles, packed)
-    written_heads = heads if sums_keys else heads_kv * shares
+    writes_keys = kernel == "dq" and programs > 0 and sums_keys(situation, rows_q, rows_k, tiles, packed)
+    written_heads = heads if writes_keys else heads_kv * shares
     parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, shapes, parts, strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
@@ -204,9 +203,9 @@ def _plan(
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
     outputs = _output_layouts(
-        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, sums_keys, spec.returns_max_scores
+        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, writes_keys, spec.returns_max_scores
     )
-    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, sums_keys, covered, whole)
+    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, writes_keys, covered, whole)
     in_waves = spec.deterministic and any(summed)
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, summed, in_waves),
@@ -226,16 +225,7 @@ def _plan(
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
     plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
-    return AttentionPlan(plan, outputs, written_heads // heads_kv, sums_keys, waves)
-
-
-def _sums_keys(situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool) -> bool:
-    """Whether one tile holds all queries of a sequence and one all keys, so that the dq kernel computes dk and dv too:
-    five products instead of seven, and each tensor read once. Packed sequences may have keys and no queries; then
-    nobody would write dk and dv."""
-    one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and not tiles.chunk
-    short = situation.length == "short" and not packed
-    return one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None
+    return AttentionPlan(plan, outputs, written_heads // heads_kv, writes_keys, waves)
 
 
 def _tensors(
