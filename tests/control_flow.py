@@ -4,7 +4,7 @@ ptxas 12.8 got uniform registers wrong in two kernels. In the Hopper backward it
 and used them in the next one, although a branch may skip the first. In the portable forward it computed descriptors of
 `p v` from a register of another value (docs/engineering_log/compilers.md). Three questions find such code:
 
-- `unset_registers`: which instructions may read a uniform register that nothing has set?
+- `unset_registers`: which instructions may use a uniform register that nothing has set?
 - `wrong_descriptors`: which products (wgmma) take a descriptor with another high word than the PTX has?
 - `shared_bases`: which addresses does the PTX put into descriptors of several kinds? ptxas 12.8 gets those wrong.
 
@@ -183,34 +183,53 @@ def _read_with(instruction: Instruction, number: int, operand: str) -> tuple[int
 # Registers without a value
 
 
+#: The uniform registers that an instruction reads and writes.
+Effect = tuple[set[int], set[int]]
+
+
 def unset_registers(listing: str) -> list[str]:
-    """The instructions that may read a uniform register which nothing has set."""
+    """The instructions that may use a uniform register which nothing has set.
+
+    A copy of such a register (UMOV) is no use: ptxas moves both halves of a pair where only one has a value yet. The
+    copy has no value either.
+    """
     parsed = parse(listing)
     instructions = parsed.instructions
     effects = [_effect(instruction) for instruction in instructions]
+    copies = frozenset(number for number, instruction in enumerate(instructions) if instruction.operation == "UMOV")
     suspects = []
-    for begin, known in _known(parsed, effects).items():
+    for begin, known in _known(parsed, effects, copies).items():
         values = set(known)
         for number in range(begin, parsed.blocks[begin]):
-            reads, writes = effects[number]
-            if not reads <= values:
+            if number not in copies and not effects[number][0] <= values:
                 suspects.append((number, instructions[number].text))
-            values |= writes
+            _step(effects[number], number in copies, values)
     return [text for _, text in sorted(suspects)]
 
 
-def _known(listing: Listing, effects: list[tuple[set[int], set[int]]], first: int = 0) -> dict[int, frozenset[int]]:
+def _step(effect: Effect, copies: bool, values: set[int]) -> None:
+    """Changes the registers that have a value as one instruction does."""
+    reads, writes = effect
+    if copies and not reads <= values:
+        values -= writes
+    else:
+        values |= writes
+
+
+def _known(
+    listing: Listing, effects: list[Effect], copies: frozenset[int], first: int = 0
+) -> dict[int, frozenset[int]]:
     """For each block that can be reached from `first` the registers that have a value at its begin, whichever way was
     taken; those that nothing has set since `first` have none."""
     known: dict[int, frozenset[int]] = {first: frozenset()}
     waiting = [first]
     while waiting:
         begin = waiting.pop()
-        values = known[begin].union(*(writes for _, writes in effects[begin : listing.blocks[begin]]))
+        values = _at_the_end(listing, effects, copies, begin, known[begin])
         for target in listing.following[begin]:
             here = values
             if begin in listing.called and target != listing.called[begin]:
-                here = values | _returned(listing, effects, listing.called[begin])
+                here = values | _returned(listing, effects, copies, listing.called[begin])
             both = here & known.get(target, here)
             if both != known.get(target):
                 known[target] = both
@@ -218,14 +237,24 @@ def _known(listing: Listing, effects: list[tuple[set[int], set[int]]], first: in
     return known
 
 
-def _returned(listing: Listing, effects: list[tuple[set[int], set[int]]], function: int) -> frozenset[int]:
+def _at_the_end(
+    listing: Listing, effects: list[Effect], copies: frozenset[int], begin: int, known: frozenset[int]
+) -> frozenset[int]:
+    """The registers that have a value at the end of a block."""
+    values = set(known)
+    for number in range(begin, listing.blocks[begin]):
+        _step(effects[number], number in copies, values)
+    return frozenset(values)
+
+
+def _returned(listing: Listing, effects: list[Effect], copies: frozenset[int], function: int) -> frozenset[int]:
     """The registers that a function has set whenever it returns; none of one that never does, as where ptxas writes a
     call for a jump."""
     if all(listing.instructions[listing.blocks[begin] - 1].name != "RET" for begin in listing.function(function)):
         return frozenset()
     returned = [
-        known.union(*(writes for _, writes in effects[begin : listing.blocks[begin]]))
-        for begin, known in _known(listing, effects, function).items()
+        _at_the_end(listing, effects, copies, begin, known)
+        for begin, known in _known(listing, effects, copies, function).items()
         if listing.instructions[listing.blocks[begin] - 1].name == "RET"
     ]
     return frozenset.intersection(*returned) if returned else frozenset()

@@ -60,6 +60,14 @@ def test_registers_of_wide_instructions(setting: str, reading: str, missing: boo
     assert bool(unset_registers(_lines(setting, reading))) is missing
 
 
+def test_a_copy_of_no_value_has_none_either() -> None:
+    """It counts where the copy is used, not where it is made; ptxas copies pairs of which one half has a value."""
+    copy, use = "UMOV UR5, UR9", "UIADD3 UR6, UR5, 0x1, URZ"
+    assert unset_registers(_lines("UMOV UR5, 0x1", copy, use, "EXIT")) == [use]
+    assert unset_registers(_lines(copy, "UMOV UR5, 0x1", use, "EXIT")) == []
+    assert unset_registers(_LOOP.replace("UIADD3 UR6, UP0, UR4, 0x2, URZ", "UMOV UR6, UR4")) == unset_registers(_LOOP)
+
+
 def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
     listing = _lines("S2UR UR4, SR_CTAID.X", "BRA.U !UP0, `(.L_x_1)", "UIADD3 UR5, UR9, 0x1, URZ", "EXIT")
     assert unset_registers(listing + "\n.L_x_1:\n" + _lines("UIADD3 UR5, UR8, 0x1, URZ", "EXIT")) == [
