@@ -408,3 +408,14 @@ def test_every_test_compiles_where_the_code_is_searched_for_wrong_addresses():
         if isinstance(node, ast.ImportFrom) and any(alias.name == "compile_kernel" for alias in node.names)
     }
     assert direct == {"machine_code.py"}
+
+
+def test_no_number_goes_through_shared_memory():
+    """The scalar of `gl.atomic_add` got lost there (`hopper.pieces.take_number`). So nothing may use it."""
+    used = []
+    for path in (SOURCE / "ops" / "attention" / "hopper").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        unused = [node.value for node in nodes if isinstance(node, ast.Expr)]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "gl.atomic_add"]
+        used += [f"{path.name}:{call.lineno}" for call in calls if call not in unused]
+    assert not used, f"expected take_number, got the scalar of gl.atomic_add in {used}"

@@ -29,7 +29,7 @@ from flashtile.bench.implementations import IMPLEMENTATIONS, Implementation
 from flashtile.bench.problem import AttentionProblem
 
 #: The first of these that serves a case is what users get: its first call is measured, and so are those of the others.
-_OURS = ("flashtile-hopper", "flashtile-triton", "flashtile-cpu")
+_OURS = ("flashtile-auto", "flashtile-hopper", "flashtile-triton", "flashtile-cpu")
 _OTHERS = ("flashtile-builtin", "flex")
 #: Another call, which compiles what calls of all functions share.
 _BEFORE = Case(1, 256, 1, 1, 32, 32, causal=True, function="window")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
+from flashtile.testing.memory import leave_nan
 from flashtile.testing.tolerance import Size, assert_close, size
 
 
@@ -204,10 +205,12 @@ def run(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype | 
             given = given.detach().requires_grad_(name in case.learned)
             tensors[name] = RelativeScore(given) if name == "score_mod" else given
     function: Callable[..., Any] = flashtile.attention_varlen if case.packed else flashtile.attention
+    leave_nan(q, k, v, inputs.dout.to(dtype), inputs.dlse)
     out, lse, *max_scores = function(q, k, v, **tensors, **case.keywords(), return_lse=True, backend=backend)
     leaves = {"q": q, "k": k, "v": v, **{name: learned_tensor(tensors[name]) for name in case.learned}}
     # A row with no visible key has lse = -inf: no gradient reaches it, whatever comes from above.
     upstream = (inputs.dout.to(dtype), inputs.dlse.to(lse.dtype))
+    leave_nan(*leaves.values())
     grads = torch.autograd.grad((out, lse), list(leaves.values()), upstream)
     results = {"out": out.detach(), "lse": lse.detach(), **dict(zip(("max_scores",), max_scores))}
     return {**results, **{f"d{name}": grad for name, grad in zip(leaves, grads)}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import flashtile
+import left_out_tiles
 from attention_cases import BASE, EDGES, PAIRS, parameters
 from flashtile import BlockMask, patterns
 from flashtile.ops.attention import plans
@@ -760,3 +763,11 @@ def test_ordered_gradients_have_the_same_bits_in_every_run(
     for _ in range(30):
         again = run(case, inputs, "hopper")
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_no_tile_is_left_out() -> None:
+    """Of processes that share the GPU, none finds results that nobody wrote (`left_out_tiles`)."""
+    command = [sys.executable, left_out_tiles.__file__, "15"]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    lines = [line for process in processes for line in process.communicate()[0].splitlines()]
+    assert len(lines) == 6 * left_out_tiles.CASES and not [line for line in lines if not line.endswith(": 0 0 0 0")]

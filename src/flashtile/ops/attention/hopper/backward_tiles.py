@@ -22,6 +22,7 @@ from flashtile.ops.attention.hopper.pieces import (
     next_number,
     publish_tile,
     receive_tile,
+    take_number,
     tile_in_order,
     turn_of,
 )
@@ -219,7 +220,7 @@ def first_tile_number(counter_ptr, config):
     """
     number = gl.program_id(0)
     if config.ORDERED and config.PERSISTENT:
-        number = gl.atomic_add(counter_ptr, 1)
+        number = take_number(counter_ptr)
     return number
 
 
@@ -227,7 +228,7 @@ def first_tile_number(counter_ptr, config):
 def next_tile_number(number, counter_ptr, config):
     """The number of the next key tile of a persistent thread block."""
     if config.ORDERED:
-        following = gl.atomic_add(counter_ptr, 1)
+        following = take_number(counter_ptr)
     else:
         following = next_number(number, counter_ptr, 1)
     return following

@@ -455,13 +455,13 @@ def produce_tile(
                 rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
-                following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
+                following = next_number(number, counter_ptr, problem.dynamic)
         if config.ONE_STAGE:
             last = key_slot(rings, key_tiles - 1)
             value_rows = HeadRows(at.sequence, at.head // problem.group, v_begin, keys)
             rings.v.fill(last, tensors.v, value_rows, row_before, BOUNDED, column)
     else:
-        following = next_number(number, counter_ptr, problem.dynamic, config.EIGHT_BITS)
+        following = next_number(number, counter_ptr, problem.dynamic)
     return tiles_published, key_tiles, following
 
 

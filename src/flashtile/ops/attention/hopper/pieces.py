@@ -357,9 +357,9 @@ def locate_tile(
 def take_number(counter_ptr):
     """Adds one to a counter in device memory. Returns what it held before, a scalar. The caller must be one warp.
 
-    `gl.atomic_add` hands its scalar round through shared memory. In the 8-bit forward with three consumers numbers got
-    lost there: thread blocks ended early, and nobody computed their tiles (docs/engineering_log/fp8.md). With a shuffle
-    from the thread that took the number to the others of its warp none did.
+    `gl.atomic_add` hands its scalar round through shared memory, and numbers got lost there: thread blocks ended early,
+    and nobody computed their tiles (docs/engineering_log/hopper_forward.md, "Tiles that nobody computed"). None did
+    with a shuffle from the thread that took the number to the others of its warp.
     """
     gl.static_assert(gl.num_warps() == 1)
     return gl.inline_asm_elementwise(
@@ -368,7 +368,7 @@ def take_number(counter_ptr):
             .reg .b32 lane, number;
             mov.u32 lane, %laneid;
             setp.eq.u32 first, lane, 0;
-            @first atom.global.add.u32 number, [$1], 1;
+            @first atom.acq_rel.gpu.global.add.u32 number, [$1], 1;
             shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
         }""",
         "=r,l",
@@ -380,16 +380,11 @@ def take_number(counter_ptr):
 
 
 @gluon.jit
-def next_number(number, counter_ptr, dynamic, SHUFFLES: gl.constexpr = False):
-    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn. `SHUFFLES`: the
-    number of the next one is taken as `take_number` does."""
+def next_number(number, counter_ptr, dynamic):
+    """The next tile of this program: whichever is next where tiles are uneven, else its share in turn."""
     following = number + gl.num_programs(0)
     if dynamic != 0:
-        if SHUFFLES:
-            taken = take_number(counter_ptr)
-        else:
-            taken = gl.atomic_add(counter_ptr, 1)
-        following = gl.num_programs(0) + taken
+        following = gl.num_programs(0) + take_number(counter_ptr)
     return following
 
 
@@ -397,7 +392,7 @@ def next_number(number, counter_ptr, dynamic, SHUFFLES: gl.constexpr = False):
 def finish_numbers(counter_ptr, dynamic):
     """The last program to finish leaves both counters at 0, as it found them: a launch needs no memset."""
     if dynamic != 0:
-        finished = gl.atomic_add(counter_ptr + 1, 1)
+        finished = take_number(counter_ptr + 1)
         if finished == gl.num_programs(0) - 1:
             gl.store(counter_ptr, 0)
             gl.store(counter_ptr + 1, 0)
