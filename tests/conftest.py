@@ -34,10 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist share the cores instead of each starting a thread on every one."""
+    """Workers of pytest-xdist share the cores instead of each starting a thread on every one. Triton's interpreter is
+    sped up."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from interpreter_speed import skip_needless_work
+
+        skip_needless_work()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
 
 #: At most so many features in a case, so that none hides what another does.
 _FEATURES_OF_A_CASE = 4
@@ -19,6 +19,25 @@ def combined_cases(
 ) -> dict[str, _Case]:
     """A case for each set of `covering`: the base with the change of every feature in the set."""
     return {"+".join(chosen): functools.reduce(change, chosen, base) for chosen in covering(names, compatible)}
+
+
+def covering_choices(*questions: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """An answer to each of up to four questions, such that each two answers to different ones are in one choice.
+
+    Args:
+        questions: the answers to each.
+    """
+    answers = [list(question) for question in questions]
+    named = {
+        f"{question}:{number}": (question, answer)
+        for question, of in enumerate(answers)
+        for number, answer in enumerate(of)
+    }
+    found = []
+    for chosen in covering(list(named), lambda first, second: first.partition(":")[0] != second.partition(":")[0]):
+        choice = dict(named[name] for name in chosen)
+        found.append(tuple(choice.get(question, of[0]) for question, of in enumerate(answers)))
+    return found
 
 
 def covering(names: Sequence[str], compatible: Callable[[str, str], bool]) -> list[tuple[str, ...]]:

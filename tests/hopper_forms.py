@@ -350,6 +350,10 @@ REPEATS = {
         "192-bias",
         "192x128-dropout",
     ),
+    # Masks that the row has with another change, or as another row of such heads: each two things that change the code
+    # are in a form that is compiled.
+    *("64-middle-full", "128-short-causal", "128-short-window", "128-window", "256-window", "512-causal"),
+    *("128-dropout", "128-causal-blocks", "256-short-full", "128-packed"),
     # Whole blocks for other heads; 8-bit operands with a window, which the widest heads have.
     *("64-whole-blocks", "256-causal-whole-blocks", "fp8-64-window", "fp8-64-short"),
 }
@@ -368,4 +372,6 @@ BACKWARD_REPEATS = {
     *(f"{head}-key-lengths" for head in ("64", "128", "192x128", "256")),
     *(f"{head}-padding-mask" for head in ("64", "128", "192x128", "256")),
     *("64-mask", "128-mask", "192x128-mask", "256-mask", "192x128-bias", "192x128-dropout"),
+    # Each two things that change the code are in a form that is compiled.
+    *("64-bias", "64-dropout", "128-dropout", "128-long-fp16", "128-meets", "128-uncut", "64-wide-strides", "64-sinks"),
 }

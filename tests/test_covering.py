@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
 import attention_cases
 import kv_cache_cases
 import norm_cases
-from covering import covering
+from covering import covering, covering_choices
 
 
 def _pairs(names: Iterable[str]) -> set[tuple[str, ...]]:
@@ -34,3 +34,12 @@ def test_what_is_not_compatible_is_in_no_set() -> None:
     sets = covering("abcdef", lambda first, second: {first, second} != {"a", "b"})
     assert not any({"a", "b"} <= set(each) for each in sets)
     assert _pairs("+".join(each) for each in sets) == set(combinations("abcdef", 2)) - {("a", "b")}
+
+
+def test_choices_have_every_pair_of_answers() -> None:
+    questions = ("abcd", (1, 2, 3), (True, None), "xyz")
+    choices = covering_choices(*questions)
+    for first, second in combinations(range(4), 2):
+        pairs = {(choice[first], choice[second]) for choice in choices}
+        assert pairs == set(product(questions[first], questions[second]))
+    assert len(choices) < 4 * 3 * 2

@@ -20,6 +20,7 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 import flashtile
+from covering import covering_choices
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
@@ -41,7 +42,7 @@ from machine_code import (
     spilled_bytes,
     with_news,
 )
-from width_mixes import BACKWARD_MIXES, BIAS_MIXES, FORWARD_MIXES
+from width_mixes import BACKWARD_MIXES, BACKWARD_REPEATS, BIAS_MIXES, FORWARD_MIXES, FORWARD_REPEATS
 
 _KERNELS = ("forward", "dq", "dkdv")
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -91,18 +92,17 @@ class _Fit(NamedTuple):
 def _matrix() -> dict[_Fit, int]:
     """What is compiled, and the on-chip memory that it must fit.
 
-    The rows of the tables in float16 and float32; bfloat16, which takes the tiles of float16, once for each kernel
-    where no other test compiles it. A source that architectures of one family share is compiled for the first of them,
-    and must fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
+    The rows of the tables in float16 and float32. bfloat16, which takes the tiles of float16, stands for it in the
+    narrowest row where no other test compiles it. A source that architectures of one family share is compiled for the
+    first of them, and must fit the least memory of theirs. float16 of 128 columns is compiled for each architecture.
     """
     cases = [
-        _Fit(arch, kernel, dtype, (width, width))
+        _Fit(arch, kernel, _BF16 if width == 64 and arch.startswith("gfx") else dtype, (width, width))
         for arch in _ROWS
         for dtype, widths in ((_FP16, _ROWS[arch]), (_FP32, _FP32_ROWS.get(arch, (128,))))
         for width in widths
         for kernel in _KERNELS
     ]
-    cases += [_Fit(arch, kernel, _BF16, (64, 64)) for arch in ("gfx942", "gfx1100") for kernel in _KERNELS]
     cases += [_Fit("sm_80", kernel, _FP16, heads) for kernel in _KERNELS for heads in _ODD_HEADS]
     cases += [
         _Fit(arch, "dbias", dtype, (width, width))
@@ -229,8 +229,12 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
 
 def _width_mixes() -> list[Any]:
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES, "dbias": BIAS_MIXES}
+    repeats = {"forward": FORWARD_REPEATS, "dq": BACKWARD_REPEATS, "dkdv": BACKWARD_REPEATS, "dbias": set()}
     return [
-        pytest.param(kernel, call, id=f"{kernel}-{name}") for kernel in mixes for name, call in mixes[kernel].items()
+        pytest.param(kernel, call, id=f"{kernel}-{name}")
+        for kernel in mixes
+        for name, call in mixes[kernel].items()
+        if name not in repeats[kernel]
     ]
 
 
@@ -259,19 +263,16 @@ def test_reads_of_a_row_or_a_column_alone_are_no_tiles() -> None:
 
 
 def _wide_tables() -> list[Any]:
-    """Heads and tables that fill shared memory, where it is largest and where it is smallest."""
+    """Heads and tables that fill shared memory, where it is largest and where it is smallest: each two of these."""
     calls = {
         "tables": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool)),
         "all": Call(bias=_BIAS._replace(dtype=_FP32), mask=_BIAS._replace(dtype=torch.bool), block_tile=(128, 128)),
     }
     return [
         pytest.param(
-            arch, kernel, call._replace(head_dim=width, head_dim_v=width), id=f"{arch}-{kernel}-{name}-{width}"
+            arch, kernel, calls[name]._replace(head_dim=width, head_dim_v=width), id=f"{arch}-{kernel}-{name}-{width}"
         )
-        for arch in ("sm_90", "sm_86")
-        for width in (128, 256)
-        for name, call in calls.items()
-        for kernel in (*_KERNELS, "dbias")
+        for kernel, arch, name, width in covering_choices((*_KERNELS, "dbias"), ("sm_90", "sm_86"), calls, (256, 128))
     ]
 
 
@@ -290,13 +291,10 @@ _SITUATIONS = {
 
 
 def _on_hopper() -> list[Any]:
-    """Every kernel, width and situation; those that are compiled alike once."""
+    """Every kernel, width and situation, each two of these; those that are compiled alike once."""
     cases = {
-        f"{kernel}-{situation}-{width}": (kernel, call._replace(head_dim=width, head_dim_v=width))
-        for kernel in (*_KERNELS, "column_sums")
-        for situation, call in _SITUATIONS.items()
-        for width in (64, 128, 256)
-        if kernel != "column_sums" or situation != "banded_short"
+        f"{kernel}-{situation}-{width}": (kernel, _SITUATIONS[situation]._replace(head_dim=width, head_dim_v=width))
+        for kernel, situation, width in covering_choices((*_KERNELS, "column_sums"), _SITUATIONS, (64, 128, 256))
     }
     sources = {name: plan(kernel, _HOPPER, call).kernel.source for name, (kernel, call) in cases.items()}
     return [pytest.param(*cases[name], id=name) for name in differing(sources)]

@@ -110,6 +110,12 @@ def _packs_16_bits() -> bool:
     return torch.cpu._is_amx_tile_supported()
 
 
+@functools.cache
+def _loses_infinite_scores() -> bool:
+    """Whether PyTorch's kernels are those for any processor, whose lse of a row with an infinite score is NaN."""
+    return torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+
+
 class Part(NamedTuple):
     """A rectangle of scores: rows and keys of some batch entries, as indices into tensors `[B, S, ...]`.
 
@@ -209,6 +215,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> _Sta
     # With fewer keys than a vector of the processor holds, PyTorch takes a row of NaN scores for one without a visible
     # key: out = 0 and lse = 0, a value that hardly any other row has.
     if k.shape[1] < _LONGEST_VECTOR and (lse == 0).any():
+        return None
+    if _loses_infinite_scores() and lse.isnan().any():
         return None
     # An infinite score makes a row NaN; PyTorch's 16-bit kernel returns numbers for it.
     if out.dtype in (torch.bfloat16, torch.float16) and not math.isfinite(lse.sum().item()):
