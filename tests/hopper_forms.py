@@ -320,6 +320,29 @@ BACKWARD_FEATURE_FORMS = {
         )._replace(single_key_tile=True)
         for width in (64, 128)
     },
+    **{
+        f"{name}-learned-slopes": _backward(*heads, False, False, False, side=_ALIBI)._replace(slope_sums=True)
+        for name, heads in (("64", (64, 64)), ("96", (96, 96)), ("128", (128, 128)), ("192x128", (192, 128)))
+    },
+    "128-packed-learned-slopes-fp16": _backward(128, 128, True, False, False, side=_ALIBI)._replace(
+        slope_sums=True, dtype=torch.float16
+    ),
+    "128-full-learned-slopes": _backward(128, 128, False, False, False, right=False, side=_ALIBI)._replace(
+        slope_sums=True, masks=False
+    ),
+    "128-blocks-learned-slopes-ordered": _backward(
+        128, 128, False, False, True, block_tile=(128, 128), side=_ALIBI
+    )._replace(slope_sums=True),
+    "256-learned-slopes": _backward(256, 256, False, False, False, side=_ALIBI)._replace(slope_sums=True),
+    "256-blocks-learned-slopes": _backward(256, 256, False, False, False, block_tile=(128, 128), side=_ALIBI)._replace(
+        slope_sums=True
+    ),
+    **{
+        f"{width}-softcap-learned-slopes": _backward(
+            width, width, False, False, False, softcap=True, side=SideShape(alibi=1, dropout=True)
+        )._replace(slope_sums=True)
+        for width in (64, 128, 256)
+    },
     "64-all": _backward(64, 64, True, True, False, side=_ALL),
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),

@@ -194,9 +194,9 @@ def _store(pointer: Value, value: Any, mask: Any = True) -> None:
     current().machine.memory.store(addresses, data, dtype, where)
 
 
-def _atomic_add(pointer: Value, value: Any, sem: str = "acq_rel") -> Value:
+def _atomic_add(pointer: Value, value: Any, mask: Any = True, sem: str = "acq_rel") -> Value:
     current().let_others_run()
-    addresses, where = _access(pointer, True)
+    addresses, where = _access(pointer, mask)
     dtype = pointer.dtype.element_ty
     return Value(current().machine.memory.add(addresses, as_value(value, dtype).data, dtype, where), dtype)
 

@@ -156,7 +156,7 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
     assert _chosen("backward", "hopper", score_program=UNCHANGED) == "triton"
     for backend in ("auto", "hopper"):
-        assert _chosen("backward", backend, learned_slopes=True) == "triton"
+        assert _chosen("backward", backend, learned_slopes=True) == "hopper"
         assert _chosen("backward", backend, head_dim=36) == "hopper"
         assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "triton"
 
@@ -347,10 +347,8 @@ def test_other_sizes_and_strides_need_no_other_binary(change: dict) -> None:
     assert hopper_plan(call._replace(**change)).kernel.source == hopper_plan(call).kernel.source
 
 
-@pytest.mark.parametrize("learned, expected", [(False, "hopper"), (True, "triton")])
-def test_the_backward_of_learned_slopes_is_the_portable_one(
-    learned: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "device_facts", lambda device: devices.KNOWN_DEVICES["sm_90"])
     monkeypatch.setattr(devices, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(devices, "triton_missing", lambda: None)
@@ -362,7 +360,7 @@ def test_the_backward_of_learned_slopes_is_the_portable_one(
             select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", learned)
             for phase in ("forward", "backward")
         ]
-    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", expected]
+    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", "hopper"]
 
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:
@@ -1146,6 +1144,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
 #: Spilled bytes of a thread in the backward with heads of 256: a bias has a register for each score. With all features
 #: at once a mask and random words have theirs too.
 _SPILLS_OF_WIDE_FEATURES, _SPILLS_OF_ALL_FEATURES = 256, 600
+_MANY_FEATURES = ("256-all", "256-softcap-learned-slopes")
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS))
@@ -1153,11 +1152,16 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
     variant = BACKWARD_FEATURE_FORMS[form]
     heads = (variant.head_dim, variant.head_dim_v)
     binary = compile_hopper_backward("main", variant)
-    assert binary.shared_memory <= configs.backward_shared_memory(variant.config, *heads) <= _LIMIT
-    wide = _SPILLS_OF_ALL_FEATURES if form == "256-all" else _SPILLS_OF_WIDE_FEATURES
+    apart = variant.softcap and variant.slope_sums
+    assert binary.shared_memory <= configs.backward_shared_memory(variant.config, *heads, apart) <= _LIMIT
+    wide = _SPILLS_OF_ALL_FEATURES if form in _MANY_FEATURES else _SPILLS_OF_WIDE_FEATURES
     assert binary.spilled <= (wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not serialises_products(binary)
     assert not (variant.side.has("dropout_seed") and variant.config.statistics_multiplied)
+    if variant.slope_sums and variant.config.sums_by_tma:
+        # A thread adds for two keys in each step, and no other additions are its own.
+        owners = 1 if variant.config.split_roles else 2
+        assert sum("REDG.E.ADD.F32" in line for line in _instructions(binary)) == 2 * owners * variant.config.parts
 
 
 def _of_first_and_last_kernel() -> list[tuple[str, str]]:

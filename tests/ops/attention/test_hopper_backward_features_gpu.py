@@ -31,6 +31,12 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "triangle": {"bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200)},
     "dropout": {"arguments": {"dropout_p": 0.1, "causal": True}},
     "dropout of capped scores": {"arguments": {"dropout_p": 0.3, "softcap": 5.0, "deterministic": True}},
+    "slopes": {"alibi_slopes": "bh", "arguments": {"causal": True}},
+    "slopes of capped scores": {"alibi_slopes": "h", "sinks": True, "arguments": {"softcap": 5.0, "window": (200, 60)}},
+    "all and slopes": {
+        "bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200), "alibi_slopes": "bh", "sinks": True,
+        "arguments": {"dropout_p": 0.2, "softcap": 5.0, "deterministic": True},
+    },
     "all": {
         "bias": "1hqk", "mask": "b11k", "key_lengths": (443, 200), "alibi_slopes": "h", "constant": ("alibi_slopes",),
         "sinks": True, "arguments": {"dropout_p": 0.2, "window": (200, 60)},
@@ -85,6 +91,8 @@ def test_whole_tiles(feature: str, head_dim: int) -> None:
         {"arguments": {"dropout_p": 0.2, "causal": True}},
         {"bias": "1hqk", "mask": "11qk"},
         {"key_lengths": (129, 20, 1, 100), "arguments": {"dropout_p": 0.2, "deterministic": True}},
+        {"alibi_slopes": "bh", "arguments": {"causal": True}},
+        {"alibi_slopes": "h", "arguments": {"softcap": 5.0}},
     ],
     ids=str,
 )
@@ -98,7 +106,11 @@ def test_windows_of_swin() -> None:
     check(replace(_BASE, **sizes, bias="1hqk"), "hopper", "cuda")
 
 
-@pytest.mark.parametrize("change", [{"key_lengths": (700, 260)}, {"mask": "b1qk"}, {"arguments": {"dropout_p": 0.1}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"key_lengths": (700, 260)}, {"mask": "b1qk"}, {"arguments": {"dropout_p": 0.1}}, {"alibi_slopes": "h"}],
+    ids=str,
+)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_in_order_is_the_same_every_time(head_dim: int, change: dict[str, Any]) -> None:
     base = replace(_BASE, batch=2, seq_q=700, seq_k=700, head_dim=head_dim, head_dim_v=head_dim)
@@ -107,7 +119,11 @@ def test_in_order_is_the_same_every_time(head_dim: int, change: dict[str, Any]) 
 
     def gradients() -> tuple[torch.Tensor, ...]:
         leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
-        out = flashtile.attention(*leaves, **inputs.tensors, **case.keywords(), backend="hopper")
+        given = dict(inputs.tensors)
+        if "alibi_slopes" in given:
+            given["alibi_slopes"] = given["alibi_slopes"].detach().requires_grad_()
+        out = flashtile.attention(*leaves, **given, **case.keywords(), backend="hopper")
+        leaves += [given["alibi_slopes"]] if "alibi_slopes" in given else []
         return torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     first = gradients()

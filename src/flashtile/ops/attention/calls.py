@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from flashtile.ops.attention import checks, select
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted, plain_side
+from flashtile.ops.attention.spec import (
+    FP8,
+    NOTHING_WANTED,
+    AttentionSpec,
+    Gradients,
+    SideInputs,
+    Wanted,
+    plain_side,
+)
 from flashtile.ops.common import dispatch, watch
-
-NOTHING_WANTED = Wanted()
 
 #: Calls by their keys. They are few in a program; one of ever new shapes starts anew from time to time.
 _CALLS: dict[Hashable, list[tuple[Callable[..., bool], PlainCall]]] = {}

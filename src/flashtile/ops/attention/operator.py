@@ -26,8 +26,16 @@ from flashtile.ops.attention.arguments import (
     unflatten,
     unflatten_backward,
 )
-from flashtile.ops.attention.calls import NOTHING_WANTED, PlainCall, serve_backward, serve_forward
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted, out_dtype, plain_side
+from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward
+from flashtile.ops.attention.spec import (
+    NOTHING_WANTED,
+    AttentionSpec,
+    Gradients,
+    SideInputs,
+    Wanted,
+    out_dtype,
+    plain_side,
+)
 from flashtile.ops.common import dispatch
 
 _library = torch.library.Library("flashtile", "DEF")

@@ -151,6 +151,10 @@ class Wanted(NamedTuple):
         return (self.bias, self.alibi_slopes, self.sinks, *self.captured)
 
 
+#: No side input requires a gradient.
+NOTHING_WANTED = Wanted()
+
+
 class Gradients(NamedTuple):
     """What a backward returns: a gradient in the shape and dtype of each input; None for what was not wanted."""
 

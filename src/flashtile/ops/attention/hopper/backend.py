@@ -65,8 +65,6 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
         operation = unsupported_operation(call.spec.score_program, with_derivative=False)
         if operation is not None:
             return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
-    if call.phase == "backward" and call.learned_slopes:
-        return "it has no gradient of alibi_slopes"
     origin = call.spec.origin
     if call.spec.dropout_p and origin is not None and (origin.row | origin.column) % 16:
         return "its random bits belong to 16 rows and keys, and this part of a larger call begins between"
@@ -110,7 +108,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     if call.phase == "backward":
         side = call.side or SideInputs()
         cut = configs.backward_config_of(*heads, spec, configs.table_bytes(side.bias, side.mask))
-        memory = configs.backward_shared_memory(cut, *heads)
+        memory = configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
         return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)

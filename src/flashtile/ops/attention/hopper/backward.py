@@ -73,6 +73,9 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     wide_zeros,
 )
 from flashtile.ops.attention.hopper.backward_scores import (
+    add_to_slope_sums,
+    cap_derivatives,
+    gradient_factors,
     load_tables,
     score_gradients,
     weights_of,
@@ -110,7 +113,16 @@ from flashtile.ops.attention.hopper.blocks import (
     read_tile_info,
     write_tile_info,
 )
-from flashtile.ops.attention.hopper.pieces import Chunks, HeadRows, Slot, coordinates, make_ring, make_tile_queue, pack
+from flashtile.ops.attention.hopper.pieces import (
+    Chunks,
+    HeadRows,
+    Slot,
+    coordinates,
+    make_ring,
+    make_tile_queue,
+    matrix_layout,
+    pack,
+)
 
 
 class Descriptors(NamedTuple):
@@ -130,7 +142,8 @@ class Shared(NamedTuple):
 
     `q`, `k`, `v`, `dout`: rings that the producer fills. Keys and values have a tile for each 64 keys, queries and dout
     one of M rows. `statistics` arrive with the queries. `dscores`: `dsᵀ` on its way to `sum_dq`. `probs`: with split
-    roles, `pᵀ` on its way from `sum_dv` to `sum_dk`; else None. `tile_info`: with a block mask, what the producer
+    roles, `pᵀ` on its way from `sum_dv` to `sum_dk`; else None. `derivatives`: tiles that go with those of `probs`, if
+    DERIVATIVES_APART; else None. `tile_info`: with a block mask, what the producer
     publishes of each step; else None. `queue`: the key tiles that it publishes.
     """
 
@@ -141,6 +154,7 @@ class Shared(NamedTuple):
     statistics: Any
     dscores: Any
     probs: Any
+    derivatives: Any
     tile_info: Any
     queue: Any
 
@@ -204,6 +218,7 @@ def attention_backward_kernel(
         KEY_LENGTHS=problem.side.key_lengths is not None,
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
+        DERIVATIVES_APART=problem.units.cap_scale is not None and problem.slope_sums_ptr is not None,
     )
     blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
     descriptors = Descriptors(
@@ -243,9 +258,11 @@ def attention_backward_kernel(
         # `sum_dq` may still read the info of a step whose stage is filled anew, for at most DSCORE_STAGES steps.
         tile_info = make_tile_info(STAGES + DSCORE_STAGES)
     queue = make_tile_queue(3 if PRODUCER else 2)
-    probs = None
+    probs, derivatives = None, None
     if SPLIT_ROLES:
         probs = make_handover(q_desc.dtype, M, DSCORE_STAGES, 1)
+        if config.DERIVATIVES_APART:
+            derivatives = gl.allocate_shared_memory(q_desc.dtype, [DSCORE_STAGES, ROWS, M], matrix_layout(M))
     shared = Shared(
         q=q,
         k=k,
@@ -254,6 +271,7 @@ def attention_backward_kernel(
         statistics=Statistics(statistics, ones),
         dscores=dscores,
         probs=probs,
+        derivatives=derivatives,
         tile_info=tile_info,
         queue=queue,
     )
@@ -511,18 +529,20 @@ def _add_step(
         probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
-        factors = probs
-        if problem.units.cap_scale is not None:
-            factors = pack(p * (1.0 - tanh * tanh), dtype)
-        elif problem.side.dropout_seed is not None:
-            factors = pack(p, dtype)
+        factors = gradient_factors(p, tanh, probs, problem, config)
+        if config.DERIVATIVES_APART:
+            derivatives = cap_derivatives(tanh, dtype)
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
         dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-        ds = pack(score_gradients(unpack(factors, dtype), dp, delta, problem), dtype)
+        ds = score_gradients(unpack(factors, dtype), dp, delta, problem)
+        ds_of_slopes = pack(ds, dtype)
+        if config.DERIVATIVES_APART:
+            ds = ds * unpack(derivatives, dtype)
+        ds = pack(ds, dtype)
         if part == 0:
             dscores.wait_empty(ds_slot)
         slice_of(dscores.tile(ds_slot, WHICH), part * QUERIES, QUERIES, 1).store(ds)
@@ -530,6 +550,8 @@ def _add_step(
             fence_async_shared()
             dscores.publish(ds_slot)
         dk = start_sum(ds, q_tile, part * QUERIES, dk, q.TAIL)
+        if problem.slope_sums_ptr is not None:
+            add_to_slope_sums(unpack(ds_of_slopes, dtype), keys.positions, step, part, work, config, problem)
         dv = wait_sum(products_of_sum(q), dout, dv)
         if part == config.PARTS - 1:
             dout.release(slot)
@@ -543,8 +565,7 @@ def _add_step(
 
 @gluon.jit
 def sum_dv(config, shared, descriptors, problem, blocks):
-    """Consumer: dv of all keys. It hands `sum_dk` the factor of `dpᵀ - delta`: `pᵀ`, or with a soft cap
-    `pᵀ · (1 - tanh²)`."""
+    """Consumer: dv of all keys. It hands `sum_dk` the factors of `dpᵀ - delta` (`gradient_factors`)."""
     q, k, v, dout, probs = shared.q, shared.k, shared.v, shared.dout, shared.probs
     BOUNDED: gl.constexpr = config.PACKED or config.KEY_LENGTHS
     dtype: gl.constexpr = q.tiles.dtype
@@ -581,12 +602,9 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem)
             weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
-            if problem.units.cap_scale is not None:
-                probs.tile(probs_slot).store(pack(p * (1.0 - tanh * tanh), dtype))
-            elif problem.side.dropout_seed is not None:
-                probs.tile(probs_slot).store(pack(p, dtype))
-            else:
-                probs.tile(probs_slot).store(weights)
+            probs.tile(probs_slot).store(gradient_factors(p, tanh, weights, problem, config))
+            if config.DERIVATIVES_APART:
+                shared.derivatives.index(probs_slot.place).store(cap_derivatives(tanh, dtype))
             probs.publish(probs_slot)
             dout.acquire(slot)
             dout_tile = dout.operand(slot)
@@ -626,6 +644,9 @@ def sum_dk(config, shared, descriptors, problem):
         v_tile = v.operand(key_slot)
         dk = wide_zeros(q)
         v.acquire(key_slot)
+        if problem.slope_sums_ptr is not None:
+            positions = work.first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+            step = step_of(work, 0, config)
         for index in range(work.steps):
             slot = q.slot(steps_done + index)
             ds_slot = dscores.slot(steps_done + index)
@@ -638,14 +659,25 @@ def sum_dk(config, shared, descriptors, problem):
             dout.release(slot)
             probs.acquire(ds_slot)
             p = probs.tile(ds_slot).load(s_layout).to(gl.float32)
+            if config.DERIVATIVES_APART:
+                derivatives = shared.derivatives.index(ds_slot.place).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
-            ds = pack(score_gradients(p, dp, delta, problem), dtype)
+            ds = score_gradients(p, dp, delta, problem)
+            ds_of_slopes = pack(ds, dtype)
+            if config.DERIVATIVES_APART:
+                ds = ds * derivatives
+            ds = pack(ds, dtype)
             dscores.wait_empty(ds_slot)
             dscores.tile(ds_slot).store(ds)
             fence_async_shared()
             dscores.publish(ds_slot)
             q_tile = q.operand(slot)
             dk = start_sum(ds, q_tile, 0, dk, q.TAIL)
+            if problem.slope_sums_ptr is not None:
+                if config.TILE_K > 0:
+                    step, _ = listed_step(steps_done + index, config, shared)
+                add_to_slope_sums(unpack(ds_of_slopes, dtype), positions, step, 0, work, config, problem)
+                step = step_after(work, step, config)
             dk = wait_sum(0, q, dk)
             q.release(slot)
         k.acquire(key_slot)

@@ -27,18 +27,15 @@ from flashtile._backends.launch import (
     specialise,
     values_of,
 )
-from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
+from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
+from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, buffers, describer, dtype_of, is_operand
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, has_single_key_tile, with_loops
-from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
+from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
-    CONSUMER_ROWS,
     PRODUCER_REGISTERS,
-    STATISTIC_COLUMNS,
-    backward_chunks,
     backward_config_of,
     padded_strides,
     table_bytes,
@@ -69,8 +66,8 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import backward_bias
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 
 
 class BackwardPlan(NamedTuple):
@@ -78,7 +75,7 @@ class BackwardPlan(NamedTuple):
 
     Attributes:
         end: None where dq is not summed, because a sequence has a single key tile.
-        describe: makes all descriptors of the main kernel, from the addresses of `_MOVED`.
+        describe: makes all descriptors of the main kernel, from the addresses of `backward_descriptors.MOVED`.
         outputs: dq, dk, dv; of these in parts, side by side like heads, where there are `shares` of the query heads.
         allocate: makes them, and the scratch: one float32 buffer for the sums of dq, the statistics, where rows may see
             no key the dout without them, the counter of tiles that were taken and where walks meet, where dq is added
@@ -117,12 +114,13 @@ def backward(
     wanted: Wanted,
 ) -> Gradients:
     """Runs the three kernels, and the portable one for the gradient of a bias. The sums of dq, and where walks meet dk
-    and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they serve the bias and the sinks
-    (`backend.unsupported_reason`)."""
+    and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they serve all but tensors of score
+    functions (`backend.unsupported_reason`)."""
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
-        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, sinks=dsinks)
+        dslopes = torch.zeros_like(side.alibi_slopes) if wanted.alibi_slopes and side.alibi_slopes is not None else None
+        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dslopes, dsinks)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
@@ -131,12 +129,15 @@ def backward(
         k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
-    plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted.bias)
+    plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted)
     row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
+    slope_sums = None
+    if wanted.alibi_slopes:
+        slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
     side = with_aligned_lists(side)
     dq, dk, dv, scratch = _launch(
         plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        side_pointers(side), pointer(row_statistics),
+        side_pointers(side), pointer(row_statistics), pointer(slope_sums),
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:
@@ -146,7 +147,8 @@ def backward(
     if row_statistics is not None:
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
         dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, sinks=dsinks)
+    dslopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_k)
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dslopes, dsinks)
 
 
 def prepare_backward(
@@ -163,15 +165,15 @@ def prepare_backward(
 
 def _plan_for(
     dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
-    has_empty_rows: bool, wants_bias: bool = False,
+    has_empty_rows: bool, wanted: Wanted = NOTHING_WANTED,
 ) -> BackwardPlan:  # fmt: skip
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
-    return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wants_bias)
+    return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wanted)
 
 
 def _launch(
     plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
-    side: SidePointers = NO_SIDE, row_statistics: int = 0,
+    side: SidePointers = NO_SIDE, row_statistics: int = 0, slope_sums: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
     scratch."""
@@ -189,7 +191,7 @@ def _launch(
     descriptors = plan.describe(
         q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
     )
-    plan.main.launch(*descriptors, dq_sums, turns, counter, *side)
+    plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums)
     if plan.end is not None:
         plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
     if plan.shares > 1:
@@ -220,7 +222,7 @@ def _plan(
     spec: AttentionSpec,
     has_dlse: bool,
     has_empty_rows: bool = False,
-    wants_bias: bool = False,
+    wanted: Wanted = NOTHING_WANTED,
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
@@ -248,6 +250,7 @@ def _plan(
         spec.softcap > 0,
         side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
+        slope_sums=wanted.alibi_slopes,
     )
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
@@ -266,7 +269,7 @@ def _plan(
     looping = with_loops(variant, group, rows_q, rows_k)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
-        row_statistics=wants_bias,
+        row_statistics=wanted.bias,
     )  # fmt: skip
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
@@ -274,6 +277,7 @@ def _plan(
     apart = variant.bounded and not packed
     problem = Problem(
         side=variant.side.pointers,
+        slope_sums_ptr=_slope_sums_parameter(variant),
         batch=int32(batch),
         heads_kv=int32(heads_kv * shares),
         group=int32(group),
@@ -298,7 +302,7 @@ def _plan(
     written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
-        math.prod(shape) * _dtype_of(name, variant).itemsize // 4 for name, shape in _buffers(variant, tiles).items()
+        math.prod(shape) * dtype_of(name, variant).itemsize // 4 for name, shape in buffers(variant, tiles).items()
     )
     masked_dout = 0
     if has_empty_rows:
@@ -309,107 +313,12 @@ def _plan(
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
-        begin, main, end, _describer(variant, shapes, strides, (dq, dk, dv), tiles), (dq, dk, dv),
+        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), tiles), (dq, dk, dv),
         allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
         has_empty_rows, ordered,
     )  # fmt: skip
-
-
-def _buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
-    """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
-    block_m = variant.config.block_m
-    rows = 0 if variant.single_key_tile else tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
-    parts, numbers = _statistics_box(variant)
-    return {"sums": (rows, CONSUMER_ROWS), "statistics": (tiles * parts, numbers)}
-
-
-def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
-    """Statistics of one tile of queries: lse, then delta, of each query a number, or an operand's row."""
-    block_m = variant.config.block_m
-    return (2 * block_m, STATISTIC_COLUMNS) if variant.config.statistics_multiplied else (2, block_m)
-
-
-#: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
-#: chunk of columns, `<name>_tail`, whose descriptor follows.
-_MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv")
-
-
-def _boxes(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
-    """What one copy moves, for each descriptor in the order of the main kernel's parameters; None where there is no
-    second chunk of columns, or where TMA does not move it."""
-    config = variant.config
-    rows = {"q": config.block_m, "dout": config.block_m}
-    boxes: dict[str, tuple[int, ...] | None] = {}
-    for name in _MOVED:
-        if name == "statistics":
-            boxes[name] = _statistics_box(variant)
-        elif name == "sums":
-            # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
-            together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
-            summed = config.sums_by_tma and not variant.single_key_tile
-            boxes[name] = (together, CONSUMER_ROWS) if summed else None
-        elif name == "dq" and not variant.single_key_tile:
-            boxes.update({"dq": None, "dq_tail": None})
-        else:
-            head_dim = variant.head_dim if name in ("q", "k", "dq", "dk") else variant.head_dim_v
-            whole, tail = backward_chunks(head_dim)
-            if name == "dq":  # leaves as it is multiplied
-                whole, tail = config.sum_columns, tail if tail < config.sum_columns else 0
-            count = rows.get(name, CONSUMER_ROWS)
-            ends = variant.packed if name in ("q", "dout", "dq") else variant.bounded
-            outer = (1, 1) if ends else (1,)
-            boxes[name] = (*outer, count, 1, whole)
-            boxes[name + "_tail"] = (*outer, count, 1, tail) if tail else None
-    return boxes
-
-
-def _describer(
-    variant: BackwardVariant,
-    shapes: tuple[torch.Size, ...],
-    strides: tuple[tuple[int, ...], ...],
-    gradients: tuple[Layout, Layout, Layout],
-    tiles: int,
-) -> Callable[..., tuple]:
-    """What makes all descriptors, from the addresses of `_MOVED`."""
-    dq, dk, dv = gradients
-    describe = packed_layout if variant.packed else strided_layout
-    describe_keys = bounded_layout if variant.bounded else strided_layout
-    q_shape, k_shape, v_shape = map(tuple, shapes)
-    dout_shape = (*q_shape[:-1], v_shape[-1])
-    given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
-    layouts = {
-        **{
-            name: (describe_keys if name in ("k", "v") else describe)(shape, tuple(stride))
-            for name, shape, stride in given
-        },
-        "dq": describe(dq.shape, dq.strides),
-        "dk": describe_keys(dk.shape, dk.strides),
-        "dv": describe_keys(dv.shape, dv.strides),
-        **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in _buffers(variant, tiles).items()},
-    }
-    boxes = _boxes(variant)
-    return joined([
-        chunks_maker(
-            _dtype_of(name, variant),
-            tuple(boxes[part] for part in (name, name + "_tail") if part in boxes),
-            layouts[name],
-            swizzled=_is_operand(name, variant),
-        )
-        for name in _MOVED
-    ])  # fmt: skip
-
-
-def _is_operand(name: str, variant: BackwardVariant) -> bool:
-    """Whether a tensor is read as an operand of matrix products, whose rows are swizzled."""
-    return variant.config.statistics_multiplied if name == "statistics" else name != "sums"
-
-
-def _dtype_of(name: str, variant: BackwardVariant) -> torch.dtype:
-    if not _is_operand(name, variant):
-        return torch.float32
-    return torch.bfloat16 if name == "statistics" else variant.dtype
 
 
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
@@ -448,6 +357,10 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     return specialise(function, _parameters(variant), constants, num_warps=4, max_registers=limit)
 
 
+def _slope_sums_parameter(variant: BackwardVariant) -> Parameter:
+    return optional(variant.slope_sums, pointer_to(torch.float32))
+
+
 def _parameters(variant: BackwardVariant) -> dict[str, Any]:
     """The parameters of the three kernels."""
     tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
@@ -455,14 +368,14 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
     rows_apart = optional(variant.bounded and not variant.packed, INT32)
     return {
         **{
-            f"{of}_desc": descriptor_parameter(_dtype_of(of, variant), box, swizzled=_is_operand(of, variant))
-            for of, box in _boxes(variant).items()
+            f"{of}_desc": descriptor_parameter(dtype_of(of, variant), box, swizzled=is_operand(of, variant))
+            for of, box in boxes_of(variant).items()
         },
         **dict.fromkeys(("out_ptr", "dout_ptr", "dq_ptr"), tensor),
         "masked_dout_ptr": optional(variant.has_empty_rows, tensor),
         "lse_ptr": statistics,
         "dlse_ptr": optional(variant.has_dlse, statistics),
-        "statistics_ptr": pointer_to(_dtype_of("statistics", variant), 16),
+        "statistics_ptr": pointer_to(dtype_of("statistics", variant), 16),
         "sums_ptr": optional(not variant.single_key_tile, pointer_to(torch.float32, 16)),
         "counter_ptr": pointer_to(torch.int32),
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
@@ -474,6 +387,7 @@ def _parameters(variant: BackwardVariant) -> dict[str, Any]:
         "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
         "problem": Problem(
             variant.side.pointers,
+            _slope_sums_parameter(variant),
             *(INT32,) * 8,
             window=Window(INT32, INT32),
             scale=FLOAT32,

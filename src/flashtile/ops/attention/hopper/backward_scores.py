@@ -8,7 +8,15 @@ from flashtile.ops.attention.hopper.backward_pieces import ROWS, mask_probs
 from flashtile.ops.attention.hopper.backward_tiles import visited_tile
 from flashtile.ops.attention.hopper.blocks import FULL, load_bits, where_visible
 from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
-from flashtile.ops.attention.hopper.scores import LOG2_E, capped, distance_shift, load_slope, lowered_by_distance
+from flashtile.ops.attention.hopper.pieces import hidden_zero, pack
+from flashtile.ops.attention.hopper.scores import (
+    LOG2_E,
+    capped,
+    distance_shift,
+    in_eights_and_distances,
+    load_slope,
+    lowered_by_distance,
+)
 from flashtile.ops.attention.hopper.tables import (
     TableTiles,
     add_bias,
@@ -109,6 +117,25 @@ def without_rows_past_end(p, first_query, work):
 
 
 @gluon.jit
+def gradient_factors(p, tanh, probs, problem, config):
+    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap `pᵀ · (1 - tanh²)`. If DERIVATIVES_APART the
+    second factor is no part of them, because slopes come after the soft cap (`cap_derivatives`). `probs`: the weights
+    for dv, rounded."""
+    factors = probs
+    if problem.units.cap_scale is not None and not config.DERIVATIVES_APART:
+        factors = pack(p * (1.0 - tanh * tanh), probs.dtype)
+    elif problem.side.dropout_seed is not None:
+        factors = pack(p, probs.dtype)
+    return factors
+
+
+@gluon.jit
+def cap_derivatives(tanh, dtype: gl.constexpr):
+    """The derivatives of a soft cap in 16 bits."""
+    return pack(1.0 - tanh * tanh, dtype)
+
+
+@gluon.jit
 def signed_by_dropout(p, first_query, first_key, head, work, problem):
     """The weights `pᵀ` that dropout keeps, which it does not scale yet, and all weights, with a minus before those that
     it drops. So which these are takes no registers."""
@@ -128,3 +155,23 @@ def score_gradients(factors, dp, delta, problem):
     else:
         ds = factors * (dp - delta[None, :])
     return ds
+
+
+@gluon.jit
+def add_to_slope_sums(ds, positions, step, part: gl.constexpr, work, config, problem):
+    """Adds to minus the gradient of a head's slope what part `part` of a step gives to each key: the sum over queries
+    of `dsᵀ · |distance|`. Nobody else adds to these keys of this head, and a thread's additions keep their order. So
+    the sums are the same whenever the steps are."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+    diagonal = distance_shift(work.seq_q, work.seq_k, problem.numbers.origin)
+    # If a compiler saw that these are the distances of the scores, it would keep them in registers meanwhile.
+    eights, distance = in_eights_and_distances(ds, positions, query + diagonal + hidden_zero(step.tile))
+    sums = gl.sum(gl.sum(eights * gl.abs(distance), 1), 1)
+    key = gl.convert_layout(positions, sums.type.layout)
+    row = (work.first_head + step.head).to(gl.int64) * problem.rows_k
+    if config.PACKED:
+        row += work.begin_k
+    else:
+        row += (work.sequence * (problem.heads_kv * problem.group)).to(gl.int64) * problem.rows_k
+    gl.atomic_add(problem.slope_sums_ptr + row + key, sums, mask=key < work.seq_k, sem="relaxed")

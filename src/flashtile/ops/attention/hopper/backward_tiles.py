@@ -50,7 +50,8 @@ class KernelConfig:
     SINGLE_KEY_TILE: all keys of a sequence are one tile, and each query tile visits it, so its product is dq.
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
-    MASK_COLUMN: strides of the tables' columns, 0 where these broadcast.
+    MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. DERIVATIVES_APART: those of a soft cap are no
+    part of the weights, because slopes that learn come after the soft cap.
     """
 
     KEYS: gl.constexpr
@@ -79,6 +80,7 @@ class KernelConfig:
     KEY_LENGTHS: gl.constexpr
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
+    DERIVATIVES_APART: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -103,6 +105,8 @@ class Problem(NamedTuple):
 
     Attributes:
         side, numbers: the side inputs (`side_parameters`).
+        slope_sums_ptr: float32 `[batch, heads, rows_k]`, packed `[heads, rows_k]`, zeros at the start: minus what each
+            key adds to the gradient of a slope; None where nobody wants that.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
             which has dk and dv of its own.
         key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head.
@@ -110,6 +114,7 @@ class Problem(NamedTuple):
     """
 
     side: Any
+    slope_sums_ptr: Any
     batch: Any
     heads_kv: Any
     group: Any

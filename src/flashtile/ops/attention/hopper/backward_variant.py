@@ -47,6 +47,7 @@ class BackwardVariant(NamedTuple):
     wide_strides: bool = False
     sinks: bool = False
     row_statistics: bool = False
+    slope_sums: bool = False
     masks: bool = True
     masks_last: bool = False
     reverses_walks: bool = False

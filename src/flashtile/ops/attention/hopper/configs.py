@@ -450,11 +450,14 @@ def backward_config_of(head_dim: int, head_dim_v: int, spec: AttentionSpec, tabl
     )
 
 
-def backward_shared_memory(config: BackwardConfig, head_dim: int, head_dim_v: int) -> int:
-    """Estimate of the shared memory of a program of the main backward kernel, in bytes."""
+def backward_shared_memory(
+    config: BackwardConfig, head_dim: int, head_dim_v: int, derivatives_apart: bool = False
+) -> int:
+    """Estimate of the shared memory of a program of the main backward kernel, in bytes. `derivatives_apart`: as in
+    `backward_tiles.KernelConfig`."""
     width = tile_width(head_dim) + tile_width(head_dim_v)
     rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
-    kinds = 2 if config.split_roles else 1
+    kinds = 2 + derivatives_apart if config.split_roles else 1
     handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
     statistics = config.statistics_bytes * config.stages * config.block_m
     if config.statistics_multiplied:

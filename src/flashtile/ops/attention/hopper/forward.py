@@ -87,6 +87,7 @@ from flashtile.ops.attention.hopper.pieces import (
     consumer_key_tiles,
     declare_flag,
     finish_numbers,
+    hidden_zero,
     key_tile_ranges,
     locate_tile,
     make_ring,
@@ -467,21 +468,15 @@ def produce_tile(
 
 @gluon.jit
 def key_slot(rings, key_tiles):
-    """The slot of a key tile, and of its values."""
-    slot = rings.k.slot(key_tiles)
-    if rings.k.STAGES == 1:
-        slot = Slot(hidden_zero(key_tiles), slot.phase)
-    return slot
-
-
-@gluon.jit
-def hidden_zero(count):
-    """0 for a count, in a form in which no compiler sees it.
+    """The slot of a key tile, and of its values.
 
     With a single stage the addresses of operands are the same in all steps of the loop. A compiler that sees this keeps
     the descriptors of all products in registers, and there are more than a thread has.
     """
-    return count >> 31
+    slot = rings.k.slot(key_tiles)
+    if rings.k.STAGES == 1:
+        slot = Slot(hidden_zero(key_tiles), slot.phase)
+    return slot
 
 
 @gluon.jit

@@ -218,6 +218,12 @@ def place_of(count, STAGES: gl.constexpr):
     return count % STAGES, (count // STAGES) & 1
 
 
+@gluon.jit
+def hidden_zero(count):
+    """0 for a count, in a form in which no compiler sees it."""
+    return count >> 31
+
+
 @gluon.constexpr_function
 def matrix_layout(WIDTH, BITS=16):
     return gl.NVMMASharedLayout(min(128, BITS // 8 * WIDTH), BITS, 2)

@@ -47,18 +47,25 @@ def capped(products, cap_scale):
 
 
 @gluon.jit
-def lowered_by_distance(scores, position, first, slope):
-    """Scores `[R, C]` minus `slope · |position - (first + c)|`, where `position` `[R]` and `first` count alike.
+def in_eights_and_distances(x, position, first):
+    """`x` `[R, C]` as `[R, C / 8, 8]`, and of each element `position - (first + c)`, where `position` `[R]` and `first`
+    count alike.
 
     Columns are taken in eights: which eight is known when the kernel compiles, only the place within needs registers.
     """
-    COLUMNS: gl.constexpr = scores.shape[1]
-    eights = gl.reshape(scores, [scores.shape[0], COLUMNS // 8, 8])
+    COLUMNS: gl.constexpr = x.shape[1]
+    eights = gl.reshape(x, [x.shape[0], COLUMNS // 8, 8])
     layout: gl.constexpr = eights.type.layout
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, layout))
     eight = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, layout))).to(gl.float32) * 8.0
     within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout))).to(gl.float32)
     here = gl.convert_layout((position - first).to(gl.float32), of_row)
-    distance = (here[:, None, None] - within[None, None, :]) - eight[None, :, None]
+    return eights, (here[:, None, None] - within[None, None, :]) - eight[None, :, None]
+
+
+@gluon.jit
+def lowered_by_distance(scores, position, first, slope):
+    """Scores `[R, C]` minus `slope · |position - (first + c)|` (`in_eights_and_distances`)."""
+    eights, distance = in_eights_and_distances(scores, position, first)
     lowered = gl.reshape(eights - slope * gl.abs(distance), scores.shape)
     return gl.convert_layout(lowered, scores.type.layout, assert_trivial=True)

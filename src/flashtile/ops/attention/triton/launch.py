@@ -62,7 +62,7 @@ def backward(
     )
     dk, dv = keys or backward_keys(dout, q, k, v, statistics, side, spec)
     dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
-    dalibi_slopes = None if slope_sums is None else _slope_gradient(slope_sums, side)
+    dalibi_slopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_q)
     dsinks = None
     if wanted.sinks and side.sinks is not None:
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
@@ -211,15 +211,16 @@ def backward_bias(
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
 
 
-def _slope_gradient(slope_sums: Tensor, side: SideInputs) -> Tensor:
-    """The gradient of ALiBi's slopes, from what each row adds to it, in the shape of lse."""
+def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:
+    """The gradient of ALiBi's slopes, from minus what each row or each key adds to it: `[batch, heads_q, rows]`, packed
+    `[heads_q, rows]`, where `cu_seqlens` has the offsets of the sequences among these rows."""
     assert side.alibi_slopes is not None
-    if side.cu_seqlens_q is None:
+    if cu_seqlens is None:
         by_sequence = slope_sums.sum(-1)
     elif side.alibi_slopes.dim() == 1:
         by_sequence = slope_sums.sum(-1)[None]
     else:
-        offsets = side.cu_seqlens_q.long()
+        offsets = cu_seqlens.long()
         by_sequence = torch.segment_reduce(slope_sums.t().contiguous(), "sum", offsets=offsets, initial=0, unsafe=True)
     return -(by_sequence if side.alibi_slopes.dim() == 2 else by_sequence.sum(0))
 

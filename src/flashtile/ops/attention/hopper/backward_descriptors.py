@@ -1,0 +1,110 @@
+"""What TMA moves in the Hopper backward: the boxes of its copies, and its descriptors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.tma import Layout as TensorLayout
+from flashtile._backends.tma import chunks_maker, joined, packed_layout, strided_layout
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.bounds import bounded_layout
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, STATISTIC_COLUMNS, backward_chunks, tile_width
+from flashtile.ops.attention.plans import Layout
+
+
+def buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
+    """Shapes of the sums and of the statistics of so many tiles of queries (`backward_ends`)."""
+    block_m = variant.config.block_m
+    rows = 0 if variant.single_key_tile else tiles * block_m * tile_width(variant.head_dim) // CONSUMER_ROWS
+    parts, numbers = _statistics_box(variant)
+    return {"sums": (rows, CONSUMER_ROWS), "statistics": (tiles * parts, numbers)}
+
+
+def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
+    """Statistics of one tile of queries: lse, then delta, of each query a number, or an operand's row."""
+    block_m = variant.config.block_m
+    return (2 * block_m, STATISTIC_COLUMNS) if variant.config.statistics_multiplied else (2, block_m)
+
+
+#: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
+#: chunk of columns, `<name>_tail`, whose descriptor follows.
+MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv")
+
+
+def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
+    """What one copy moves, for each descriptor in the order of the main kernel's parameters; None where there is no
+    second chunk of columns, or where TMA does not move it."""
+    config = variant.config
+    rows = {"q": config.block_m, "dout": config.block_m}
+    boxes: dict[str, tuple[int, ...] | None] = {}
+    for name in MOVED:
+        if name == "statistics":
+            boxes[name] = _statistics_box(variant)
+        elif name == "sums":
+            # Columns of dq that are added at once: those of the tail at most, so that one descriptor serves both.
+            together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
+            summed = config.sums_by_tma and not variant.single_key_tile
+            boxes[name] = (together, CONSUMER_ROWS) if summed else None
+        elif name == "dq" and not variant.single_key_tile:
+            boxes.update({"dq": None, "dq_tail": None})
+        else:
+            head_dim = variant.head_dim if name in ("q", "k", "dq", "dk") else variant.head_dim_v
+            whole, tail = backward_chunks(head_dim)
+            if name == "dq":  # leaves as it is multiplied
+                whole, tail = config.sum_columns, tail if tail < config.sum_columns else 0
+            count = rows.get(name, CONSUMER_ROWS)
+            ends = variant.packed if name in ("q", "dout", "dq") else variant.bounded
+            outer = (1, 1) if ends else (1,)
+            boxes[name] = (*outer, count, 1, whole)
+            boxes[name + "_tail"] = (*outer, count, 1, tail) if tail else None
+    return boxes
+
+
+def describer(
+    variant: BackwardVariant,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    gradients: tuple[Layout, Layout, Layout],
+    tiles: int,
+) -> Callable[..., tuple]:
+    """What makes all descriptors, from the addresses of `MOVED`."""
+    dq, dk, dv = gradients
+    describe = packed_layout if variant.packed else strided_layout
+    describe_keys = bounded_layout if variant.bounded else strided_layout
+    q_shape, k_shape, v_shape = map(tuple, shapes)
+    dout_shape = (*q_shape[:-1], v_shape[-1])
+    given = zip(("q", "k", "v", "dout"), (q_shape, k_shape, v_shape, dout_shape), strides)
+    layouts = {
+        **{
+            name: (describe_keys if name in ("k", "v") else describe)(shape, tuple(stride))
+            for name, shape, stride in given
+        },
+        "dq": describe(dq.shape, dq.strides),
+        "dk": describe_keys(dk.shape, dk.strides),
+        "dv": describe_keys(dv.shape, dv.strides),
+        **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in buffers(variant, tiles).items()},
+    }
+    boxes = boxes_of(variant)
+    return joined([
+        chunks_maker(
+            dtype_of(name, variant),
+            tuple(boxes[part] for part in (name, name + "_tail") if part in boxes),
+            layouts[name],
+            swizzled=is_operand(name, variant),
+        )
+        for name in MOVED
+    ])  # fmt: skip
+
+
+def is_operand(name: str, variant: BackwardVariant) -> bool:
+    """Whether a tensor is read as an operand of matrix products, whose rows are swizzled."""
+    return variant.config.statistics_multiplied if name == "statistics" else name != "sums"
+
+
+def dtype_of(name: str, variant: BackwardVariant) -> torch.dtype:
+    if not is_operand(name, variant):
+        return torch.float32
+    return torch.bfloat16 if name == "statistics" else variant.dtype
