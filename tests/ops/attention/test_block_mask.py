@@ -360,6 +360,11 @@ def of_blocks(size: int) -> BlockMask:
         (lambda: BlockMask.from_dense(TRUE, 128), TypeError, "tile: expected a pair of ints (tile_q, tile_k), got 128"),
         (lambda: BlockMask.from_dense(TRUE, (128,)), TypeError, "tile: expected a pair of ints"),
         (lambda: BlockMask.from_dense(TRUE, (128, 40)), ValueError, "tile: expected multiples of 16, got (128"),
+        (
+            lambda: BlockMask.from_dense(TRUE).with_tile((192, 128)),
+            ValueError,
+            "tile: expected multiples of the mask's (1",
+        ),
         (lambda: BlockMask.from_dense(TRUE, (0, 16)), ValueError, "tile: expected multiples of 16, got (0, "),
         (
             lambda: BlockMask.from_predicate(TRUE, 1, 1, 5, 5),

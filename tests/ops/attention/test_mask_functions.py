@@ -140,6 +140,7 @@ def test_with_room_it_is_the_same_mask(name):
     with_room = BlockMask.from_predicate(FUNCTIONS[name], *sizes, tile=(64, 64), max_partial_tiles=2 * 2 * 4 * 3)
     assert with_room == mask and with_room.density() == mask.density()
     check_mask(with_room.compact(), mask.to_dense())
+    check_mask(with_room.with_tile((128, 192)), mask.to_dense())
     assert with_room.to_dense().equal(mask.to_dense())
     assert (~with_room & with_room).to_dense().sum() == 0 and BlockMask.from_flex(with_room.to_flex()) == mask
 

@@ -24,6 +24,7 @@ from flashtile.ops.attention.block_mask_arguments import (
     checked_room,
     checked_shape,
     checked_tiles,
+    larger_tile,
     resolved_device,
     stored_tile,
 )
@@ -350,16 +351,23 @@ class BlockMask:
     def compact(self) -> BlockMask:
         """The same mask with lists that have no room left, and each pattern once, for one that was built with
         `max_partial_tiles`. Synchronises."""
-        return from_bounds(self.grid, self.device, *self._source(self.tile))
+        return self.with_tile(self.tile)
+
+    def with_tile(self, tile: tuple[int, int]) -> BlockMask:
+        """The same pairs in larger tiles, such as (128, 128) for the Hopper kernels. Synchronises.
+
+        Raises:
+            ValueError: tile is no multiple of the mask's own.
+        """
+        grid = Grid(self.shape, larger_tile(tile, self.tile))
+        return from_bounds(grid, self.device, *self._source(grid.tile))
 
     def density(self) -> float:
         """Share of all pairs that lies in the stored tiles: the work relative to dense attention.
 
         Synchronises.
         """
-        batch, heads, seq_q, seq_k = self.shape
-        pairs = batch * heads * seq_q * seq_k
-        cells = self._cells()
+        pairs, cells = math.prod(self.shape), self._cells()
         stored = torch.where(cells < self._tiles, self.grid.pairs(cells), 0)
         return int(stored.sum()) / pairs if pairs else 0.0
 

@@ -45,6 +45,16 @@ def stored_tile(tile: tuple[int, int]) -> tuple[int, int]:
     return math.lcm(tile[0], STORED_TILE), math.lcm(tile[1], STORED_TILE)
 
 
+def larger_tile(tile: tuple[int, int], own: tuple[int, int]) -> tuple[int, int]:
+    """The tile of a mask that is built from one with tiles of `own`."""
+    stored_tile(tile)
+    if tile[0] % own[0] or tile[1] % own[1]:
+        raise ValueError(
+            f"tile: expected multiples of the mask's {own}, got {tuple(tile)}; build a new mask for others"
+        )
+    return tile[0], tile[1]
+
+
 def as_four(name: str, mask: Tensor, dims: str) -> Tensor:
     """A bool matrix, or one for each batch entry and head, with all four dimensions."""
     if mask.dtype is not torch.bool:

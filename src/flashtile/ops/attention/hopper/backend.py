@@ -97,7 +97,7 @@ def _unsupported_blocks(call: AttentionCall) -> str | None:
     if tile_q % block_m or tile_k % block_n:
         return (
             f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
-            f"{tile_q} and {tile_k}"
+            f"{tile_q} and {tile_k}; block_mask.with_tile makes larger ones"
         )
     return None
 
