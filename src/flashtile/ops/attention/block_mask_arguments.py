@@ -50,7 +50,7 @@ def larger_tile(tile: tuple[int, int], own: tuple[int, int]) -> tuple[int, int]:
     stored_tile(tile)
     if tile[0] % own[0] or tile[1] % own[1]:
         raise ValueError(
-            f"tile: expected multiples of the mask's {own}, got {tuple(tile)}; build a new mask for others"
+            f"tile: expected multiples of the mask's {own}, got {tuple(tile)}; build another mask"
         )
     return tile[0], tile[1]
 
