@@ -49,9 +49,7 @@ def larger_tile(tile: tuple[int, int], own: tuple[int, int]) -> tuple[int, int]:
     """The tile of a mask that is built from one with tiles of `own`."""
     stored_tile(tile)
     if tile[0] % own[0] or tile[1] % own[1]:
-        raise ValueError(
-            f"tile: expected multiples of the mask's {own}, got {tuple(tile)}; build another mask"
-        )
+        raise ValueError(f"tile: expected multiples of the mask's {own}, got {tuple(tile)}; build another mask")
     return tile[0], tile[1]
 
 
