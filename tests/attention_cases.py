@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import combinations
 
@@ -126,6 +127,26 @@ def _score_mod_pairs() -> dict[str, AttentionCase]:
 
 
 SCORE_MOD_PAIRS = _score_mod_pairs()
+
+
+def score_mod_combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
+    """A score function with every other feature, three of them at once: as `combined`, for tests that take long."""
+    groups: list[list[str]] = []
+    for name in (name for name in _FEATURES if name not in _UNPAIRED):
+        for group in groups:
+            goes = all(name.split()[0] != other.split()[0] and {name, other} != set(apart or ()) for other in group)
+            if goes and len(group) < 3:
+                group.append(name)
+                break
+        else:
+            groups.append([name])
+    base = replace(BASE, score_mod=True)
+    found = {
+        "+".join(["score_mod", *group]): functools.reduce(lambda case, name: _FEATURES[name](case), group, base)
+        for group in groups
+    }
+    return found | {name: SCORE_MOD_PAIRS[name] for name in ("score_mod", "score_mod+everything")}
+
 
 #: Shapes at the edges of what tiles hold.
 EDGES = {

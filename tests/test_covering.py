@@ -30,6 +30,13 @@ def test_features_that_no_case_has_together() -> None:
     assert not any(case.packed and case.block_mask for case in together.values())
 
 
+@pytest.mark.parametrize("apart", [None, ("packed", "block_mask")], ids=str)
+def test_combined_score_functions_meet_every_feature(apart: tuple[str, str] | None) -> None:
+    combined = attention_cases.score_mod_combined(apart)
+    assert _pairs(attention_cases.SCORE_MOD_PAIRS) <= _pairs(combined)
+    assert apart not in _pairs(combined)
+
+
 def test_what_is_not_compatible_is_in_no_set() -> None:
     sets = covering("abcdef", lambda first, second: {first, second} != {"a", "b"})
     assert not any({"a", "b"} <= set(each) for each in sets)

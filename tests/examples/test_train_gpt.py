@@ -169,7 +169,7 @@ def test_two_processes_are_one_with_twice_the_batch_and_take_each_others_checkpo
         without_the_last_checkpoint(tmp_path / "sharded", tmp_path / folder)
     assert train("in-one", "--batch=8", "--resume") == 0
     assert_close(tmp_path / "one", tmp_path / "in-one")
-    torchrun(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))
+    assert launch([Run(2, two("in-two", "--batch=2", "--accumulate=2", "--resume"))], tmp_path) == [[]]
     assert_close(tmp_path / "one", tmp_path / "in-two")
 
 

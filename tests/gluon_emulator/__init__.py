@@ -9,6 +9,6 @@ What is not: layouts, registers and machine code (tests/ops/attention/test_hoppe
 what threads of one warpgroup owe each other, and the order of memory between multiprocessors.
 """
 
-from gluon_emulator.hopper import EmulatedHopper
+from gluon_emulator.hopper import EmulatedHopper, forget_copies
 
-__all__ = ["EmulatedHopper"]
+__all__ = ["EmulatedHopper", "forget_copies"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import pkgutil
@@ -145,12 +146,31 @@ def _bias_gradient(
 
 
 def _copies() -> dict[str, ModuleType]:
-    """The modules of the Hopper kernels, imported once more with the emulated language. Others keep those they have."""
+    """The modules of the Hopper kernels with the emulated language, as they are when they have been imported."""
+    modules, imported = _imported_once_more()
+    for name, module in modules.items():
+        vars(module).clear()
+        vars(module).update(imported[name])
+        for value in imported[name].values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    return dict(modules)
+
+
+@functools.cache
+def _imported_once_more() -> tuple[dict[str, ModuleType], dict[str, dict[str, Any]]]:
+    """The modules, imported once more with the emulated language, and what they define. Others keep those they have."""
     short = [module.name for module in pkgutil.iter_modules(package.__path__)]
     names = [f"{package.__name__}.{name}" for name in short]
     with _set_aside(vars(package), short), _set_aside(sys.modules, [*names, _LANGUAGE]):
         sys.modules[_LANGUAGE] = language
-        return {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
+        modules = {name.rpartition(".")[2]: importlib.import_module(name) for name in names}
+    return modules, {name: dict(vars(module)) for name, module in modules.items()}
+
+
+def forget_copies() -> None:
+    """For a test that changes what the modules' classes do: the next machine imports the modules anew."""
+    _imported_once_more.cache_clear()
 
 
 @contextmanager

@@ -1377,13 +1377,8 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     assert found["TOP_LEFT"]
 
 
-@pytest.mark.parametrize(
-    "form, sequences",
-    [("16-full", None), ("192x128-full", None), ("96-full", 3), ("fp8-128", 3)],
-)
-def test_descriptors_are_encoded_as_the_kernel_expects(
-    form: str, sequences: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("form", ["16-full", "192x128-full", "192-packed", "fp8-96-packed-scores"])
+def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
 
@@ -1395,7 +1390,7 @@ def test_descriptors_are_encoded_as_the_kernel_expects(
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
-    plan = hopper_plan((FORMS | FP8_FORMS)[form]._replace(sequences=sequences))
+    plan = hopper_plan((FORMS | FP8_FORMS)[form])
     compiled = compile_source(plan.kernel.source, _SM_90)
     wanted = compiled.metadata.tensordesc_meta
     tails = plan.kernel.source.types[1 : 2 * len(plan.makers) : 2]

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import SCORE_MOD_PAIRS, combined, parameters
+from attention_cases import combined, parameters, score_mod_combined
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
-from gluon_emulator import EmulatedHopper
+from gluon_emulator import EmulatedHopper, forget_copies
 
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
@@ -189,8 +189,8 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in SCORE_MOD_PAIRS.items() if not (case.packed and case.block_mask)}
-    for number, (name, case) in enumerate((combined(apart=("packed", "block_mask")) | served).items()):
+    apart = "packed", "block_mask"
+    for number, (name, case) in enumerate((combined(apart) | score_mod_combined(apart)).items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -555,8 +555,12 @@ def test_faults_are_found(hopper: Callable, fault: str) -> None:
 
     def run_with_fault() -> None:
         for seed in range(5):
+            forget_copies()
             spoil(hopper(seed).modules[name])
             check(replace(_SMALL, seq_q=330, head_dim=128, head_dim_v=128), "hopper")
 
-    with pytest.raises(AssertionError, match=found):
-        run_with_fault()
+    try:
+        with pytest.raises(AssertionError, match=found):
+            run_with_fault()
+    finally:
+        forget_copies()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import flashtile
-from attention_cases import SCORE_MOD_PAIRS, parameters
+from attention_cases import SCORE_MOD_PAIRS, parameters, score_mod_combined
 from flashtile._backends import devices
 from flashtile._backends.launch import clear_plans
 from flashtile.ops.attention.triton.score_source import (
@@ -29,7 +29,7 @@ SEQ, HEADS = 40, 2
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", parameters(SCORE_MOD_PAIRS))
+@pytest.mark.parametrize("case", parameters(score_mod_combined()))
 def test_interpreted_pairs(case: AttentionCase) -> None:
     check(case, "triton")
 
