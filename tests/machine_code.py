@@ -7,7 +7,6 @@ For attention, `Call` describes a call from outside. `plan` takes it the way tha
 from __future__ import annotations
 
 import functools
-import gc
 import re
 import subprocess
 import tempfile
@@ -55,11 +54,7 @@ def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     Raises:
         WrongCodeError: something was found.
     """
-    gc.disable()  # of the time to compile it takes a tenth, and finds nothing
-    try:
-        compiled = compile_kernel(source, device)
-    finally:
-        gc.enable()
+    compiled = compile_kernel(source, device)
     COMPILED.add(full_name(source.function))
     if device.is_cuda:
         found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
