@@ -21,6 +21,8 @@ def skip_needless_work() -> None:
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # another Triton than the pinned one, whose interpreter may do this in another way
     replace_functions = interpreter._patch_lang
 
     def replace_functions_once(kernel: FunctionType) -> Any:

@@ -10,7 +10,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -159,6 +159,11 @@ def once_for_each_family(sources: Mapping[Case, tuple[str, str, KernelSource]]) 
         else:
             memory[first] = min(memory[first], mine)
     return memory
+
+
+def once_in_families(cases: Iterable[tuple[str, ...]], source_of: Callable[..., KernelSource]) -> dict[Any, int]:
+    """`once_for_each_family` of cases that begin with an architecture; `source_of(*case)` is what is compiled."""
+    return once_for_each_family({case: (family(case[0]), case[0], source_of(*case)) for case in cases})
 
 
 def with_news(sources: Mapping[Case, KernelSource]) -> list[Case]:
