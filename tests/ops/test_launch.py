@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -297,27 +296,3 @@ def test_the_interpreter_runs_a_plan() -> None:
     x = torch.ones(5, 64)
     _plan(_PARAMETERS).launch(launch.pointer(x), launch.pointer(None))
     assert (x[:, :60] == 5.5).all() and (x[:, 60:] == 1).all()
-
-
-@pytest.mark.skipif("devices.interpreting()", reason="compiles: needs TRITON_INTERPRET unset")
-def test_a_kernel_is_compiled_with_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them before the first is launched, each once."""
-    compiled: list[Any] = []
-    monkeypatch.setattr(launch, "compile_kernel", lambda source, facts: compiled.append(source) or source)
-    monkeypatch.setattr(launch, "device_facts", lambda device: device)
-    monkeypatch.setattr(launch, "_entry", lambda found, source: (lambda *given: None, ()))
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 99, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    for empty in ("_LOADED", "_COMPILED", "_TOGETHER"):
-        monkeypatch.setattr(launch, empty, {})
-    first, second = _plan(_PARAMETERS), _plan({**_PARAMETERS, "rows": int64(5)})
-    nothing = _plan({**_PARAMETERS, "rows": int32(8, 8)}, programs=0)
-    first.followed_by = [second, nothing]
-    assert first.new
-    first.launch(1024, None)
-    assert (
-        not first.new and second.new and sorted(map(str, compiled)) == sorted(map(str, (first.source, second.source)))
-    )
-    second.launch(1024, None)
-    assert len(compiled) == 2

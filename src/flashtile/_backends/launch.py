@@ -20,7 +20,6 @@ import functools
 import gc
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,9 +29,12 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from flashtile._backends import observe
 from flashtile._backends.devices import DeviceFacts, device_facts, interpreting, target_of
-from flashtile._backends.launcher import arguments_of, c_function, filling, interpret, launcher_types, placed, word
+from flashtile._backends.launcher import arguments_of, c_function, filling, launcher_types, placed, word
 
 TRITON_3_6 = triton.__version__.startswith("3.6.")
+
+#: Before the name of a kernel, in the range of its launch.
+_RANGE = "flashtile::launch "
 
 #: Names of element types in Triton signatures.
 ELEMENT_TYPES = {
@@ -248,26 +250,16 @@ class Plan:
         source: what is launched.
         programs: thread blocks; 0: `launch` does nothing.
         scalars: the last run-time arguments, which are the same for all launches.
-        followed_by: plans that are launched after it. They are compiled at the same time.
         launch: enqueues the kernel on the device's current stream.
     """
 
-    __slots__ = ("device", "followed_by", "launch", "programs", "scalars", "source")
+    __slots__ = ("device", "launch", "programs", "scalars", "source")
 
     def __init__(self, source: KernelSource, programs: int, scalars: tuple[Any, ...], device: torch.device) -> None:
         self.source, self.programs, self.scalars, self.device = source, programs, scalars, device
-        self.followed_by: Sequence[Plan] = ()
         self.launch: Callable[..., None] = self._first_launch if programs else _launch_nothing
 
-    @property
-    def new(self) -> bool:
-        """Whether it was never launched."""
-        return self.launch == self._first_launch
-
     def _first_launch(self, *given: Any) -> None:
-        if self.followed_by:
-            together = [plan.source for plan in (self, *self.followed_by) if plan.programs]
-            _TOGETHER[_key(self.source, self.device)] = together
         self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
         self.launch(*given)
 
@@ -383,12 +375,12 @@ def make_launch(
     """A function `launch(*given)` that enqueues so many programs of a kernel on the device's current stream."""
     if interpreting():
         observe.log_kernel(source, device)
-        return functools.partial(interpret, source, programs, scalars)
+        return functools.partial(_interpret, source, programs, scalars)
     enqueue, before = _loaded(source, device)
     pick, after = (operator.itemgetter(slice(None)), scalars) if not _PASSES_FLAT else _passed(source, scalars)
     index = device.index
     current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    always_named, profiling, range_name = observe.NVTX, observe.profiling, observe.RANGE + source.function.__name__
+    always_named, profiling, range_name = observe.NVTX, observe.profiling, _RANGE + source.function.__name__
 
     def launch(*given: Any) -> None:
         if current_device() == index and not (always_named or profiling()):
@@ -419,38 +411,17 @@ def _present_types(source: KernelSource) -> list[str]:
     return [source.types[index] for index in source.present()]
 
 
-#: What is compiled together with a kernel; and kernels that were, until they are loaded.
-_TOGETHER: dict[tuple[Any, ...], list[KernelSource]] = {}
-_COMPILED: dict[tuple[Any, ...], CompiledKernel] = {}
-
-
-def _key(source: KernelSource, device: torch.device) -> tuple[Any, ...]:
-    return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
-
-
-def _compiled(source: KernelSource, device: torch.device) -> CompiledKernel:
-    """Compiles a kernel, and in other threads those that are launched after it. LLVM and ptxas, where most of the time
-    goes, let other threads run."""
-    key, facts = _key(source, device), device_facts(device)
-    together = {_key(each, device): each for each in _TOGETHER.pop(key, ())}
-    missing = {of: each for of, each in together.items() if of not in _LOADED and of not in _COMPILED}
-    if len(missing) > 1:
-        with ThreadPoolExecutor(len(missing)) as threads:
-            _COMPILED.update(zip(missing, threads.map(lambda each: compile_kernel(each, facts), missing.values())))
-    return _COMPILED.pop(key, None) or compile_kernel(source, facts)
-
-
 #: Kernels that are on a device: the function that enqueues one, and its arguments between stream and parameters.
 _LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
 def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    key = _key(source, device)
+    key = (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
     found = _LOADED.get(key)
     if found is None:
         observe.log_kernel(source, device)
         with torch.cuda.device(device):
-            found = _LOADED[key] = _entry(_compiled(source, device), source)
+            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
     return found
 
 
@@ -486,6 +457,21 @@ def _with_all_arguments(launcher: Callable[..., None], source: KernelSource) -> 
         launcher(*passed[:others], *placed(places, passed[others:]), *constants)
 
     return enqueue
+
+
+def _interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
+    values = dict(zip(source.names, (*given, *scalars)))
+    in_groups = {name for name in values if "." in name}
+    values |= {name: source.constants[name] for name, of in zip(source.names, source.types) if of == "constexpr"}
+    # A field that is a constant has no annotation to say so.
+    values |= {
+        name: triton.language.constexpr(values[name])
+        for name in in_groups & source.constants.keys()
+        if values[name] is not None
+    }
+    constants = {name: source.constants[name] for name in source.constant_names}
+    with observe.named(_RANGE + source.function.__name__):
+        source.function[(programs,)](**source.nested(tuple(values.values())), **constants)
 
 
 def _address(tensor: Tensor | None) -> int:

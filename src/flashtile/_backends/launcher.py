@@ -11,14 +11,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
-
-import triton
-
-from flashtile._backends import observe
-
-if TYPE_CHECKING:
-    from flashtile._backends.launch import KernelSource
+from typing import Any
 
 #: Arguments come in so many.
 _TOGETHER = 16
@@ -54,19 +47,3 @@ def c_function(launch: Callable[..., None]) -> Callable[..., None]:
     arguments here hold them encoded (`tma.descriptor_maker`)."""
     wrapped = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     return wrapped.get("launcher", launch)
-
-
-def interpret(source: KernelSource, programs: int, scalars: tuple[Any, ...], *given: Any) -> None:
-    """Runs programs of a kernel in Triton's interpreter."""
-    values = dict(zip(source.names, (*given, *scalars)))
-    in_groups = {name for name in values if "." in name}
-    values |= {name: source.constants[name] for name, of in zip(source.names, source.types) if of == "constexpr"}
-    # A field that is a constant has no annotation to say so.
-    values |= {
-        name: triton.language.constexpr(values[name])
-        for name in in_groups & source.constants.keys()
-        if values[name] is not None
-    }
-    constants = {name: source.constants[name] for name in source.constant_names}
-    with observe.named(observe.RANGE + source.function.__name__):
-        source.function[(programs,)](**source.nested(tuple(values.values())), **constants)

@@ -16,9 +16,6 @@ import torch
 _ON, _OFF = ("1", "true", "on"), ("", "0", "false", "off")
 _LOGS = ("select",)
 
-#: Before the name of a kernel, in the range of its launch.
-RANGE = "flashtile::launch "
-
 #: Choices of backends and kernels, each once, at level INFO.
 log = logging.getLogger("flashtile.select")
 

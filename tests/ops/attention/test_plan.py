@@ -290,7 +290,7 @@ def test_memory_elsewhere_is_allocated_without_asking_for_a_gpu(device: str, mon
 def test_an_out_that_lies_worse_than_the_others_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """`attention_backward` takes any out; the dq kernel is compiled for where q, k, v and dout lie."""
     launched: list[tuple] = []
-    kernel = SimpleNamespace(launch=lambda *given: launched.append(given), programs=1, new=False)
+    kernel = SimpleNamespace(launch=lambda *given: launched.append(given), programs=1)
     faked = AttentionPlan(kernel, (((1,), (1,), torch.float32),) * 2)  # type: ignore[arg-type]
     monkeypatch.setattr(launch, "plan_for", lambda *_: faked)
     monkeypatch.setattr(launch, "pointer", lambda tensor: 0 if tensor is None else tensor.data_ptr())

@@ -299,7 +299,6 @@ def _plan(
     begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
     main = plan_of(backward_source("main", looping), values, main_programs, device)
     end = None if single else plan_of(backward_source("end", variant), common, tiles, device)
-    begin.followed_by = [main] if end is None else [main, end]
     written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (

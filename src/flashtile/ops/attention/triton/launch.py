@@ -96,7 +96,6 @@ def prepare_backward(
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
     keys = None if queries.sums_keys else plan_for("dkdv", q, k, v, dout, side, spec)
-    queries.kernel.followed_by = [keys.kernel] if keys else []
     allocate = allocator((*queries.outputs, *(keys.outputs if keys else ())), q.device)
     shares = keys.shares if keys else queries.shares
 
@@ -151,8 +150,6 @@ def backward_queries(
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     summed = tuple(total is not None for total in captured_sums)
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
-    if plan.kernel.new and not plan.sums_keys and not hides_rows:
-        plan.kernel.followed_by = [plan_for("dkdv", q, k, v, dout, side, spec).kernel]
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet = copies.pop(0) if hides_rows else None
     dk, dv = copies or (None, None)
