@@ -24,12 +24,6 @@ def test_combined_cases_have_every_pair(cases) -> None:
     assert len(cases.COMBINED) < len(cases.PAIRS) / 2
 
 
-def test_features_that_no_case_has_together() -> None:
-    together = attention_cases.combined(apart=("packed", "block_mask"))
-    assert _pairs(attention_cases.PAIRS) - _pairs(together) == {("packed", "block_mask")}
-    assert not any(case.packed and case.block_mask for case in together.values())
-
-
 def test_what_is_not_compatible_is_in_no_set() -> None:
     sets = covering("abcdef", lambda first, second: {first, second} != {"a", "b"})
     assert not any({"a", "b"} <= set(each) for each in sets)

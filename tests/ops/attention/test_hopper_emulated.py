@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import SCORE_MOD_PAIRS, combined, parameters
+from attention_cases import COMBINED, SCORE_MOD_PAIRS, parameters
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -138,8 +138,11 @@ _SLOPES: dict[str, dict[str, Any]] = {
     "window, softcap": {"alibi_slopes": "bh", "arguments": {"window": (90, 20), "softcap": 3.0}},
     "dropout, softcap": {"alibi_slopes": "h", "arguments": {"align": "top_left", "dropout_p": 0.2, "softcap": 3.0}},
     "lengths": {"alibi_slopes": "bh", "key_lengths": (201, 0), "sinks": True},
-    "packed": {"alibi_slopes": "bh", "lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90)},
-}
+    "packed, softcap, in order": {
+        "alibi_slopes": "bh", "lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90),
+        "arguments": {"softcap": 3.0, "deterministic": True},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", _SLOPES.values(), ids=_SLOPES)
@@ -189,8 +192,7 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-    served = {name: case for name, case in SCORE_MOD_PAIRS.items() if not (case.packed and case.block_mask)}
-    for number, (name, case) in enumerate((combined(apart=("packed", "block_mask")) | served).items()):
+    for number, (name, case) in enumerate((COMBINED | SCORE_MOD_PAIRS).items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -327,6 +329,30 @@ def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
 def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
     hopper()
     case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
+    check(with_arguments(case, **arguments), "hopper")
+
+
+_PACKED_BLOCKS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "causal, in order": {"arguments": {"causal": True, "deterministic": True}},
+    "lengths, in order": {"key_lengths": (129, 20, 0, 130), "arguments": {"deterministic": True}},
+    "slopes": {"alibi_slopes": "bh", "arguments": {"dropout_p": 0.2}},
+}
+
+
+@pytest.mark.parametrize("change", _PACKED_BLOCKS.values(), ids=_PACKED_BLOCKS)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, tile", [(64, 64, 256), (128, 128, 128), (192, 128, 128), (256, 256, 128)], ids=str
+)
+def test_block_masks_of_packed_sequences(
+    hopper: Callable, head_dim: int, head_dim_v: int, tile: int, change: dict
+) -> None:
+    """Lists name tiles past the end of the shorter sequences, whole and in part: neither may be computed."""
+    hopper()
+    change = dict(change)
+    arguments = change.pop("arguments", {})
+    lengths = {"lengths_q": (140, 1, 0, 300), "lengths_k": (129, 33, 70, 390)}
+    case = replace(_SMALL, **lengths, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(tile, tile), **change)
     check(with_arguments(case, **arguments), "hopper")
 
 
