@@ -356,6 +356,33 @@ def test_block_masks_of_packed_sequences(
     check(with_arguments(case, **arguments), "hopper")
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "ordered"])
+def test_block_masks_leave_rows_past_the_last_sequence_alone(hopper: Callable, deterministic: bool) -> None:
+    """They have no list, and would be far behind the last one: zeros, and nothing is read there."""
+    hopper()
+    generator = torch.Generator().manual_seed(1)
+    shown = torch.rand(3, 1, 130, 260, generator=generator) < 0.4  # one mask for each sequence
+    shown[:, :, :, 128:] &= torch.rand(3, 1, 1, 1, generator=generator) < 0.7
+    mask = flashtile.BlockMask.from_dense(shown, (128, 128))
+    offsets_q, offsets_k = torch.tensor([0, 100, 230, 231]), torch.tensor([0, 260, 300, 430])
+    tensors = [torch.randn(rows, 2, 64, generator=generator) for rows in (900, 1100, 1100)]
+
+    def gradients(backend: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v = (tensor.to(torch.bfloat16).to(dtype).requires_grad_() for tensor in tensors)
+        out = flashtile.attention_varlen(
+            q, k, v, offsets_q.int(), offsets_k.int(), max_seqlen_q=130, max_seqlen_k=260, block_mask=mask,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+    oracle, eager = (gradients("reference", dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, value in gradients("hopper", torch.bfloat16).items():
+        last = 231 if name in ("out", "dq") else 430
+        assert not value[last:].any()
+        assert_close(name, value, oracle[name], eager[name])
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_walks(hopper: Callable, head_dim: int, arguments: dict) -> None:
