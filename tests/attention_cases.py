@@ -97,25 +97,19 @@ def _pairs() -> dict[str, AttentionCase]:
 PAIRS = _pairs()
 
 
-def combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
+def _combined() -> dict[str, AttentionCase]:
     """Every pair of features in fewer cases than `PAIRS` (`covering`), for tests that take long. Features alone, and
-    what `PAIRS` has besides pairs, are here too.
-
-    Args:
-        apart: two features that no case has together.
-    """
+    what `PAIRS` has besides pairs, are here too."""
 
     def compatible(first: str, second: str) -> bool:
-        return first.split()[0] != second.split()[0] and {first, second} != set(apart or ())
+        return first.split()[0] != second.split()[0]
 
     cases = {name: case for name, case in PAIRS.items() if "+" not in name}
-    if apart:
-        cases = {name: case for name, case in cases.items() if not all(word in name for word in apart)}
     names = [name for name in _FEATURES if name not in _UNPAIRED]
     return cases | combined_cases(BASE, names, lambda case, name: _FEATURES[name](case), compatible)
 
 
-COMBINED = combined()
+COMBINED = _combined()
 
 
 def _score_mod_pairs() -> dict[str, AttentionCase]:
@@ -129,13 +123,12 @@ def _score_mod_pairs() -> dict[str, AttentionCase]:
 SCORE_MOD_PAIRS = _score_mod_pairs()
 
 
-def score_mod_combined(apart: tuple[str, str] | None = None) -> dict[str, AttentionCase]:
+def score_mod_combined() -> dict[str, AttentionCase]:
     """A score function with every other feature, three of them at once: as `combined`, for tests that take long."""
     groups: list[list[str]] = []
     for name in (name for name in _FEATURES if name not in _UNPAIRED):
         for group in groups:
-            goes = all(name.split()[0] != other.split()[0] and {name, other} != set(apart or ()) for other in group)
-            if goes and len(group) < 3:
+            if len(group) < 3 and all(name.split()[0] != other.split()[0] for other in group):
                 group.append(name)
                 break
         else:

@@ -86,6 +86,13 @@ BLOCK_FORMS = {
     "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
     "512-causal-blocks": _HEADS["512"]._replace(window_right=0, block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
+    **{
+        f"{head}-packed-blocks": _HEADS[head]._replace(**_MASKS["packed"], block_tile=(256, 128))
+        for head in ("64", "128", "256")
+    },
+    "512-packed-blocks": _HEADS["512"]._replace(
+        sequences=5, key_lengths_dtype=torch.int32, block_tile=(128, 128), dtype=torch.float16
+    ),
 }
 #: 8-bit operands: each row of their table, and all that a call may have.
 FP8_FORMS = {
@@ -175,11 +182,13 @@ def _backward(
     right: bool = True,
     block_tile: tuple[int, int] | None = None,
     side: SideShape = PLAIN_SIDE,
+    slope_sums: bool = False,
 ) -> BackwardVariant:
     modified = side.dropout or table_bytes(side.bias, side.mask) > 1
     config = choose_backward_config(
-        head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified
-    )
+        head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified,
+        derivatives_apart=softcap and slope_sums,
+    )  # fmt: skip
     block_shape = None if block_tile is None else (1, 1, *block_tile)
     spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)
     changes = side._replace(
@@ -190,7 +199,8 @@ def _backward(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, softcap,
         side_of_call(changes, spec, 4, covered=False, by_column=True),
         has_empty_rows=packed or block_tile is not None or side not in (PLAIN_SIDE, _ALIBI),
-        row_statistics=side.bias is not None, reverses_lines=ordered and right and block_tile is None,
+        row_statistics=side.bias is not None, slope_sums=slope_sums,
+        reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip
 
 
@@ -291,11 +301,19 @@ BACKWARD_FORMS = {
     "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),
     "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
+    "64-packed-blocks": _backward(64, 64, True, False, False, block_tile=(128, 128)),
+    "128-packed-blocks": _backward(128, 128, True, False, False, block_tile=(128, 128)),
+    "128-packed-blocks-ordered-fp16": _backward(128, 128, True, True, True, block_tile=(256, 256))._replace(
+        dtype=torch.float16
+    ),
+    "192x128-packed-blocks": _backward(192, 128, True, False, False, right=False, block_tile=(128, 128)),
+    "256-packed-blocks-ordered": _backward(256, 256, True, False, True, block_tile=(128, 128)),
     "192x128-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(128, 128)),
     "256-blocks": _backward(256, 256, False, False, False, block_tile=(128, 128)),
 }
 _DROPOUT = SideShape(dropout=True)
 _LENGTHS = SideShape(key_lengths_dtype=torch.int32)
+_ALIBI_AND_PADDING = SideShape(key_lengths_dtype=torch.int64, mask=_PADDING_MASK, alibi=2)
 _ALL = SideShape(key_lengths_dtype=torch.int64, dropout=True, bias=_BIAS, mask=_DENSE_MASK, alibi=1)
 #: The backward with dropout, tables and key lengths: each alone, and all at once.
 BACKWARD_FEATURE_FORMS = {
@@ -321,35 +339,41 @@ BACKWARD_FEATURE_FORMS = {
         for width in (64, 128)
     },
     **{
-        f"{name}-learned-slopes": _backward(*heads, False, False, False, side=_ALIBI)._replace(slope_sums=True)
+        f"{name}-learned-slopes": _backward(*heads, False, False, False, side=_ALIBI, slope_sums=True)
         for name, heads in (("64", (64, 64)), ("96", (96, 96)), ("128", (128, 128)), ("192x128", (192, 128)))
     },
-    "128-packed-learned-slopes-fp16": _backward(128, 128, True, False, False, side=_ALIBI)._replace(
-        slope_sums=True, dtype=torch.float16
+    "128-packed-learned-slopes-fp16": _backward(128, 128, True, False, False, side=_ALIBI, slope_sums=True)._replace(
+        dtype=torch.float16
     ),
-    "128-full-learned-slopes": _backward(128, 128, False, False, False, right=False, side=_ALIBI)._replace(
-        slope_sums=True, masks=False
+    "128-full-learned-slopes": _backward(
+        128, 128, False, False, False, right=False, side=_ALIBI, slope_sums=True
+    )._replace(masks=False),
+    "64-packed-blocks-learned-slopes-ordered": _backward(
+        64, 64, True, False, True, block_tile=(128, 128), side=_ALIBI_AND_PADDING, slope_sums=True
     ),
     "128-blocks-learned-slopes-ordered": _backward(
-        128, 128, False, False, True, block_tile=(128, 128), side=_ALIBI
-    )._replace(slope_sums=True),
-    "256-learned-slopes": _backward(256, 256, False, False, False, side=_ALIBI)._replace(slope_sums=True),
-    "256-blocks-learned-slopes": _backward(256, 256, False, False, False, block_tile=(128, 128), side=_ALIBI)._replace(
-        slope_sums=True
+        128, 128, False, False, True, block_tile=(128, 128), side=_ALIBI, slope_sums=True
+    ),
+    "256-learned-slopes": _backward(256, 256, False, False, False, side=_ALIBI, slope_sums=True),
+    "256-blocks-learned-slopes": _backward(
+        256, 256, False, False, False, block_tile=(128, 128), side=_ALIBI, slope_sums=True
     ),
     **{
         f"{width}-softcap-learned-slopes": _backward(
-            width, width, False, False, False, softcap=True, side=SideShape(alibi=1, dropout=True)
-        )._replace(slope_sums=True)
+            width, width, False, False, False, softcap=True, side=SideShape(alibi=1, dropout=True), slope_sums=True
+        )
         for width in (64, 128, 256)
     },
+    "256-softcap-learned-slopes-ordered": _backward(
+        256, 256, True, True, True, softcap=True, side=_ALIBI, slope_sums=True
+    ),
     "64-all": _backward(64, 64, True, True, False, side=_ALL),
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),
 }
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).
-SERIALISED = {"192x128-blocks"}
+SERIALISED = {"192x128-blocks", "192x128-packed-blocks"}
 
 #: Forms that `tools/compile_versions.py` compiles and the tests do not: their row of the table is compiled in another
 #: form, and so is each thing that changes their machine code. A test holds this.

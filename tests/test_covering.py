@@ -24,17 +24,8 @@ def test_combined_cases_have_every_pair(cases) -> None:
     assert len(cases.COMBINED) < len(cases.PAIRS) / 2
 
 
-def test_features_that_no_case_has_together() -> None:
-    together = attention_cases.combined(apart=("packed", "block_mask"))
-    assert _pairs(attention_cases.PAIRS) - _pairs(together) == {("packed", "block_mask")}
-    assert not any(case.packed and case.block_mask for case in together.values())
-
-
-@pytest.mark.parametrize("apart", [None, ("packed", "block_mask")], ids=str)
-def test_combined_score_functions_meet_every_feature(apart: tuple[str, str] | None) -> None:
-    combined = attention_cases.score_mod_combined(apart)
-    assert _pairs(attention_cases.SCORE_MOD_PAIRS) <= _pairs(combined)
-    assert apart not in _pairs(combined)
+def test_combined_score_functions_meet_every_feature() -> None:
+    assert _pairs(attention_cases.SCORE_MOD_PAIRS) <= _pairs(attention_cases.score_mod_combined())
 
 
 def test_what_is_not_compatible_is_in_no_set() -> None:

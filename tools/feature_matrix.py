@@ -46,12 +46,10 @@ class Feature(NamedTuple):
     Attributes:
         label: in the documents.
         changes: of the plain call; they must give the same cells.
-        packed: whether packed calls have it.
     """
 
     label: str
     changes: tuple[Change, ...]
-    packed: bool = True
 
 
 def _arguments(**arguments: object) -> Change:
@@ -92,7 +90,7 @@ FEATURES = (
     ),
     Feature(
         "packed sequences",
-        (lambda case: replace(case, block_mask=None, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),),
+        (lambda case: replace(case, key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)),),
     ),
     Feature("`key_lengths`", (lambda case: replace(case, key_lengths=(9,) * (3 if case.packed else 2)),)),
     Feature("`softcap`", (_arguments(softcap=2.0),)),
@@ -102,22 +100,12 @@ FEATURES = (
     Feature("`bias`, with gradient", (_bias,)),
     Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
     Feature(
-        "`block_mask` whose tiles are multiples of 128 (dense calls)",
+        "`block_mask` whose tiles are multiples of 128",
         (lambda case: replace(case, block_mask=(128, 128)), lambda case: replace(case, block_mask=(256, 128))),
-        packed=False,
     ),
     Feature(
-        "`block_mask` with other tiles (dense calls)",
+        "`block_mask` with other tiles",
         (lambda case: replace(case, block_mask=(64, 64)), lambda case: replace(case, block_mask=(64, 256))),
-        packed=False,
-    ),
-    Feature(
-        "`block_mask` in packed calls",
-        (
-            lambda case: replace(
-                case, block_mask=(128, 128), key_lengths=None, lengths_q=(5, 0, 37), lengths_k=(33, 4, 20)
-            ),
-        ),
     ),
     Feature("`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True),)),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),

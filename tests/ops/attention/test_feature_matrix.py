@@ -51,18 +51,12 @@ def test_a_pair_is_served_where_both_are(backend: str) -> None:
     for (first, change, one), (second, other, another) in combinations(alone, 2):
         both = other(change(matrix.BASE))
         undone = change(both) != both or other(both) != both  # the two set the same thing
-        # A block mask in a packed call is a feature of its own.
-        third = _blocks_packed(both) and not any(_blocks_packed(of(matrix.BASE)) for of in (change, other))
-        if one is another or undone or third:
+        if one is another or undone:
             continue
         pairs += 1
         expected = min(first, second, key=matrix.ORDER.index)
         assert matrix.served(both, backend) == expected, (one.label, another.label)
     assert pairs > 300
-
-
-def _blocks_packed(case: AttentionCase) -> bool:
-    return case.packed and case.block_mask is not None
 
 
 #: Pairs with something that changes scores; those of the others are in `test_cpu`, with more sizes.

@@ -830,6 +830,7 @@ def _problem(
     """A dense call."""
     return backward_tiles.Problem(
         side=SidePointers(*(None,) * len(SidePointers._fields)),
+        slope_sums_ptr=None,
         batch=batch,
         heads_kv=heads_kv,
         group=group,
@@ -1144,7 +1145,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
 #: Spilled bytes of a thread in the backward with heads of 256: a bias has a register for each score. With all features
 #: at once a mask and random words have theirs too.
 _SPILLS_OF_WIDE_FEATURES, _SPILLS_OF_ALL_FEATURES = 256, 600
-_MANY_FEATURES = ("256-all", "256-softcap-learned-slopes")
+_MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-slopes-ordered")
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS))
@@ -1208,6 +1209,12 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
 def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool, ordered: bool) -> None:
     for head_dim, head_dim_v in _HEADS:
         config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
+        if softcap:
+            apart = configs.choose_backward_config(
+                head_dim, head_dim_v, softcap, blocks, left, ordered=ordered, derivatives_apart=True
+            )
+            assert configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
+            assert apart == config._replace(sum_columns=apart.sum_columns) and apart.sum_columns in (32, 64)
         assert config.sums_by_tma or not ordered
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
         assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import combined, parameters, score_mod_combined
+    for number, (name, case) in enumerate((COMBINED | score_mod_combined()).items()):
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -138,8 +138,11 @@ _SLOPES: dict[str, dict[str, Any]] = {
     "window, softcap": {"alibi_slopes": "bh", "arguments": {"window": (90, 20), "softcap": 3.0}},
     "dropout, softcap": {"alibi_slopes": "h", "arguments": {"align": "top_left", "dropout_p": 0.2, "softcap": 3.0}},
     "lengths": {"alibi_slopes": "bh", "key_lengths": (201, 0), "sinks": True},
-    "packed": {"alibi_slopes": "bh", "lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90)},
-}
+    "packed, softcap, in order": {
+        "alibi_slopes": "bh", "lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90),
+        "arguments": {"softcap": 3.0, "deterministic": True},
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", _SLOPES.values(), ids=_SLOPES)
@@ -189,8 +192,12 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
+<<<<<<< HEAD
     apart = "packed", "block_mask"
     for number, (name, case) in enumerate((combined(apart) | score_mod_combined(apart)).items()):
+=======
+    for number, (name, case) in enumerate((COMBINED | SCORE_MOD_PAIRS).items()):
+>>>>>>> features
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -328,6 +335,57 @@ def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments
     hopper()
     case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
     check(with_arguments(case, **arguments), "hopper")
+
+
+_PACKED_BLOCKS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "causal, in order": {"arguments": {"causal": True, "deterministic": True}},
+    "lengths, in order": {"key_lengths": (129, 20, 0, 130), "arguments": {"deterministic": True}},
+    "slopes": {"alibi_slopes": "bh", "arguments": {"dropout_p": 0.2}},
+}
+
+
+@pytest.mark.parametrize("change", _PACKED_BLOCKS.values(), ids=_PACKED_BLOCKS)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, tile", [(64, 64, 256), (128, 128, 128), (192, 128, 128), (256, 256, 128)], ids=str
+)
+def test_block_masks_of_packed_sequences(
+    hopper: Callable, head_dim: int, head_dim_v: int, tile: int, change: dict
+) -> None:
+    """Lists name tiles past the end of the shorter sequences, whole and in part: neither may be computed."""
+    hopper()
+    change = dict(change)
+    arguments = change.pop("arguments", {})
+    lengths = {"lengths_q": (140, 1, 0, 300), "lengths_k": (129, 33, 70, 390)}
+    case = replace(_SMALL, **lengths, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(tile, tile), **change)
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["free", "ordered"])
+def test_block_masks_leave_rows_past_the_last_sequence_alone(hopper: Callable, deterministic: bool) -> None:
+    """They have no list, and would be far behind the last one: zeros, and nothing is read there."""
+    hopper()
+    generator = torch.Generator().manual_seed(1)
+    shown = torch.rand(3, 1, 130, 260, generator=generator) < 0.4  # one mask for each sequence
+    shown[:, :, :, 128:] &= torch.rand(3, 1, 1, 1, generator=generator) < 0.7
+    mask = flashtile.BlockMask.from_dense(shown, (128, 128))
+    offsets_q, offsets_k = torch.tensor([0, 100, 230, 231]), torch.tensor([0, 260, 300, 430])
+    tensors = [torch.randn(rows, 2, 64, generator=generator) for rows in (900, 1100, 1100)]
+
+    def gradients(backend: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        q, k, v = (tensor.to(torch.bfloat16).to(dtype).requires_grad_() for tensor in tensors)
+        out = flashtile.attention_varlen(
+            q, k, v, offsets_q.int(), offsets_k.int(), max_seqlen_q=130, max_seqlen_k=260, block_mask=mask,
+            deterministic=deterministic, backend=backend,
+        )  # fmt: skip
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+    oracle, eager = (gradients("reference", dtype) for dtype in (torch.float64, torch.bfloat16))
+    for name, value in gradients("hopper", torch.bfloat16).items():
+        last = 231 if name in ("out", "dq") else 430
+        assert not value[last:].any()
+        assert_close(name, value, oracle[name], eager[name])
 
 
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)

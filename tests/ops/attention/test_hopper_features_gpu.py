@@ -107,8 +107,7 @@ def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    served = {name: case for name, case in (PAIRS | SCORE_MOD_PAIRS).items() if not (case.packed and case.block_mask)}
-    for number, (name, case) in enumerate(served.items()):
+    for number, (name, case) in enumerate((PAIRS | SCORE_MOD_PAIRS).items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]

@@ -673,6 +673,17 @@ def test_block_masks(head_dim: int, head_dim_v: int, lists: str) -> None:
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+@pytest.mark.parametrize("lists", _LISTS)
+@pytest.mark.parametrize("head_dim, head_dim_v", [(40, 40), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_block_masks_of_packed_sequences(head_dim: int, head_dim_v: int, lists: str) -> None:
+    """Lists are those of the longest sequence; shorter ones end within their tiles, or before them."""
+    tile, arguments = _LISTS[lists]
+    lengths = {"lengths_q": (700, 0, 1, 130, 1100), "lengths_k": (650, 70, 1, 390, 1000), "batch": 5}
+    case = replace(_LARGE, heads_kv=2, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, **lengths)
+    for deterministic in (False, True):
+        check(with_arguments(case, deterministic=deterministic, **arguments), "hopper", "cuda")
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("scores", _SCORES)
 def test_block_masks_and_scores_that_change(scores: str, head_dim: int) -> None:
@@ -716,9 +727,12 @@ def test_patterns(name: str, head_dim: int, seq: int) -> None:
     assert not actual["out"][:, blind].any() and actual["lse"][..., blind].isneginf().all()
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_dim: int) -> None:
+def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_dim: int, packed: bool) -> None:
     case = replace(_LARGE, heads_kv=2, seq_q=1500, seq_k=1700, head_dim=head_dim, head_dim_v=head_dim)
+    if packed:
+        case = replace(case, batch=4, lengths_q=(1500, 300, 0, 900), lengths_k=(1700, 333, 60, 1200))
     case = with_arguments(replace(case, block_mask=(128, 256)), deterministic=True)
     inputs = make_inputs(case, "cuda")
     first = check(case, "hopper", "cuda", inputs=inputs)

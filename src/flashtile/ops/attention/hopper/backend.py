@@ -90,8 +90,6 @@ def _unsupported_blocks(call: AttentionCall) -> str | None:
     """Why the kernels cannot walk over the tiles of a block mask."""
     if call.spec.block_shape is None:
         return None
-    if call.packed:
-        return "it walks over the tiles of a block_mask in dense calls only"
     block_m, block_n = configs.block_mask_divisors(call.phase == "backward", *call.head_dims)
     tile_q, tile_k = call.spec.block_shape[2:]
     if tile_q % block_m or tile_k % block_n:
@@ -107,7 +105,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward":
         side = call.side or SideInputs()
-        cut = configs.backward_config_of(*heads, spec, configs.table_bytes(side.bias, side.mask))
+        cut = configs.backward_config_of(*heads, spec, configs.table_bytes(side.bias, side.mask), call.learned_slopes)
         memory = configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)

@@ -89,6 +89,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     first_tile_number,
     listed_step,
     next_tile_number,
+    packed_steps,
     place_of_info,
     publish_key_tile,
     receive_key_tile,
@@ -257,7 +258,7 @@ def attention_backward_kernel(
     if TILE_K > 0:
         # `sum_dq` may still read the info of a step whose stage is filled anew, for at most DSCORE_STAGES steps.
         tile_info = make_tile_info(STAGES + DSCORE_STAGES)
-    queue = make_tile_queue(3 if PRODUCER else 2)
+    queue = make_tile_queue(3 if PRODUCER else 2, PACKED and TILE_K > 0)
     probs, derivatives = None, None
     if SPLIT_ROLES:
         probs = make_handover(q_desc.dtype, M, DSCORE_STAGES, 1)
@@ -351,9 +352,14 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
     AHEAD: gl.constexpr = shared.q.STAGES if config.KEY_STAGES == 1 else 0
     index = 0
     for head in range(problem.group):
-        line = work.first_key // config.TILE_K
-        entry, last_entry = line_entries(blocks, work.sequence, work.first_head + head, line)
-        steps = (last_entry - entry) * (config.TILE_Q // config.M)
+        if config.PACKED:
+            entry, steps = packed_steps(
+                work.sequence, work.first_head + head, work.first_key, work.seq_q, problem, blocks, config
+            )
+        else:
+            line = work.first_key // config.TILE_K
+            entry, last_entry = line_entries(blocks, work.sequence, work.first_head + head, line)
+            steps = (last_entry - entry) * (config.TILE_Q // config.M)
         for step in range(steps):
             if index == AHEAD:
                 load_keys(work, tiles_done, config, shared, descriptors, problem)

@@ -227,9 +227,9 @@ def _plan(
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
-    config = backward_config_of(head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask))
-    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    # With a block mask whole tiles of the mask, even past the end of the sequence.
+    config = backward_config_of(head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask), wanted.alibi_slopes)
+    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
+    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
     tile_q, tile_k = block_tile or (None, None)
     whole_rows, whole_keys = whole_tiles(rows_q, tile_q), whole_tiles(rows_k, tile_k)
     covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0

@@ -13,6 +13,7 @@ from flashtile.ops.attention.hopper.blocks import (
     TILE_NUMBER,
     column_in_order,
     line_entries,
+    listed_line,
     read_tile_info,
 )
 from flashtile.ops.attention.hopper.pieces import (
@@ -152,6 +153,19 @@ class PackedKeyTile(NamedTuple):
     seq_k: Any
 
 
+class ListedPackedKeyTile(NamedTuple):
+    """The same with a block mask: also the number of steps that its lists name."""
+
+    first_key: Any
+    sequence: Any
+    head_kv: Any
+    begin_q: Any
+    seq_q: Any
+    begin_k: Any
+    seq_k: Any
+    listed_steps: Any
+
+
 class ListedKeyTile(NamedTuple):
     """A key tile of a call with a block mask: also the number of steps that its lists name."""
 
@@ -271,7 +285,7 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         together = _lines_together(tiles)
     closing = gl.to_tensor(1) if config.ORDERED else _closing_lines(tiles, problem.group)
-    if config.TILE_K > 0 and not config.ORDERED:
+    if config.TILE_K > 0 and not config.ORDERED and not config.PACKED:
         tile, line = column_in_order(number, tiles, lines, together, config.TILE_K // config.KEYS)
     else:
         tile, line = tile_in_order(number, tiles, lines, together, closing, UNEVEN or config.ORDERED)
@@ -287,7 +301,16 @@ def _locate_key_tile(number, problem, blocks, config):
     if config.PACKED or config.TILE_K > 0:
         first_key = gl.where(first_key < seq_k, first_key, _EMPTY_SLOT)
     first_key = gl.where(valid, first_key, _END)
-    if config.PACKED:
+    if config.PACKED and config.TILE_K > 0:
+        listed_steps = gl.to_tensor(0)
+        if first_key >= 0:
+            for which in range(problem.group):
+                _, steps = packed_steps(
+                    sequence, head_kv * problem.group + which, first_key, seq_q, problem, blocks, config
+                )
+                listed_steps += steps
+        located = ListedPackedKeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps)
+    elif config.PACKED:
         located = PackedKeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k)
     elif config.TILE_K > 0:
         listed_steps = gl.to_tensor(0)
@@ -300,6 +323,14 @@ def _locate_key_tile(number, problem, blocks, config):
     else:
         located = KeyTile(first_key, sequence, head_kv)
     return located
+
+
+@gluon.jit
+def packed_steps(sequence, head, first_key, seq_q, problem, blocks, config):
+    """The first entry of a key tile's line in a packed call with a block mask, and the steps of one head."""
+    line = first_key // config.TILE_K
+    exists = sequence < problem.batch
+    return listed_line(blocks, sequence, head, line, seq_q, exists, config.M, config.TILE_Q)
 
 
 @gluon.jit
@@ -346,7 +377,9 @@ def reverses_line(line, lines, together):
 def receive_key_tile(queue, count, config):
     """The thread block's `count`-th key tile, as the producer published it. Past the last its `first_key` is
     negative."""
-    if config.PACKED:
+    if config.PACKED and config.TILE_K > 0:
+        tile = ListedPackedKeyTile(*receive_tile(queue, count, 8))
+    elif config.PACKED:
         tile = PackedKeyTile(*receive_tile(queue, count, 7))
     elif config.TILE_K > 0:
         tile = ListedKeyTile(*receive_tile(queue, count, 4))

@@ -71,6 +71,28 @@ def line_entries(blocks, sequence, head, line):
 
 
 @gluon.jit
+def listed_line(blocks, sequence, head, line, rows, exists, OTHER: gl.constexpr, TILE: gl.constexpr):
+    """Where the entries of a line of a packed call begin, and how many tiles of `OTHER` they list before row `rows`.
+
+    The lists are made for the longest sequence. Entries ascend, so those that begin past the end of a shorter one come
+    last. A sequence that does not `exist` has no line: rows past the last sequence.
+    """
+    pointer = blocks.lists_ptr + blocks.numbers.offsets + _first_line(blocks, sequence, head) + line
+    entry = gl.load(pointer, mask=exists, other=0)
+    low = entry
+    high = gl.load(pointer + 1, mask=exists, other=0)
+    while low < high:
+        middle = (low + high) // 2
+        if gl.load(blocks.lists_ptr + blocks.numbers.tiles + middle) * TILE < rows:
+            low = middle + 1
+        else:
+            high = middle
+    last = gl.load(blocks.lists_ptr + blocks.numbers.tiles + (low - 1), mask=low > entry, other=-1)
+    past_end = gl.maximum((last + 1) * (TILE // OTHER) - gl.cdiv(rows, OTHER), 0)
+    return entry, (low - entry) * (TILE // OTHER) - past_end
+
+
+@gluon.jit
 def listed_tile(blocks, entry, step, listed, OTHER: gl.constexpr, TILE: gl.constexpr):
     """Number and kind of the kernel's tile `step` of a line whose entries begin at `entry`, where `TILE` is cut into
     tiles of `OTHER`. A line without entries (not `listed`) has one, of which nothing is visible."""

@@ -425,12 +425,15 @@ def choose_backward_config(
     scale: float = 1.0,
     ordered: bool = False,
     modified: bool = False,
+    derivatives_apart: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
     a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
     takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`).
     `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
-    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`."""
+    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`. `derivatives_apart`: as in
+    `backward_tiles.KernelConfig`. The widest heads have room for them and for additions by TMA only if these take fewer
+    columns."""
     rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
@@ -438,15 +441,20 @@ def choose_backward_config(
         row = row._replace(statistics_multiplied=False)
     if ordered:
         row = row._replace(sums_by_tma=True)
+    if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
+        row = row._replace(sum_columns=row.sum_columns // 2)
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
-def backward_config_of(head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0) -> BackwardConfig:
+def backward_config_of(
+    head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0, learned_slopes: bool = False
+) -> BackwardConfig:
     """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`."""
+    capped = spec.softcap > 0
     blocks, left = spec.block_shape is not None, spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1
     return choose_backward_config(
-        head_dim, head_dim_v, spec.softcap > 0, blocks, left, spec.scale, spec.deterministic, modified
+        head_dim, head_dim_v, capped, blocks, left, spec.scale, spec.deterministic, modified, capped and learned_slopes
     )
 
 

@@ -42,6 +42,7 @@ from flashtile.ops.attention.hopper.blocks import (
     TILE_NUMBER,
     BlockLists,
     line_entries,
+    listed_line,
     listed_tile,
     load_bits,
     longest_line_first,
@@ -207,7 +208,8 @@ class QueryTile(NamedTuple):
 
 
 class PackedQueryTile(NamedTuple):
-    """The same in a packed call, with the row at which the sequence begins, and its lengths."""
+    """The same in a packed call, with the row at which the sequence begins, its lengths, and with a block mask how many
+    key tiles it lists."""
 
     first: Any
     sequence: Any
@@ -215,6 +217,7 @@ class PackedQueryTile(NamedTuple):
     begin_q: Any
     seq_q: Any
     seq_k: Any
+    listed: Any
     keys: Any
 
 
@@ -320,7 +323,7 @@ def attention_forward_kernel(
         descriptors=tensors.out,
         lse_ptr=lse_ptr,
     )
-    queue = make_tile_queue(CONSUMERS)
+    queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0)
     tile_info = None
     if TILE_K > 0:
         tile_info = make_tile_info(STAGES)
@@ -389,7 +392,7 @@ def produce_tile(
         line = line // config.VALUE_PARTS
     if config.BATCH_FIRST:
         line = line % problem.batch * heads + line // problem.batch
-    if config.TILE_Q > 0:
+    if config.TILE_Q > 0 and not config.PACKED:
         tile = longest_line_first(blocks.lists, tile, line // heads, line % heads, ROWS, config.TILE_Q)
     at = locate_tile(
         tile, line, problem.side.cu_seqlens_q, problem.side.cu_seqlens_k, problem.batch, heads,
@@ -397,7 +400,7 @@ def produce_tile(
     )  # fmt: skip
     if at.first < at.length:
         listed = 0
-        if config.TILE_Q > 0:
+        if config.TILE_Q > 0 and not config.PACKED:
             entry, last_entry = line_entries(blocks.lists, at.sequence, at.head, at.first // config.TILE_Q)
             listed = (last_entry - entry) * (config.TILE_K // N)
         keys = at.other_length
@@ -413,6 +416,11 @@ def produce_tile(
         if config.MASK_ENDS_KEYS:
             mask = table_of_head(problem.side.mask, problem.numbers.mask, at.sequence, at.head)
             keys = last_shown(mask, problem.numbers.mask, config.MASK_COLUMN, keys)
+        if config.TILE_Q > 0 and config.PACKED:
+            entry, listed = listed_line(
+                blocks.lists, at.sequence, at.head, at.first // config.TILE_Q, keys, at.sequence < problem.batch, N,
+                config.TILE_K,
+            )  # fmt: skip
         publish_query_tile(queue, tiles_published, at, part, listed, keys, config)
         queries = HeadRows(at.sequence, at.head, at.begin, at.length)
         for which in gl.static_range(config.CONSUMERS):
@@ -515,18 +523,13 @@ def publish_query_tile(queue, count, at, part, listed, keys, config):
             at.sequence, at.head * config.VALUE_PARTS + part, at.first, at.begin, at.length, at.other_begin,
             at.other_length,
         )  # fmt: skip
-    if config.PACKED and ENDS:
-        numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length, keys)
-    elif config.PACKED:
-        numbers = (at.first, at.sequence, at.head, at.begin, at.length, at.other_length)
-    elif config.TILE_Q > 0 and ENDS:
-        numbers = (at.first, at.sequence, at.head, listed, keys)
-    elif config.TILE_Q > 0:
-        numbers = (at.first, at.sequence, at.head, listed)
-    elif ENDS:
-        numbers = (at.first, at.sequence, at.head, keys)
-    else:
-        numbers = (at.first, at.sequence, at.head)
+    numbers = (at.first, at.sequence, at.head)
+    if config.PACKED:
+        numbers = numbers + (at.begin, at.length, at.other_length)
+    if config.TILE_Q > 0:
+        numbers = numbers + (listed,)
+    if ENDS:
+        numbers = numbers + (keys,)
     publish_tile(queue, count, numbers)
 
 
@@ -535,12 +538,17 @@ def receive_query_tile(queue, count, config):
     """The consumers' side of the queue."""
     ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
     keys = 0
+    listed = 0
     if config.PACKED:
-        if ENDS:
+        if config.TILE_Q > 0 and ENDS:
+            first, sequence, head, begin_q, seq_q, seq_k, listed, keys = receive_tile(queue, count, 8)
+        elif config.TILE_Q > 0:
+            first, sequence, head, begin_q, seq_q, seq_k, listed = receive_tile(queue, count, 7)
+        elif ENDS:
             first, sequence, head, begin_q, seq_q, seq_k, keys = receive_tile(queue, count, 7)
         else:
             first, sequence, head, begin_q, seq_q, seq_k = receive_tile(queue, count, 6)
-        tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k, keys)
+        tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k, listed, keys)
     elif config.TILE_Q > 0:
         if ENDS:
             first, sequence, head, listed, keys = receive_tile(queue, count, 5)

@@ -164,8 +164,8 @@ def _plan(
         head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
         table_bytes(side.bias, side.mask) + function_bytes(spec.score_program),
     )  # fmt: skip
-    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
-    # With a block mask whole tiles of the mask, even past the end of the sequence.
+    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
+    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
     tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
     lines = parts * (heads if packed else batch * heads)

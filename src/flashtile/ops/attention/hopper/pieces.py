@@ -39,8 +39,9 @@ PAIRS_TOGETHER = gl.constexpr(8)
 #: Tiles that end a call, longest first: about twice as many as run at once.
 _TILES_AT_THE_END = gl.constexpr(256)
 
-#: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_tiles.publish_key_tile`).
-FIELDS = gl.constexpr(7)
+#: Numbers that a producer tells of a tile at most: those of a packed backward (`backward_tiles.publish_key_tile`); and
+#: of a tile of a packed call with a block mask.
+_FIELDS, _FIELDS_OF_LISTED = gl.constexpr(7), gl.constexpr(8)
 
 
 class Chunks(NamedTuple):
@@ -165,12 +166,14 @@ class TileQueue:
     numbers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    FIELDS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, numbers, full, empty):
+    def __init__(self, numbers, full, empty, FIELDS):
         self.numbers = numbers
         self.full = full
         self.empty = empty
+        self.FIELDS = gl.constexpr(FIELDS)
 
 
 @gluon.jit
@@ -208,8 +211,10 @@ def make_ring(descriptors, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: g
 
 
 @gluon.jit
-def make_tile_queue(READERS: gl.constexpr):
-    return TileQueue(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP))
+def make_tile_queue(READERS: gl.constexpr, PACKED_AND_LISTED: gl.constexpr):
+    """`PACKED_AND_LISTED`: of a packed call with a block mask."""
+    FIELDS: gl.constexpr = _FIELDS_OF_LISTED if PACKED_AND_LISTED else _FIELDS
+    return TileQueue(number_places(2 * FIELDS), barriers(2, 1), barriers(2, READERS * WARPGROUP), FIELDS)
 
 
 @gluon.jit
@@ -411,7 +416,7 @@ def publish_tile(queue, count, numbers):
     slot, phase = place_of(count, 2)
     mbarrier.wait(queue.empty.index(slot), phase ^ 1)
     for field in gl.static_range(len(numbers)):
-        write_number(queue.numbers.index(slot * FIELDS + field), numbers[field])
+        write_number(queue.numbers.index(slot * queue.FIELDS + field), numbers[field])
     mbarrier.arrive(queue.full.index(slot), count=1)
 
 
@@ -420,9 +425,9 @@ def receive_tile(queue, count, COUNT: gl.constexpr):
     """The others' side: the `COUNT` numbers that were tiles_published of the `count`-th tile."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(queue.full.index(slot), phase)
-    numbers = (read_number(queue.numbers.index(slot * FIELDS)),)
+    numbers = (read_number(queue.numbers.index(slot * queue.FIELDS)),)
     for field in gl.static_range(1, COUNT):
-        numbers = numbers + (read_number(queue.numbers.index(slot * FIELDS + field)),)
+        numbers = numbers + (read_number(queue.numbers.index(slot * queue.FIELDS + field)),)
     release(queue.empty.index(slot))
     return numbers
 
