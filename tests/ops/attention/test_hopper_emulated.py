@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import flashtile
-    for number, (name, case) in enumerate((COMBINED | score_mod_combined()).items()):
+from attention_cases import COMBINED, parameters, score_mod_combined
 from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import select
@@ -192,12 +192,7 @@ def _emulated_pairs() -> list:
         "block_mask": (128, 128),
     }
     cases = {}
-<<<<<<< HEAD
-    apart = "packed", "block_mask"
-    for number, (name, case) in enumerate((combined(apart) | score_mod_combined(apart)).items()):
-=======
-    for number, (name, case) in enumerate((COMBINED | SCORE_MOD_PAIRS).items()):
->>>>>>> features
+    for number, (name, case) in enumerate((COMBINED | score_mod_combined()).items()):
         here = {field: value for field, value in changes.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
