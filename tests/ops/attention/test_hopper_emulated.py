@@ -18,7 +18,7 @@ import flashtile
 from attention_cases import COMBINED, parameters, score_mod_combined
 from backend_calls import hopper_call
 from flashtile._backends import devices
-from flashtile.ops.attention import select
+from flashtile.ops.attention import calls, select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
@@ -59,6 +59,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
             assert reason is None, reason
             return emulated
 
+        calls.forget_calls()  # which remember the machine before
         monkeypatch.setattr(select, "implementation", implementation)
         return emulated
 
