@@ -183,81 +183,112 @@ def _read_with(instruction: Instruction, number: int, operand: str) -> tuple[int
 # Registers without a value
 
 
-#: The uniform registers that an instruction reads and writes.
-Effect = tuple[set[int], set[int]]
-
-
 def unset_registers(listing: str) -> list[str]:
     """The instructions that may use a uniform register which nothing has set.
 
-    A copy of such a register (UMOV) is no use: ptxas moves both halves of a pair where only one has a value yet. The
-    copy has no value either.
+    ptxas saves uniform registers in ordinary ones while it needs them for something else, and restores them, whether
+    they have a value or not. It also copies pairs of which one half has a value yet. So a copy is no use of a register:
+    what it copies to is as unset as what it copies from.
     """
     parsed = parse(listing)
-    instructions = parsed.instructions
-    effects = [_effect(instruction) for instruction in instructions]
-    copies = frozenset(number for number, instruction in enumerate(instructions) if instruction.operation == "UMOV")
+    effects = [_named_effect(instruction) for instruction in parsed.instructions]
     suspects = []
-    for begin, known in _known(parsed, effects, copies).items():
-        values = set(known)
+    for begin, unset in _unset(parsed, effects).items():
         for number in range(begin, parsed.blocks[begin]):
-            if number not in copies and not effects[number][0] <= values:
-                suspects.append((number, instructions[number].text))
-            _step(effects[number], number in copies, values)
+            instruction = parsed.instructions[number]
+            if not _copied(instruction) and (effects[number][0] | _ordinary_reads(instruction)) & unset:
+                suspects.append((number, instruction.text))
+            unset = _unset_after(instruction, effects[number], unset)
     return [text for _, text in sorted(suspects)]
 
 
-def _step(effect: Effect, copies: bool, values: set[int]) -> None:
-    """Changes the registers that have a value as one instruction does."""
-    reads, writes = effect
-    if copies and not reads <= values:
-        values -= writes
-    else:
-        values |= writes
+#: The registers that an instruction reads and writes, by name.
+Effect = tuple[frozenset[str], frozenset[str]]
 
 
-def _known(
-    listing: Listing, effects: list[Effect], copies: frozenset[int], first: int = 0
-) -> dict[int, frozenset[int]]:
-    """For each block that can be reached from `first` the registers that have a value at its begin, whichever way was
-    taken; those that nothing has set since `first` have none."""
-    known: dict[int, frozenset[int]] = {first: frozenset()}
+def _named_effect(instruction: Instruction) -> Effect:
+    reads, writes = (frozenset(f"UR{number}" for number in numbers) for numbers in _effect(instruction))
+    return reads, writes
+
+
+def _unset(listing: Listing, effects: list[Effect], first: int = 0) -> dict[int, frozenset[str]]:
+    """For each block that can be reached from `first` the registers that may have no value at its begin, by one way at
+    least: uniform ones that nothing has set since `first`, and copies of these."""
+    unset: dict[int, frozenset[str]] = {first: frozenset().union(*(reads | writes for reads, writes in effects))}
     waiting = [first]
     while waiting:
         begin = waiting.pop()
-        values = _at_the_end(listing, effects, copies, begin, known[begin])
+        state = unset[begin]
+        for number in range(begin, listing.blocks[begin]):
+            state = _unset_after(listing.instructions[number], effects[number], state)
         for target in listing.following[begin]:
-            here = values
+            here = state
             if begin in listing.called and target != listing.called[begin]:
-                here = values | _returned(listing, effects, copies, listing.called[begin])
-            both = here & known.get(target, here)
-            if both != known.get(target):
-                known[target] = both
+                left = _unset_by(listing, effects, listing.called[begin])
+                here = (state & left) | {name for name in state | left if not name.startswith("U")}
+            either = here | unset.get(target, frozenset())
+            if either != unset.get(target):
+                unset[target] = either
                 waiting.append(target)
-    return known
+    return unset
 
 
-def _at_the_end(
-    listing: Listing, effects: list[Effect], copies: frozenset[int], begin: int, known: frozenset[int]
-) -> frozenset[int]:
-    """The registers that have a value at the end of a block."""
-    values = set(known)
-    for number in range(begin, listing.blocks[begin]):
-        _step(effects[number], number in copies, values)
-    return frozenset(values)
+def _unset_by(listing: Listing, effects: list[Effect], function: int) -> frozenset[str]:
+    """The registers that a function may return without a value if none has one when it is called; all of one that never
+    returns, as where ptxas writes a call for a jump."""
+    begins = _unset(listing, effects, function)
+    returned: list[frozenset[str]] = []
+    for begin, state in begins.items():
+        if listing.instructions[listing.blocks[begin] - 1].name == "RET":
+            for number in range(begin, listing.blocks[begin]):
+                state = _unset_after(listing.instructions[number], effects[number], state)
+            returned.append(state)
+    return frozenset().union(*returned) if returned else begins[function]
 
 
-def _returned(listing: Listing, effects: list[Effect], copies: frozenset[int], function: int) -> frozenset[int]:
-    """The registers that a function has set whenever it returns; none of one that never does, as where ptxas writes a
-    call for a jump."""
-    if all(listing.instructions[listing.blocks[begin] - 1].name != "RET" for begin in listing.function(function)):
-        return frozenset()
-    returned = [
-        _at_the_end(listing, effects, copies, begin, known)
-        for begin, known in _known(listing, effects, copies, function).items()
-        if listing.instructions[listing.blocks[begin] - 1].name == "RET"
-    ]
-    return frozenset.intersection(*returned) if returned else frozenset()
+def _unset_after(instruction: Instruction, effect: Effect, unset: frozenset[str]) -> frozenset[str]:
+    """The registers that may have no value after an instruction."""
+    copy = _copied(instruction)
+    if copy:
+        target, source = copy
+        kept = unset if instruction.guard else unset - {target}
+        return kept | {target} if source in unset else kept
+    written = effect[1]
+    if not instruction.guard:
+        written = written.union(name for name in _overwritten(instruction) if name.startswith("R"))
+    return unset - written
+
+
+def _copied(instruction: Instruction) -> tuple[str, str] | None:
+    """Target and source of a copy from register to register; None for all else."""
+    target, *others = instruction.operands
+    moves = instruction.operation in ("MOV", "R2UR", "UMOV") or (
+        instruction.operation in ("IMAD.U32", "IMAD.MOV.U32") and others[:2] == ["RZ", "RZ"]
+    )
+    if not moves or not all(_REGISTER.fullmatch(name) for name in (target, others[-1])):
+        return None
+    return target, others[-1]
+
+
+#: Operations that read an ordinary register which is their first operand.
+_READING_FIRST = {"BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RET", "WARPSYNC"}
+
+
+@functools.lru_cache(maxsize=2**14)
+def _ordinary_reads(instruction: Instruction) -> frozenset[str]:
+    """The ordinary registers that an instruction may read: rather too many than too few."""
+    operands = instruction.operands
+    if re.fullmatch(r"R\d+", operands[0]) and instruction.name not in _READING_FIRST:
+        operands = operands[1:]
+    width = max(_width(instruction.operation), _SEVERAL.get(instruction.name, 1))
+    if product := re.search(r"GMMA\.64x(\d+)x", instruction.operation):
+        width = max(4, int(product[1]) // 2)
+    return frozenset(
+        f"R{int(register[1]) + number}"
+        for operand in operands
+        for register in re.finditer(r"(?<![A-Z])R(\d+)(\.64)?", operand)
+        for number in range(max(width, 2 if register[2] else 1))
+    )
 
 
 # Descriptors of products

@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from unittest import mock
@@ -31,6 +32,7 @@ from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, 
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import Kernel, length_of
+from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs
 from selection import full_name
 
 #: NVIDIA's compiler and tools, of Triton's own wheel.
@@ -109,6 +111,69 @@ class Call(NamedTuple):
     descales: bool = False
     score_mod: flashtile.ScoreFunction | None = None
     deterministic: bool = False
+
+
+def call_of(case: AttentionCase, dtype: torch.dtype, **others: Any) -> Call:
+    """The call of a case, whose tensors are allocated one by one, so that their addresses are aligned. `others`: fields
+    of `Call` that a case does not have."""
+    inputs = make_inputs(replace(case, dtype=dtype))
+    known = {"softcap", "dropout_p", "causal", "window", "align", "scale"}
+    assert case.arguments.keys() <= known, f"expected arguments among {known}, got {case.arguments}"
+    tables = {
+        name: Table(given.dtype, tuple(given.shape), given.stride(), 0)
+        for name, given in inputs.tensors.items()
+        if name in ("bias", "mask")
+    }
+    left, right = case.arguments.get("window", (None, 0 if case.arguments.get("causal") else None))
+    function = None
+    if case.score_mod:
+        table = inputs.tensors["score_mod"].table.requires_grad_("score_mod" in case.learned)
+        function = flashtile.trace_score_mod(RelativeScore(table))
+    call = Call(
+        case.head_dim,
+        case.head_dim_v,
+        dtype,
+        len(inputs.q.flatten(0, -3)),
+        len(inputs.k.flatten(0, -3)),
+        heads=case.heads,
+        heads_kv=case.heads_kv,
+        window_left=left,
+        window_right=right,
+        top_left=case.arguments.get("align") == "top_left",
+        dropout_p=case.arguments.get("dropout_p", 0.0),
+        has_dlse=True,
+        softcap=case.arguments.get("softcap", 0.0),
+        alibi=len(case.alibi_slopes or ""),
+        sums_slopes="alibi_slopes" in case.learned,
+        sinks=case.sinks,
+        block_tile=case.block_mask,
+        key_lengths_dtype=torch.int32 if case.key_lengths else None,
+        score_mod=function,
+        **tables,
+        **others,
+    )
+    if case.packed:
+        return call._replace(sequences=len(case.lengths_q or ()))
+    return call._replace(batch=case.batch, seq_q=case.seq_q, seq_k=case.seq_k)
+
+
+def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, tuple[Kernel, Call]]:
+    """Kernels and calls of cases in float32 and bfloat16, with sums in any order and in a fixed one: those that differ
+    in machine code, by names."""
+    calls = {
+        f"{name} {str(dtype).removeprefix('torch.')}{' in order' if ordered else ''}": call_of(
+            case, dtype, deterministic=ordered
+        )
+        for name, case in cases.items()
+        for dtype in (torch.float32, torch.bfloat16)
+        for ordered in (False, True)
+    }
+    kernels: tuple[Kernel, ...] = ("forward", "dq", "dkdv")
+    found: dict[str, tuple[Kernel, Call]] = {}
+    for kernel in kernels:
+        sources = {name: plan(kernel, KNOWN_DEVICES[arch], call).kernel.source for name, call in calls.items()}
+        found |= {f"{kernel} {name}": (kernel, calls[name]) for name in differing(sources)}
+    return found
 
 
 def described(source: KernelSource) -> dict[str, Any]:

@@ -68,6 +68,31 @@ def test_a_copy_of_no_value_has_none_either() -> None:
     assert unset_registers(_LOOP.replace("UIADD3 UR6, UP0, UR4, 0x2, URZ", "UMOV UR6, UR4")) == unset_registers(_LOOP)
 
 
+#: As ptxas 12.8 saves two registers that have a value only in a loop, and restores them for nobody.
+_SAVED = ("MOV R14, UR5", "MOV R15, UR4", "UIMAD.WIDE.U32 UR4, UR8, 0x80, UR8", "ULEA UR6, UP1, UR4, UR5, 0x2",
+          "R2UR UR5, R14", "R2UR UR4, R15")  # fmt: skip
+
+
+_SUM = "IADD3 R2, R3, 0x1, RZ"
+
+
+@pytest.mark.parametrize(
+    "between, after, found",
+    [
+        (_SUM, "EXIT", None),
+        ("IADD3 R2, R14, 0x1, RZ", "EXIT", "IADD3 R2, R14, 0x1, RZ"),
+        ("STG.E.128 desc[UR8][R2.64], R12", "EXIT", "STG.E.128 desc[UR8][R2.64], R12"),
+        (_SUM, "UIADD3 UR7, UR4, 0x1, URZ", "UIADD3 UR7, UR4, 0x1, URZ"),
+        (_SUM, "IADD3 R2, R15, 0x1, RZ", "IADD3 R2, R15, 0x1, RZ"),
+        ("MOV R14, 0x4", "UIADD3 UR7, UR5, 0x1, URZ", None),
+        ("@P0 MOV R14, 0x4", "UIADD3 UR7, UR5, 0x1, URZ", "UIADD3 UR7, UR5, 0x1, URZ"),
+    ],
+)
+def test_a_copy_is_as_unset_as_what_it_copies(between: str, after: str, found: str | None) -> None:
+    lines = ["ULDC.64 UR8, c[0x0][0x860]", *_SAVED[:4], between, *_SAVED[4:], after]
+    assert unset_registers(_lines(*lines)) == ([found] if found else [])
+
+
 def test_the_other_way_of_a_conditional_branch_is_followed() -> None:
     listing = _lines("S2UR UR4, SR_CTAID.X", "BRA.U !UP0, `(.L_x_1)", "UIADD3 UR5, UR9, 0x1, URZ", "EXIT")
     assert unset_registers(listing + "\n.L_x_1:\n" + _lines("UIADD3 UR5, UR8, 0x1, URZ", "EXIT")) == [

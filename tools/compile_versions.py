@@ -1,5 +1,5 @@
 """Compiles the Hopper kernels in every shipped form, and the portable ones for heads of v of other widths than those of
-q and k, with the Triton that is installed. No GPU need be there.
+q and k, and for score functions with every other feature, with the Triton that is installed. No GPU need be there.
 
 For another version than the pinned one, unpack its wheel and put it first on the path:
 
@@ -18,6 +18,7 @@ from functools import partial
 
 import triton
 
+from attention_cases import SCORE_MOD_PAIRS
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
@@ -35,6 +36,7 @@ from machine_code import (
     compile_call,
     compile_hopper,
     compile_hopper_backward,
+    portable_calls,
     serialises_products,
 )
 from width_mixes import BACKWARD_MIXES, FORWARD_MIXES
@@ -71,6 +73,9 @@ def main() -> int:
     for kernel, calls in mixes.items():
         for name, call in calls.items():
             problems += report(f"portable {kernel} {name}", partial(compile_call, kernel, "sm_90", call))
+    for arch in ("sm_90", "sm_80"):
+        for name, (kernel, call) in portable_calls(SCORE_MOD_PAIRS, arch).items():
+            problems += report(f"portable {arch} {name}", partial(compile_call, kernel, arch, call), True)
     return problems
 
 

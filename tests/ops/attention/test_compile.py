@@ -20,15 +20,17 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 import flashtile
+from attention_cases import parameters, score_mod_combined
 from covering import covering_choices
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.plans import Table
 from flashtile.ops.attention.spec import Origin
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
-from flashtile.testing.cases import RelativeScore
+from flashtile.testing.cases import AttentionCase, RelativeScore
 from machine_code import (
     Call,
+    call_of,
     compile_call,
     compile_source,
     described,
@@ -253,6 +255,15 @@ def test_heads_of_v_of_another_width(kernel: str, call: Call) -> None:
 def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel: str) -> None:
     """Triton loads a gathered tile ahead, as it does a tile of a bias."""
     binary = compile_call(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
+    assert binary.shared_memory <= _HOPPER.shared_memory
+
+
+@pytest.mark.parametrize("case", parameters(score_mod_combined()))
+def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> None:
+    """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
+    addresses must tell from registers without a value (`control_flow.unset_registers`). The other kernels and types of
+    these cases are compiled by `tools/compile_versions.py`."""
+    binary = compile_call("dq", "sm_90", call_of(case, _FP32))
     assert binary.shared_memory <= _HOPPER.shared_memory
 
 
