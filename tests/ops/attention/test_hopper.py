@@ -155,10 +155,16 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
     assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
     assert _chosen("backward", "hopper", score_program=UNCHANGED) == "triton"
+    assert _chosen("backward", "hopper", learned_slopes=True) == "hopper"
     for backend in ("auto", "hopper"):
-        assert _chosen("backward", backend, learned_slopes=True) == "hopper"
         assert _chosen("backward", backend, head_dim=36) == "hopper"
         assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "triton"
+
+
+def test_what_has_not_run_on_a_gpu_is_taken_by_name_only() -> None:
+    assert _chosen("backward", learned_slopes=True) == "triton"
+    assert _chosen("forward", packed=True, block_tile=(128, 128)) == "triton"
+    assert _chosen("forward", "hopper", packed=True, block_tile=(128, 128)) == "hopper"
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -360,7 +366,8 @@ def test_the_backward_of_slopes_is_served(learned: bool, monkeypatch: pytest.Mon
             select.implementation(phase, q, q, q, side, AttentionSpec(1.0), "auto", learned)
             for phase in ("forward", "backward")
         ]
-    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", "hopper"]
+    backward = "triton" if learned else "hopper"  # until the other one has run on a GPU
+    assert [module.__name__.split(".")[-2] for module in modules] == ["hopper", backward]
 
 
 def test_windows_and_sizes_are_run_time_arguments() -> None:
