@@ -251,7 +251,8 @@ def _unset_after(instruction: Instruction, effect: Effect, unset: frozenset[str]
     copy = _copied(instruction)
     if copy:
         target, source = copy
-        kept = unset if instruction.guard else unset - {target}
+        # As for other instructions: one with a guard sets a uniform register, because whoever uses it has the guard too.
+        kept = unset if instruction.guard and not target.startswith("U") else unset - {target}
         return kept | {target} if source in unset else kept
     written = effect[1]
     if not instruction.guard:
