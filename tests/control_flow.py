@@ -251,7 +251,7 @@ def _unset_after(instruction: Instruction, effect: Effect, unset: frozenset[str]
     copy = _copied(instruction)
     if copy:
         target, source = copy
-        # As for other instructions: one with a guard sets a uniform register, because whoever uses it has the guard too.
+        # One with a guard sets a uniform register, as other instructions do: whoever uses it has the guard too.
         kept = unset if instruction.guard and not target.startswith("U") else unset - {target}
         return kept | {target} if source in unset else kept
     written = effect[1]
