@@ -81,6 +81,10 @@ class Elements(HTMLParser):
             self.problems.append(f"closes {tag}")
 
 
+#: The page of all records takes 20 seconds to draw.
+_draws_all_records = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The page of all committed records."""
@@ -102,6 +106,7 @@ def words_in(element):
 # --- the whole page -------------------------------------------------------------------------------------------------
 
 
+@_draws_all_records
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(whole):
     text = whole.read_text("utf-8")
     assert text.startswith("<!DOCTYPE html>\n")
@@ -117,6 +122,7 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(whole):
     assert set(re.findall(r"https?://[\w./]+", text)) <= known
 
 
+@_draws_all_records
 def test_the_page_suits_dark_rooms(whole):
     text = whole.read_text("utf-8")
     assert "@media (prefers-color-scheme: dark)" in text and "color-scheme: light dark" in text
@@ -124,6 +130,7 @@ def test_the_page_suits_dark_rooms(whole):
     assert len(set(re.findall(r"--c\d: (#\w+)", text))) == 20  # ten each for light and dark
 
 
+@_draws_all_records
 def test_the_page_says_what_was_measured_on_what_and_how_to_read_it(whole):
     body = parsed(whole).find(f"{HTML}body")
     introduction = words_in(body.find(f"{HTML}header"))
@@ -133,6 +140,7 @@ def test_the_page_says_what_was_measured_on_what_and_how_to_read_it(whole):
     assert "fa4 FlashAttention-4" in names and "flashtile-hopper flashtile's kernels for Hopper GPUs" in names
 
 
+@_draws_all_records
 def test_the_main_result_of_the_gpu_comes_first(whole):
     first, second, *_ = parsed(whole).iter(f"{HTML}section")
     assert first.find(f"{HTML}h2").text == "Main result: attention on NVIDIA H200"
@@ -143,6 +151,7 @@ def test_the_main_result_of_the_gpu_comes_first(whole):
     assert machines[0] == "NVIDIA H200" and machines[-1].endswith("(2 cores)")
 
 
+@_draws_all_records
 def test_no_title_or_label_is_a_dump_of_keys_or_a_checksum(whole):
     root = parsed(whole)
     said = [words_in(found) for tag in ("h2", "h3", "h4", "th") for found in root.iter(HTML + tag)]
@@ -153,6 +162,7 @@ def test_no_title_or_label_is_a_dump_of_keys_or_a_checksum(whole):
         assert not re.search(r"[={}\[\]]|sha256|\b[0-9a-f]{16,}\b|None|True|False", text), text
 
 
+@_draws_all_records
 def test_charts_of_a_group_have_different_titles_and_every_group_names_machine_and_record(whole):
     root, files = parsed(whole), {path.name for path in RECORDS}
     commands = {json.loads(path.read_text("utf-8"))["command"] for path in RECORDS}
@@ -198,6 +208,7 @@ def browser(tmp_path_factory):
         yield page
 
 
+@_draws_all_records
 def test_in_a_browser_nothing_overflows_and_no_request_leaves_the_page(whole, browser):
     """One test, because the page of all records takes longer to draw than to look at."""
     for width, dark in itertools.product((1366, 390), (False, True)):
