@@ -36,7 +36,7 @@ def _packed(length: int, count: int, heads: int, head_dim: int) -> tuple:
     q, k, v = _tensors(length * count, heads, head_dim)
     bounds = torch.arange(0, length * count + 1, length, device="cuda", dtype=torch.int32)
     return (q, k, v), lambda: flashtile.attention_varlen(
-        q, k, v, bounds, bounds, length, length, causal=True, backend="hopper"
+        q, k, v, bounds, max_seqlen_q=length, causal=True, backend="hopper"
     )
 
 
