@@ -176,6 +176,14 @@ def portable_calls(cases: Mapping[str, AttentionCase], arch: str) -> dict[str, t
     return found
 
 
+def call_on(arch: str, call: Any) -> Any:
+    """A call as an architecture can have it: with float16 in place of bfloat16, which sm_75 does not know."""
+    if arch != "sm_75":
+        return call
+    wide = {name for name, value in call._asdict().items() if value is torch.bfloat16}
+    return call._replace(**dict.fromkeys(wide, torch.float16))
+
+
 def described(source: KernelSource) -> dict[str, Any]:
     """What decides a kernel's machine code, by its parameters' names: the value of a constant, None of what is not
     there, and else the type and a power of two that divides it, such as "i64" or "*bf16 % 16"."""

@@ -20,7 +20,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.cross_entropy.triton import launch
 from flashtile.ops.cross_entropy.triton.configs import tile_config
-from machine_code import compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -82,10 +82,7 @@ def _compiled(arch: str, plan: Plan) -> Any:
 
 
 def _source(arch: str, kernel: str, name: str) -> KernelSource:
-    call = _CALLS[name]
-    if arch == "sm_75":  # no bfloat16 there
-        call = call._replace(dtype=_FP16)
-    return _PLANS[kernel](devices.KNOWN_DEVICES[arch], call).source
+    return _PLANS[kernel](devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:

@@ -23,7 +23,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 from flashtile.ops.dense.triton import launch
 from flashtile.ops.dense.triton.configs import activate_config, backward_config
-from machine_code import compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _KERNELS = ("activate", "activate_backward", "column_sum")
@@ -92,10 +92,7 @@ _ON_HOPPER = {
 
 
 def _source(arch: str, kernel: str, name: str) -> KernelSource:
-    call = _CALLS[name]
-    if arch == "sm_75":  # no bfloat16 there
-        call = call._replace(dtype=_FP16)
-    return plan(kernel, devices.KNOWN_DEVICES[arch], call).source
+    return plan(kernel, devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:

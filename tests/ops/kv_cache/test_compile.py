@@ -25,7 +25,7 @@ from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from machine_code import _run_tool, compile_source, family, instructions, once_for_each_family, spilled_bytes
+from machine_code import _run_tool, call_on, compile_source, family, instructions, once_for_each_family, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -124,10 +124,7 @@ _SPILLS: dict[tuple[str, str], int] = {
 
 def _kernels(arch: str, name: str) -> dict[str, Any]:
     """The kernels that a call launches."""
-    device, call = devices.KNOWN_DEVICES[arch], _CALLS[name]
-    if arch == "sm_75":  # no bfloat16 there
-        call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
-    made = plan_of(call, device)
+    made = plan_of(call_on(arch, _CALLS[name]), devices.KNOWN_DEVICES[arch])
     kernels = {"append": made.append, "attend": made.split.attend, "combine": made.split.combine}
     return {kernel: launch for kernel, launch in kernels.items() if launch is not None}
 

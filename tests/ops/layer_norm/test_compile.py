@@ -25,7 +25,7 @@ from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
 from flashtile.ops.layer_norm.triton import launch
 from flashtile.ops.layer_norm.triton.backward import norm_backward_looped_kernel
 from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
-from machine_code import compile_source, differing, instructions, once_in_families, spilled_bytes
+from machine_code import call_on, compile_source, differing, instructions, once_in_families, spilled_bytes
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -137,10 +137,7 @@ _SPILLS = {
 
 
 def _source(arch: str, phase: str, call: Call) -> KernelSource:
-    if arch == "sm_75":  # no bfloat16 there
-        dtypes = {name: getattr(call, name) for name in ("dtype", "sum_dtype", "weight_dtype")}
-        call = call._replace(**{name: _FP16 if dtype is _BF16 else dtype for name, dtype in dtypes.items()})
-    return _PLANS[phase](devices.KNOWN_DEVICES[arch], call).source
+    return _PLANS[phase](devices.KNOWN_DEVICES[arch], call_on(arch, call)).source
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:

@@ -20,7 +20,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.ops.rotary.triton import launch
 from flashtile.ops.rotary.triton.configs import rotary_config
-from machine_code import compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -67,10 +67,7 @@ _CALLS = {
 
 
 def _source(arch: str, name: str) -> KernelSource:
-    call = _CALLS[name]
-    if arch == "sm_75":  # no bfloat16 there
-        call = call._replace(dtype=_FP16 if call.dtype is _BF16 else call.dtype)
-    return plan(devices.KNOWN_DEVICES[arch], call).source
+    return plan(devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
 def _matrix() -> dict[tuple[str, str], int]:

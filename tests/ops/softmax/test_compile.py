@@ -21,7 +21,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton import launch
 from flashtile.ops.softmax.triton.configs import row_config
-from machine_code import compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _KERNELS = ("forward", "backward")
@@ -59,10 +59,7 @@ _CALLS = {
 
 
 def _source(arch: str, kernel: str, name: str) -> KernelSource:
-    call = _CALLS[name]
-    if arch == "sm_75":  # no bfloat16 there
-        call = call._replace(dtype=_FP16)
-    return plan(kernel, devices.KNOWN_DEVICES[arch], call).source
+    return plan(kernel, devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
 
 def _matrix() -> dict[tuple[str, str, str], int]:
