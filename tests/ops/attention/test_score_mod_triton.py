@@ -3,6 +3,7 @@ they refuse."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from flashtile.ops.attention.triton.score_source import (
     unsupported_operation,
 )
 from flashtile.testing import AttentionCase, assert_close, check
+from flashtile.testing.tolerance import Size, size
 from gluon_emulator import language
 from gluon_emulator.values import Value
 
@@ -78,8 +80,14 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def _results(
-    function: Function, backend: str, device: str, dtype: torch.dtype = torch.float32, deterministic: bool = False
+    function: Function,
+    backend: str,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
+    query: int | None = None,
 ) -> dict[str, Tensor]:
+    """out and the gradients. `query`: the only one whose out is differentiated; None for all."""
     generator = torch.Generator().manual_seed(0)
     shape = (2, SEQ, HEADS, 16)
     q, k, v, dout = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4))
@@ -93,6 +101,8 @@ def _results(
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         return function(score, batch, head, q_index, k_index, tables)
 
+    if query is not None:
+        dout = torch.where(torch.arange(SEQ, device=device)[:, None, None] == query, dout, 0)
     out = flashtile.attention(q, k, v, score_mod=score_mod, backend=backend, deterministic=deterministic)
     found = torch.autograd.grad(out, [*leaves.values(), *learned.values()], dout, allow_unused=True)
     named = {f"d{name}": grad for name, grad in zip((*leaves, *learned), found) if grad is not None}
@@ -105,8 +115,22 @@ def _agrees(name: str, device: str, deterministic: bool = False) -> dict[str, Te
     eager = _results(FUNCTIONS[name], "reference", device)
     assert actual.keys() == oracle.keys()
     for result, value in actual.items():
-        assert_close(f"{name}: {result}", value, oracle[result], eager[result])
+        cancelled = _cancelled(name, result, value.dtype) if result[1:] in _tables("cpu") else Size()
+        assert_close(f"{name}: {result}", value, oracle[result], eager[result], cancelled)
     return actual
+
+
+def _cancelled(name: str, result: str, dtype: torch.dtype) -> Size:
+    """How large the float32 parts of a table's gradient are that the queries add, each alone. In "few" an entry of the
+    table gets 3,200 terms whose sizes add up to 237, and their sum is 0.04 for one head and 0.76 for the other."""
+    parts = torch.stack([_part(name, query)[result] for query in range(SEQ)])
+    ratio = torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+    return Size(*(ratio * norm for norm in size(parts)))
+
+
+@functools.cache
+def _part(name: str, query: int) -> dict[str, Tensor]:
+    return _results(FUNCTIONS[name], "reference", "cpu", torch.float64, query=query)
 
 
 @pytest.mark.interpreter
