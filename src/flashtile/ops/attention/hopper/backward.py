@@ -89,7 +89,6 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     first_tile_number,
     listed_step,
     next_tile_number,
-    packed_steps,
     place_of_info,
     publish_key_tile,
     receive_key_tile,
@@ -97,6 +96,7 @@ from flashtile.ops.attention.hopper.backward_tiles import (
     shared_progress,
     step_after,
     step_of,
+    steps_of_line,
     visited_tile,
     work_of,
 )
@@ -107,7 +107,6 @@ from flashtile.ops.attention.hopper.blocks import (
     TILE_NUMBER,
     TILE_TURN,
     BlockLists,
-    line_entries,
     listed_rank,
     listed_tile,
     make_tile_info,
@@ -352,14 +351,9 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
     AHEAD: gl.constexpr = shared.q.STAGES if config.KEY_STAGES == 1 else 0
     index = 0
     for head in range(problem.group):
-        if config.PACKED:
-            entry, steps = packed_steps(
-                work.sequence, work.first_head + head, work.first_key, work.seq_q, problem, blocks, config
-            )
-        else:
-            line = work.first_key // config.TILE_K
-            entry, last_entry = line_entries(blocks, work.sequence, work.first_head + head, line)
-            steps = (last_entry - entry) * (config.TILE_Q // config.M)
+        entry, steps = steps_of_line(
+            work.sequence, work.first_head + head, work.first_key, work.seq_q, problem, blocks, config
+        )
         for step in range(steps):
             if index == AHEAD:
                 load_keys(work, tiles_done, config, shared, descriptors, problem)

@@ -134,54 +134,19 @@ class Problem(NamedTuple):
 
 class KeyTile(NamedTuple):
     """A key tile as the producer publishes it: its first key in the sequence (or `_END`, `_EMPTY_SLOT`), sequence and
-    key/value head. What else a call needs of it is in the types below."""
+    key/value head. The other fields are 0 where they mean nothing: in a packed call where the sequence's queries and
+    keys begin and how many there are; with a block mask the number of steps that its lists name; if SHARES_PROGRESS how
+    many query tiles further down it begins."""
 
     first_key: Any
     sequence: Any
     head_kv: Any
-
-
-class PackedKeyTile(NamedTuple):
-    """A key tile of packed sequences: also where the sequence's queries and keys begin and how many there are."""
-
-    first_key: Any
-    sequence: Any
-    head_kv: Any
-    begin_q: Any
-    seq_q: Any
-    begin_k: Any
-    seq_k: Any
-
-
-class ListedPackedKeyTile(NamedTuple):
-    """The same with a block mask: also the number of steps that its lists name."""
-
-    first_key: Any
-    sequence: Any
-    head_kv: Any
-    begin_q: Any
-    seq_q: Any
-    begin_k: Any
-    seq_k: Any
-    listed_steps: Any
-
-
-class ListedKeyTile(NamedTuple):
-    """A key tile of a call with a block mask: also the number of steps that its lists name."""
-
-    first_key: Any
-    sequence: Any
-    head_kv: Any
-    listed_steps: Any
-
-
-class OffsetKeyTile(NamedTuple):
-    """A key tile if SHARES_PROGRESS: also how many query tiles further down it begins."""
-
-    first_key: Any
-    sequence: Any
-    head_kv: Any
-    start_offset: Any
+    begin_q: Any = 0
+    seq_q: Any = 0
+    begin_k: Any = 0
+    seq_k: Any = 0
+    listed_steps: Any = 0
+    start_offset: Any = 0
 
 
 class KeyTileWork(NamedTuple):
@@ -265,8 +230,8 @@ def publish_key_tile(number, count, queue, counter_ptr, problem, blocks, config)
     if config.SHARES_PROGRESS:
         progress = shared_progress(counter_ptr, tile.sequence, tile.head_kv, problem)
         start_offset = gl.load(progress, volatile=True)
-        tile = OffsetKeyTile(tile.first_key, tile.sequence, tile.head_kv, start_offset)
-    publish_tile(queue, count, tile)
+        tile = KeyTile(tile.first_key, tile.sequence, tile.head_kv, start_offset=start_offset)
+    publish_tile(queue, count, tile, _told(config))
     return number, tile
 
 
@@ -301,36 +266,27 @@ def _locate_key_tile(number, problem, blocks, config):
     if config.PACKED or config.TILE_K > 0:
         first_key = gl.where(first_key < seq_k, first_key, _EMPTY_SLOT)
     first_key = gl.where(valid, first_key, _END)
-    if config.PACKED and config.TILE_K > 0:
-        listed_steps = gl.to_tensor(0)
-        if first_key >= 0:
-            for which in range(problem.group):
-                _, steps = packed_steps(
-                    sequence, head_kv * problem.group + which, first_key, seq_q, problem, blocks, config
-                )
-                listed_steps += steps
-        located = ListedPackedKeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps)
-    elif config.PACKED:
-        located = PackedKeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k)
-    elif config.TILE_K > 0:
-        listed_steps = gl.to_tensor(0)
+    listed_steps = gl.to_tensor(0)
+    if config.TILE_K > 0:
         if first_key >= 0:
             for which in range(problem.group):
                 head = head_kv * problem.group + which
-                entry, last_entry = line_entries(blocks, sequence, head, first_key // config.TILE_K)
-                listed_steps += (last_entry - entry) * (config.TILE_Q // config.M)
-        located = ListedKeyTile(first_key, sequence, head_kv, listed_steps)
-    else:
-        located = KeyTile(first_key, sequence, head_kv)
-    return located
+                _, steps = steps_of_line(sequence, head, first_key, seq_q, problem, blocks, config)
+                listed_steps += steps
+    return KeyTile(first_key, sequence, head_kv, begin_q, seq_q, begin_k, seq_k, listed_steps)
 
 
 @gluon.jit
-def packed_steps(sequence, head, first_key, seq_q, problem, blocks, config):
-    """The first entry of a key tile's line in a packed call with a block mask, and the steps of one head."""
+def steps_of_line(sequence, head, first_key, seq_q, problem, blocks, config):
+    """The first entry of a key tile's line in the lists of a block mask, and the steps of one head."""
     line = first_key // config.TILE_K
-    exists = sequence < problem.batch
-    return listed_line(blocks, sequence, head, line, seq_q, exists, config.M, config.TILE_Q)
+    if config.PACKED:
+        exists = sequence < problem.batch
+        entry, steps = listed_line(blocks, sequence, head, line, seq_q, exists, config.M, config.TILE_Q)
+    else:
+        entry, last_entry = line_entries(blocks, sequence, head, line)
+        steps = (last_entry - entry) * (config.TILE_Q // config.M)
+    return entry, steps
 
 
 @gluon.jit
@@ -377,17 +333,14 @@ def reverses_line(line, lines, together):
 def receive_key_tile(queue, count, config):
     """The thread block's `count`-th key tile, as the producer published it. Past the last its `first_key` is
     negative."""
-    if config.PACKED and config.TILE_K > 0:
-        tile = ListedPackedKeyTile(*receive_tile(queue, count, 8))
-    elif config.PACKED:
-        tile = PackedKeyTile(*receive_tile(queue, count, 7))
-    elif config.TILE_K > 0:
-        tile = ListedKeyTile(*receive_tile(queue, count, 4))
-    elif config.SHARES_PROGRESS:
-        tile = OffsetKeyTile(*receive_tile(queue, count, 4))
-    else:
-        tile = KeyTile(*receive_tile(queue, count, 3))
-    return tile
+    return KeyTile(*receive_tile(queue, count, _told(config)))
+
+
+@gluon.constexpr_function
+def _told(config):
+    """Which fields of a key tile mean something, in their order."""
+    packed = config.PACKED
+    return (True, True, True, packed, packed, packed, packed, config.TILE_K > 0, config.SHARES_PROGRESS)
 
 
 @gluon.jit
@@ -396,13 +349,10 @@ def receive_next_key_tile(tile, queue, count, config):
     if config.PERSISTENT:
         following = receive_key_tile(queue, count, config)
     else:
-        end = gl.to_tensor(_END)
-        if config.PACKED:
-            following = PackedKeyTile(
-                end, tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k
-            )  # fmt: skip
-        else:
-            following = KeyTile(end, tile.sequence, tile.head_kv)
+        following = KeyTile(
+            gl.to_tensor(_END), tile.sequence, tile.head_kv, tile.begin_q, tile.seq_q, tile.begin_k, tile.seq_k,
+            tile.listed_steps, tile.start_offset,
+        )  # fmt: skip
     return following
 
 

@@ -199,17 +199,9 @@ class BlockMask(NamedTuple):
 
 class QueryTile(NamedTuple):
     """A tile of query rows, as the producer publishes it: its first row in the sequence (negative: there are no more
-    tiles), sequence and head, and, where key lengths or a mask end them, how many keys of the sequence count."""
-
-    first: Any
-    sequence: Any
-    head: Any
-    keys: Any
-
-
-class PackedQueryTile(NamedTuple):
-    """The same in a packed call, with the row at which the sequence begins, its lengths, and with a block mask how many
-    key tiles it lists."""
+    tiles), sequence and head. The other fields are 0 where they mean nothing: in a packed call the row at which the
+    sequence begins and its lengths; with a block mask how many key tiles it lists; where key lengths or a mask end
+    them, how many keys of the sequence count."""
 
     first: Any
     sequence: Any
@@ -217,16 +209,6 @@ class PackedQueryTile(NamedTuple):
     begin_q: Any
     seq_q: Any
     seq_k: Any
-    listed: Any
-    keys: Any
-
-
-class ListedQueryTile(NamedTuple):
-    """The same with a block mask, and how many key tiles it lists."""
-
-    first: Any
-    sequence: Any
-    head: Any
     listed: Any
     keys: Any
 
@@ -517,51 +499,24 @@ def value_column(part, rings, config):
 def publish_query_tile(queue, count, at, part, listed, keys, config):
     """The producer's side of the queue. `at`: a `LocatedTile`, `part`: of the values' columns, which is published with
     the head, `listed`: how many key tiles a block mask lists."""
-    ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
+    head = at.head
     if config.VALUE_PARTS > 1:
-        at = LocatedTile(
-            at.sequence, at.head * config.VALUE_PARTS + part, at.first, at.begin, at.length, at.other_begin,
-            at.other_length,
-        )  # fmt: skip
-    numbers = (at.first, at.sequence, at.head)
-    if config.PACKED:
-        numbers = numbers + (at.begin, at.length, at.other_length)
-    if config.TILE_Q > 0:
-        numbers = numbers + (listed,)
-    if ENDS:
-        numbers = numbers + (keys,)
-    publish_tile(queue, count, numbers)
+        head = head * config.VALUE_PARTS + part
+    tile = QueryTile(at.first, at.sequence, head, at.begin, at.length, at.other_length, listed, keys)
+    publish_tile(queue, count, tile, _told(config))
 
 
 @gluon.jit
 def receive_query_tile(queue, count, config):
     """The consumers' side of the queue."""
-    ENDS: gl.constexpr = config.KEY_LENGTHS or config.MASK_ENDS_KEYS
-    keys = 0
-    listed = 0
-    if config.PACKED:
-        if config.TILE_Q > 0 and ENDS:
-            first, sequence, head, begin_q, seq_q, seq_k, listed, keys = receive_tile(queue, count, 8)
-        elif config.TILE_Q > 0:
-            first, sequence, head, begin_q, seq_q, seq_k, listed = receive_tile(queue, count, 7)
-        elif ENDS:
-            first, sequence, head, begin_q, seq_q, seq_k, keys = receive_tile(queue, count, 7)
-        else:
-            first, sequence, head, begin_q, seq_q, seq_k = receive_tile(queue, count, 6)
-        tile = PackedQueryTile(first, sequence, head, begin_q, seq_q, seq_k, listed, keys)
-    elif config.TILE_Q > 0:
-        if ENDS:
-            first, sequence, head, listed, keys = receive_tile(queue, count, 5)
-        else:
-            first, sequence, head, listed = receive_tile(queue, count, 4)
-        tile = ListedQueryTile(first, sequence, head, listed, keys)
-    else:
-        if ENDS:
-            first, sequence, head, keys = receive_tile(queue, count, 4)
-        else:
-            first, sequence, head = receive_tile(queue, count, 3)
-        tile = QueryTile(first, sequence, head, keys)
-    return tile
+    return QueryTile(*receive_tile(queue, count, _told(config)))
+
+
+@gluon.constexpr_function
+def _told(config):
+    """Which fields of a query tile mean something, in their order."""
+    packed, ends = config.PACKED, config.KEY_LENGTHS or config.MASK_ENDS_KEYS
+    return (True, True, True, packed, packed, packed, config.TILE_Q > 0, ends)
 
 
 # The consumers

@@ -410,24 +410,32 @@ def finish_numbers(counter_ptr, dynamic):
 
 
 @gluon.jit
-def publish_tile(queue, count, numbers):
-    """The producer's side of the queue: what it tells of the `count`-th tile, first row (negative: no more tiles)
-    first."""
+def publish_tile(queue, count, tile, TOLD: gl.constexpr):
+    """The producer's side of the queue: what it tells of the `count`-th tile. `tile`: a `NamedTuple` whose first number
+    is negative after the last tile. `TOLD`: whether each of its fields is told."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(queue.empty.index(slot), phase ^ 1)
-    for field in gl.static_range(len(numbers)):
-        write_number(queue.numbers.index(slot * queue.FIELDS + field), numbers[field])
+    place = 0
+    for field in gl.static_range(len(TOLD)):
+        if TOLD[field]:
+            write_number(queue.numbers.index(slot * queue.FIELDS + place), tile[field])
+            place = place + 1
     mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def receive_tile(queue, count, COUNT: gl.constexpr):
-    """The others' side: the `COUNT` numbers that were tiles_published of the `count`-th tile."""
+def receive_tile(queue, count, TOLD: gl.constexpr):
+    """The others' side: all fields of the `count`-th tile, 0 for those that are not told."""
     slot, phase = place_of(count, 2)
     mbarrier.wait(queue.full.index(slot), phase)
     numbers = (read_number(queue.numbers.index(slot * queue.FIELDS)),)
-    for field in gl.static_range(1, COUNT):
-        numbers = numbers + (read_number(queue.numbers.index(slot * queue.FIELDS + field)),)
+    place = 1
+    for field in gl.static_range(1, len(TOLD)):
+        if TOLD[field]:
+            numbers = numbers + (read_number(queue.numbers.index(slot * queue.FIELDS + place)),)
+            place = place + 1
+        else:
+            numbers = numbers + (0,)
     release(queue.empty.index(slot))
     return numbers
 
