@@ -54,19 +54,15 @@ def pretend_gpu() -> None:
     devices.multiprocessors = lambda device: 132  # type: ignore[assignment]
     tma._encoded = lambda *given: (0, *given[2].shape, *given[2].strides)
 
-    from flashtile._backends.alignment import aligned
     from flashtile.ops.attention import select
     from flashtile.ops.common import backends
 
-    def implementation(phase, q, k, v, side, spec, backend, *learned):  # type: ignore[no-untyped-def]
-        packed, lengths = side.cu_seqlens_q is not None, side.key_lengths is not None
-        tables = side.bias is not None or side.mask is not None
-        slopes, captured = learned or (False, False)
-        facts = q.shape, k.shape, v.shape, aligned(q, k, v), packed, lengths, tables, slopes, spec, None, captured
-        return select.BACKENDS.implementation(backend, phase, gpu, q.dtype, *facts)
+    served, gpu = select.BACKENDS.implementation, torch.device("cuda", 0)
 
-    gpu = torch.device("cuda", 0)
-    select.implementation = implementation
+    def implementation(backend, phase, device, dtype, q, k, v, aligned, *facts):  # type: ignore[no-untyped-def]
+        return served(backend, phase, gpu, dtype, q, k, v, True, *facts)
+
+    select.BACKENDS.implementation = implementation  # type: ignore[method-assign]
     call = backends.StandardCall
     backends.StandardCall = lambda operation, requested, device_type, *facts: call(operation, requested, "cuda", *facts)
 
