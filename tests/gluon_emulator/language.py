@@ -381,7 +381,7 @@ _INSTRUCTIONS = {
     r"(?s)setp\.gt\.f32 above, largest, (\S+);.*vote\.sync\.any.*selp\.b32 (flashtile_flag_\d)": _vote,
     r"mov\.b32 \$0, (flashtile_flag_\d)": _read_flag,
     r"red\.relaxed\.gpu\.global\.add\.v4\.f32": _add_fragments,
-    r"(?s)atom\.acq_rel\.gpu\.global\.add\.u32 number,.*shfl\.sync\.idx": _take_number,
+    r"(?s)atom\.relaxed\.gpu\.global\.add\.u32 number,.*shfl\.sync\.idx": _take_number,
 }
 
 gluon = SimpleNamespace(jit=_jit, constexpr_function=lambda function: function)

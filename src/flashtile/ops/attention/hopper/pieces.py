@@ -371,15 +371,20 @@ def take_number(counter_ptr):
     `gl.atomic_add` hands its scalar round through shared memory, and numbers got lost there: thread blocks ended early,
     and nobody computed their tiles (docs/engineering_log/hopper_forward.md, "Tiles that nobody computed"). None did
     with a shuffle from the thread that took the number to the others of its warp.
+
+    The addition is relaxed: a number says who computes a tile, and nobody reads by it what another one wrote. With an
+    order of memory the producer would wait for all that it has written. `number` has a value in each thread, because
+    ptxas keeps a register that has none in memory.
     """
     gl.static_assert(gl.num_warps() == 1)
     return gl.inline_asm_elementwise(
         """{
             .reg .pred first;
             .reg .b32 lane, number;
+            mov.b32 number, 0;
             mov.u32 lane, %laneid;
             setp.eq.u32 first, lane, 0;
-            @first atom.acq_rel.gpu.global.add.u32 number, [$1], 1;
+            @first atom.relaxed.gpu.global.add.u32 number, [$1], 1;
             shfl.sync.idx.b32 $0, number, 0, 31, 0xffffffff;
         }""",
         "=r,l",
