@@ -539,7 +539,8 @@ def _add_step(
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
         ds = score_gradients(unpack(factors, dtype), dp, delta, problem)
-        ds_of_slopes = pack(ds, dtype)
+        if problem.slope_sums_ptr is not None:
+            add_to_slope_sums(ds, keys.positions, step, part, work, config, problem)
         if config.DERIVATIVES_APART:
             ds = ds * unpack(derivatives, dtype)
         ds = pack(ds, dtype)
@@ -550,8 +551,6 @@ def _add_step(
             fence_async_shared()
             dscores.publish(ds_slot)
         dk = start_sum(ds, q_tile, part * QUERIES, dk, q.TAIL)
-        if problem.slope_sums_ptr is not None:
-            add_to_slope_sums(unpack(ds_of_slopes, dtype), keys.positions, step, part, work, config, problem)
         dv = wait_sum(products_of_sum(q), dout, dv)
         if part == config.PARTS - 1:
             dout.release(slot)
@@ -663,7 +662,11 @@ def sum_dk(config, shared, descriptors, problem):
                 derivatives = shared.derivatives.index(ds_slot.place).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
             ds = score_gradients(p, dp, delta, problem)
-            ds_of_slopes = pack(ds, dtype)
+            if problem.slope_sums_ptr is not None:
+                if config.TILE_K > 0:
+                    step, _ = listed_step(steps_done + index, config, shared)
+                add_to_slope_sums(ds, positions, step, 0, work, config, problem)
+                step = step_after(work, step, config)
             if config.DERIVATIVES_APART:
                 ds = ds * derivatives
             ds = pack(ds, dtype)
@@ -673,11 +676,6 @@ def sum_dk(config, shared, descriptors, problem):
             dscores.publish(ds_slot)
             q_tile = q.operand(slot)
             dk = start_sum(ds, q_tile, 0, dk, q.TAIL)
-            if problem.slope_sums_ptr is not None:
-                if config.TILE_K > 0:
-                    step, _ = listed_step(steps_done + index, config, shared)
-                add_to_slope_sums(unpack(ds_of_slopes, dtype), positions, step, 0, work, config, problem)
-                step = step_after(work, step, config)
             dk = wait_sum(0, q, dk)
             q.release(slot)
         k.acquire(key_slot)
