@@ -157,6 +157,16 @@ def test_slopes_that_learn(hopper: Callable, head_dim: int, head_dim_v: int, cha
     check(with_arguments(case, **arguments), "hopper")
 
 
+def test_slopes_are_summed_before_their_terms_are_rounded(hopper: Callable) -> None:
+    """Small outputs in float16, whose rounding alone makes most of the error that is allowed."""
+    hopper()
+    case = replace(
+        _SMALL, batch=2, seq_q=127, seq_k=300, head_dim=192, dtype=torch.float16, key_lengths=(65, 127), bias="bhqk",
+        alibi_slopes="h", sinks=True,
+    )  # fmt: skip
+    check(with_arguments(case, causal=True, align="top_left", softcap=2.0, scale=-0.2), "hopper")
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["free", "ordered"])
 def test_slopes_that_learn_have_the_same_bits_in_any_order_of_events(hopper: Callable, deterministic: bool) -> None:
     """A key of a head has one owner, which adds in the order of its steps; only walks that meet change these."""
