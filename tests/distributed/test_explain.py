@@ -67,12 +67,11 @@ def _names(found: flashtile.Explanation) -> list[str]:
 
 
 @pytest.mark.parametrize("learned", [False, True])
-def test_the_gradient_of_slopes_comes_from_the_portable_kernels(learned):
+def test_slopes_that_learn_stay_on_the_same_kernels(learned):
     slopes = torch.empty(32, device="meta", requires_grad=learned)
     found = explain_context_parallel(*_shards(), ranks=4, causal=True, alibi_slopes=slopes, device="sm_90")
     whole = flashtile.explain(*_shards(), causal=True, alibi_slopes=slopes, device="sm_90")
-    expected = ["hopper forward", *(["triton dq", "triton dkdv"] if learned else ["hopper backward"])]
-    assert _names(found.kernels) == _names(whole) == expected
+    assert _names(found.kernels) == _names(whole) == ["hopper forward", "hopper backward"]
 
 
 @pytest.mark.parametrize("learned", [False, True])

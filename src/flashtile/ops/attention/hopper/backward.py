@@ -538,7 +538,7 @@ def _add_step(
         dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-        ds = score_gradients(unpack(factors, dtype), dp, delta, problem)
+        ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem)
         if problem.slope_sums_ptr is not None:
             add_to_slope_sums(ds, keys.positions, step, part, work, config, problem)
         if config.DERIVATIVES_APART:
@@ -661,7 +661,7 @@ def sum_dk(config, shared, descriptors, problem):
             if config.DERIVATIVES_APART:
                 derivatives = shared.derivatives.index(ds_slot.place).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
-            ds = score_gradients(p, dp, delta, problem)
+            ds = score_gradients(p, dp, delta, dtype, problem)
             if problem.slope_sums_ptr is not None:
                 if config.TILE_K > 0:
                     step, _ = listed_step(steps_done + index, config, shared)

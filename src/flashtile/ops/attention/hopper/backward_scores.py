@@ -25,6 +25,9 @@ from flashtile.ops.attention.hopper.tables import (
     table_of_head,
 )
 
+#: float16 weights below 2⁻¹⁴ lose bits, which a sum over all of them shows: for slopes they are handed on larger.
+_LARGER = gl.constexpr(2.0**14)
+
 
 @gluon.jit
 def modified_scores(s, key, first_query, head, tables, work, problem):
@@ -124,6 +127,8 @@ def gradient_factors(p, tanh, probs, problem, config):
     factors = probs
     if problem.units.cap_scale is not None and not config.DERIVATIVES_APART:
         factors = pack(p * (1.0 - tanh * tanh), probs.dtype)
+    elif problem.slope_sums_ptr is not None and probs.dtype == gl.float16:
+        factors = pack(p * _LARGER, probs.dtype)
     elif problem.side.dropout_seed is not None:
         factors = pack(p, probs.dtype)
     return factors
@@ -147,8 +152,11 @@ def signed_by_dropout(p, first_query, first_key, head, work, problem):
 
 
 @gluon.jit
-def score_gradients(factors, dp, delta, problem):
-    """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops."""
+def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem):
+    """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops.
+    `dtype`: in which the factors were handed on."""
+    if problem.slope_sums_ptr is not None and dtype == gl.float16:
+        factors *= 1.0 / _LARGER
     if problem.side.dropout_seed is not None:
         kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
         ds = gl.abs(factors) * (kept - delta[None, :])
