@@ -38,6 +38,9 @@ class Memory(TorchDispatchMode):
 
     def load(self, addresses: Tensor, dtype: DType, mask: Tensor) -> Tensor:
         """Elements at addresses; zeros where masked."""
+        if mask.all():
+            words, places = self._find(addresses, dtype)
+            return words.take(places).view(dtype.held_as)
         result = torch.zeros(addresses.shape, dtype=dtype.held_as)
         if mask.any():
             words, places = self._find(addresses[mask], dtype)
@@ -45,7 +48,10 @@ class Memory(TorchDispatchMode):
         return result
 
     def store(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> None:
-        if mask.any():
+        if mask.all():
+            words, places = self._find(addresses, dtype)
+            words[places] = data.contiguous().view(words.dtype)
+        elif mask.any():
             words, places = self._find(addresses[mask], dtype)
             words[places] = data[mask].contiguous().view(words.dtype)
 
@@ -57,16 +63,22 @@ class Memory(TorchDispatchMode):
 
     def _find(self, addresses: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
         """The memory that addresses are in as words of the size of an element, and their places there."""
-        first, last = int(addresses.min()), int(addresses.max()) + dtype.itemsize
+        lowest, highest = torch.aminmax(addresses)
+        first, last = int(lowest), int(highest) + dtype.itemsize
         for begin, end, tensor in self._regions:
             if begin <= first and last <= end:
-                storage = tensor.untyped_storage()
-                word = _WORDS[dtype.itemsize]
-                words = torch.empty(0, dtype=word).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
-                places = addresses - storage.data_ptr()
-                assert not (places % dtype.itemsize).any(), "an address that is no multiple of its element's size"
+                words, origin = _words_of(tensor, dtype.itemsize)
+                places = addresses - origin
+                assert not (places & (dtype.itemsize - 1)).any(), "an address that is no multiple of its element's size"
                 return words, places // dtype.itemsize
         raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
+
+
+def _words_of(tensor: Tensor, size: int) -> tuple[Tensor, int]:
+    """The memory of a tensor as words of `size` bytes, and where it begins."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=_WORDS[size]).set_(storage, 0, (storage.nbytes() // size,))  # type: ignore[call-overload]
+    return words, storage.data_ptr()
 
 
 @dataclass(frozen=True)

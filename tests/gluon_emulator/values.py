@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -146,7 +147,14 @@ def as_value(number: Any, dtype: DType | None = None) -> Value:
     if dtype is None:
         whole = int32 if -(2**31) <= number < 2**31 else int64
         dtype = int1 if isinstance(number, bool) else whole if isinstance(number, int) else float32
-    return Value(torch.tensor(number, dtype=dtype.held_as), dtype)
+    make = _whole_number if isinstance(number, int) else torch.tensor
+    return Value(make(number, dtype=dtype.held_as), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_number(number: int, dtype: torch.dtype) -> Tensor:
+    """The same tensor for the same number: nothing writes to a value. (0.0 and -0.0 would be one.)"""
+    return torch.tensor(number, dtype=dtype)
 
 
 def _wrapped(data: Tensor, dtype: Any) -> Tensor:
