@@ -2,31 +2,40 @@
 
     python tools/soak_attention.py [--count 200] [--seed 0] [--backend hopper] [--processes 8] [--repeats 100]
     python tools/soak_attention.py --features --backend triton
+    python tools/soak_attention.py --features --emulated --processes 2
 
 Head sizes of q and k and of v, masks, packing, grouped heads, lengths, dtypes, strides and addresses are drawn; with
 `--features` also what changes scores, block masks, key lengths and dropout, any number of them together. Call number
 `n` of a seed is always the same one. Compilation takes most of the time on a GPU, so calls are shared out among
-processes. The backends cpu and reference run on the CPU, the others on a GPU.
+processes. The backends cpu and reference run on the CPU, the others on a GPU. With `--emulated` the source of the
+Hopper kernels runs on the CPU instead (tests/gluon_emulator), in smaller calls and with events in random order.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 import flashtile
+from flashtile.ops.attention import calls, select
 from flashtile.testing import AttentionCase, Inputs, check, make_inputs, with_arguments
 from flashtile.testing.layouts import Layout
 
 #: Widths of heads: those of real models, and for the portable kernels any number of columns.
 _WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 320, 512)
 _MOST_COLUMNS = 300
+#: Longer sequences of emulated calls are cut to a quarter.
+_LONGEST_EMULATED = 450
 _MASKS: tuple[dict[str, Any], ...] = (
     {},
     {"causal": True},
@@ -36,8 +45,30 @@ _MASKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def draw_case(seed: int, number: int, backend: str, features: bool) -> AttentionCase:
-    """The `number`-th case of a seed."""
+class Job(NamedTuple):
+    """A call to make."""
+
+    seed: int
+    number: int
+    backend: str
+    features: bool
+    emulated: bool
+
+
+class Outcome(NamedTuple):
+    """Whether the backend served the call, and what went wrong, or None."""
+
+    served: bool
+    failure: str | None = None
+
+
+class _NotServedError(Exception):
+    """The emulated kernels do not serve a call."""
+
+
+def draw_case(job: Job) -> AttentionCase:
+    """The case of a job."""
+    seed, number, backend, features, emulated = job
     generator = random.Random(f"{seed}/{number}")
     head_dim, head_dim_v = _width(generator, backend), _width(generator, backend)
     heads_kv = generator.choice((1, 2, 3))
@@ -57,7 +88,20 @@ def draw_case(seed: int, number: int, backend: str, features: bool) -> Attention
         **lengths,
     )
     case = with_arguments(case, **generator.choice(_MASKS))
-    return _with_features(case, generator) if features else case
+    case = _with_features(case, generator) if features else case
+    return _shortened(case) if emulated else case
+
+
+def _shortened(case: AttentionCase) -> AttentionCase:
+    """A case that the emulator computes in seconds."""
+
+    def short(lengths: Any) -> Any:
+        if isinstance(lengths, tuple):
+            return tuple(map(short, lengths))
+        return lengths // 4 if lengths is not None and lengths > _LONGEST_EMULATED else lengths
+
+    names = ("seq_q", "seq_k", "lengths_q", "lengths_k", "key_lengths")
+    return replace(case, **{name: short(getattr(case, name)) for name in names})
 
 
 def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCase:
@@ -81,6 +125,7 @@ def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCa
         block_mask=maybe((64, 64), (128, 128), (16, 256), (192, 64)),
     )
     arguments = {"softcap": maybe(2.0, 30.0), "dropout_p": maybe(0.1, 0.5), "scale": maybe(-0.2, 0.3)}
+    arguments["deterministic"] = maybe(True)
     return with_arguments(changed, **{name: value for name, value in arguments.items() if value is not None})
 
 
@@ -102,20 +147,39 @@ def _device_of(backend: str) -> str:
     return "cpu" if backend in ("cpu", "reference") else "cuda"
 
 
-def run_case(job: tuple[int, int, str, bool]) -> str | None:
-    """Checks one case. Returns what went wrong, or None."""
-    seed, number, backend, features = job
-    case = draw_case(seed, number, backend, features)
+def run_case(job: Job) -> Outcome:
+    """Checks one case."""
+    seed, number, backend, _, emulated = job
+    case, device = draw_case(job), "cpu" if emulated else _device_of(backend)
     try:
-        inputs = make_inputs(case, _device_of(backend), number)
+        inputs = make_inputs(case, device, number)
         if number % 3 == 0:
             inputs.q, inputs.k, inputs.v = _side_by_side(inputs.q, inputs.k, inputs.v)
         elif number % 3 == 1:
             _place(inputs, random.Random(f"{seed}/{number}/layouts"))
-        check(case, backend, _device_of(backend), inputs=inputs)
+        with _emulated(number) if emulated else contextlib.nullcontext():
+            check(case, backend, device, inputs=inputs)
+    except _NotServedError:
+        return Outcome(False)
     except Exception as error:
-        return f"{number}: {case}: {type(error).__name__}: {error}"
-    return None
+        return Outcome(True, f"{number}: {case}: {type(error).__name__}: {error}")
+    return Outcome(True)
+
+
+@contextlib.contextmanager
+def _emulated(number: int) -> Iterator[None]:
+    """A machine for one call, whose events come in an order of their own."""
+    sys.path[:0] = [tests] if (tests := str(Path(__file__).parent.parent / "tests")) not in sys.path else []
+    from gluon_emulator import EmulatedHopper
+    from gluon_emulator.serving import NotServedError, served_by
+
+    machine = EmulatedHopper(multiprocessors=1 + number % 4, seed=number)
+    calls.forget_calls()
+    with mock.patch.object(select, "implementation", served_by(machine)):
+        try:
+            yield
+        except NotServedError as error:
+            raise _NotServedError from error
 
 
 def _place(inputs: Inputs, generator: random.Random) -> None:
@@ -155,16 +219,25 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", default="hopper")
     parser.add_argument("--features", action="store_true", help="draw what changes scores, masks, lengths, dropout too")
+    parser.add_argument("--emulated", action="store_true", help="the Hopper kernels' source, on a CPU")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=100)
     options = parser.parse_args()
-    jobs = [(options.seed, number, options.backend, options.features) for number in range(options.count)]
+    jobs = [
+        Job(options.seed, number, options.backend, options.features, options.emulated)
+        for number in range(options.count)
+    ]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        failures = [failure for failure in pool.imap_unordered(run_case, jobs, chunksize=4) if failure]
+        outcomes = list(pool.imap_unordered(run_case, jobs, chunksize=4))
+    failures = [outcome.failure for outcome in outcomes if outcome.failure]
     for failure in failures:
         print(failure)
-    differing = repeat_forward(options.backend, options.repeats)
-    print(f"{options.count} random calls, {len(failures)} wrong; {options.repeats} repetitions, {differing} different")
+    served = sum(outcome.served for outcome in outcomes)
+    print(f"{options.count} random calls, {served} of them served, {len(failures)} wrong")
+    differing = 0
+    if not options.emulated:
+        differing = repeat_forward(options.backend, options.repeats)
+        print(f"{options.repeats} repetitions, {differing} different")
     sys.exit(bool(failures or differing))
 
 

@@ -16,13 +16,11 @@ import torch
 
 import flashtile
 from attention_cases import COMBINED, parameters, score_mod_combined
-from backend_calls import hopper_call
 from flashtile._backends import devices
 from flashtile.ops.attention import calls, select
-from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper, forget_copies
+from gluon_emulator.serving import served_by
 
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
@@ -36,31 +34,14 @@ _SMALL = AttentionCase(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EmulatedHopper]:
     """Makes a machine that serves from now on what asks for "hopper"."""
-    serve = select.implementation
 
     def make(seed: int = 0, held: int = 0, **thresholds: int) -> EmulatedHopper:
         emulated = EmulatedHopper(multiprocessors=3, seed=seed, held=held)
         for name, number in thresholds.items():
             (module,) = (each for each in emulated.modules.values() if _defines(each, name))
             setattr(module, name, number)
-
-        def implementation(
-            phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, learned_slopes: bool = False,
-            learned_captured: bool = False,
-        ) -> Any:  # fmt: skip
-            if backend != "hopper":
-                return serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
-            wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
-            if phase == "backward" and (wide or spec.score_program is not None):
-                # Any backward follows any forward.
-                return serve(phase, q, k, v, side, spec, "cpu", learned_slopes, learned_captured)
-            call = hopper_call(phase, q, k, v, side, spec, learned_slopes)._replace(requested="hopper")
-            reason = unsupported_reason(call)
-            assert reason is None, reason
-            return emulated
-
         calls.forget_calls()  # which remember the machine before
-        monkeypatch.setattr(select, "implementation", implementation)
+        monkeypatch.setattr(select, "implementation", served_by(emulated))
         return emulated
 
     return make

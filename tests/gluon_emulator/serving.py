@@ -1,0 +1,43 @@
+"""Puts an emulated machine in the place of the Hopper kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from backend_calls import hopper_call
+from flashtile.ops.attention import select
+from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
+from gluon_emulator.hopper import EmulatedHopper
+
+_serve = select.implementation
+
+
+class NotServedError(Exception):
+    """The Hopper kernels do not serve a call."""
+
+
+def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
+    """What to put in the place of `select.implementation`, after `calls.forget_calls()`: it runs on the machine what
+    asks for "hopper", and other calls as before. Backwards that the kernels lack run on the CPU.
+
+    Raises:
+        NotServedError: on such a call.
+    """
+
+    def implementation(
+        phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str, learned_slopes: bool = False,
+        learned_captured: bool = False,
+    ) -> Any:  # fmt: skip
+        wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
+        if backend == "hopper" and phase == "backward" and (wide or spec.score_program is not None):
+            backend = "cpu"  # any backward follows any forward
+        if backend != "hopper":
+            return _serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)
+        call = hopper_call(phase, q, k, v, side, spec, learned_slopes)._replace(requested="hopper")
+        if reason := unsupported_reason(call):
+            raise NotServedError(reason)
+        return emulated
+
+    return implementation

@@ -1,0 +1,39 @@
+"""Scripts in `tools/` that run without a GPU do what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashtile._backends import devices
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.skipif(
+    bool(devices.triton_missing()) or devices.interpreting(), reason="plans launches of Triton kernels"
+)
+
+
+def _printed(*command: str) -> str:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
+
+
+def test_the_host_time_of_every_operation_is_measured() -> None:
+    times = json.loads(_printed("tools/host_path.py", "--rounds", "1", "--json"))
+    operations = {name.split()[0] for name in times}
+    assert operations == {"attention", "layer_norm", "rotary", "cross_entropy", "softmax", "kv_cache"}
+    assert all(0 < time < 1e5 for time in times.values())
+
+
+def test_random_calls_run_on_the_emulated_kernels() -> None:
+    printed = _printed(
+        "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "5", "--seed", "3"
+    )
+    (served,) = re.findall(r"5 random calls, (\d) of them served, 0 wrong", printed)
+    assert int(served) > 0
