@@ -31,6 +31,7 @@ def test_the_host_time_of_every_operation_is_measured() -> None:
     assert all(0 < time < 1e5 for time in times.values())
 
 
+@pytest.mark.slow
 def test_random_calls_run_on_the_emulated_kernels() -> None:
     printed = _printed(
         "tools/soak_attention.py", "--features", "--emulated", "--processes", "1", "--count", "5", "--seed", "3"
