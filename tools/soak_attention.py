@@ -14,11 +14,9 @@ Hopper kernels runs on the CPU instead (tests/gluon_emulator), in smaller calls 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import random
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +32,8 @@ from flashtile.testing.layouts import Layout
 #: Widths of heads: those of real models, and for the portable kernels any number of columns.
 _WIDTHS = (32, 40, 64, 80, 96, 128, 192, 256, 320, 512)
 _MOST_COLUMNS = 300
+#: Where the emulator is.
+_TESTS = str(Path(__file__).resolve().parent.parent / "tests")
 #: Longer sequences of emulated calls are cut to a quarter.
 _LONGEST_EMULATED = 450
 _MASKS: tuple[dict[str, Any], ...] = (
@@ -60,10 +60,6 @@ class Outcome(NamedTuple):
 
     served: bool
     failure: str | None = None
-
-
-class _NotServedError(Exception):
-    """The emulated kernels do not serve a call."""
 
 
 def draw_case(job: Job) -> AttentionCase:
@@ -157,19 +153,19 @@ def run_case(job: Job) -> Outcome:
             inputs.q, inputs.k, inputs.v = _side_by_side(inputs.q, inputs.k, inputs.v)
         elif number % 3 == 1:
             _place(inputs, random.Random(f"{seed}/{number}/layouts"))
-        with _emulated(number) if emulated else contextlib.nullcontext():
-            check(case, backend, device, inputs=inputs)
-    except _NotServedError:
-        return Outcome(False)
+        if emulated:
+            return Outcome(_check_emulated(case, inputs, number))
+        check(case, backend, device, inputs=inputs)
     except Exception as error:
         return Outcome(True, f"{number}: {case}: {type(error).__name__}: {error}")
     return Outcome(True)
 
 
-@contextlib.contextmanager
-def _emulated(number: int) -> Iterator[None]:
-    """A machine for one call, whose events come in an order of their own."""
-    sys.path[:0] = [tests] if (tests := str(Path(__file__).parent.parent / "tests")) not in sys.path else []
+def _check_emulated(case: AttentionCase, inputs: Inputs, number: int) -> bool:
+    """Checks a case on a machine of its own, whose events come in an order of their own. Returns whether the kernels
+    serve it."""
+    if _TESTS not in sys.path:
+        sys.path.append(_TESTS)
     from gluon_emulator import EmulatedHopper
     from gluon_emulator.serving import NotServedError, served_by
 
@@ -177,9 +173,10 @@ def _emulated(number: int) -> Iterator[None]:
     calls.forget_calls()
     with mock.patch.object(select, "implementation", served_by(machine)):
         try:
-            yield
-        except NotServedError as error:
-            raise _NotServedError from error
+            check(case, "hopper", inputs=inputs)
+        except NotServedError:
+            return False
+    return True
 
 
 def _place(inputs: Inputs, generator: random.Random) -> None:
@@ -223,6 +220,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=100)
     options = parser.parse_args()
+    if options.emulated and options.backend != "hopper":
+        parser.error(f"--emulated runs the Hopper kernels, not those of --backend {options.backend}")
     jobs = [
         Job(options.seed, number, options.backend, options.features, options.emulated)
         for number in range(options.count)

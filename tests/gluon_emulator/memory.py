@@ -48,12 +48,11 @@ class Memory(TorchDispatchMode):
         return result
 
     def store(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> None:
-        if mask.all():
+        if not mask.all():
+            addresses, data = addresses[mask], data[mask]
+        if addresses.numel():
             words, places = self._find(addresses, dtype)
             words[places] = data.contiguous().view(words.dtype)
-        elif mask.any():
-            words, places = self._find(addresses[mask], dtype)
-            words[places] = data[mask].contiguous().view(words.dtype)
 
     def add(self, addresses: Tensor, data: Tensor, dtype: DType, mask: Tensor) -> Tensor:
         """Returns what was there. No address twice."""
@@ -67,18 +66,13 @@ class Memory(TorchDispatchMode):
         first, last = int(lowest), int(highest) + dtype.itemsize
         for begin, end, tensor in self._regions:
             if begin <= first and last <= end:
-                words, origin = _words_of(tensor, dtype.itemsize)
-                places = addresses - origin
-                assert not (places & (dtype.itemsize - 1)).any(), "an address that is no multiple of its element's size"
+                storage = tensor.untyped_storage()
+                word = _WORDS[dtype.itemsize]
+                words = torch.empty(0, dtype=word).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
+                places = addresses - storage.data_ptr()
+                assert not (places % dtype.itemsize).any(), "an address that is no multiple of its element's size"
                 return words, places // dtype.itemsize
         raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
-
-
-def _words_of(tensor: Tensor, size: int) -> tuple[Tensor, int]:
-    """The memory of a tensor as words of `size` bytes, and where it begins."""
-    storage = tensor.untyped_storage()
-    words = torch.empty(0, dtype=_WORDS[size]).set_(storage, 0, (storage.nbytes() // size,))  # type: ignore[call-overload]
-    return words, storage.data_ptr()
 
 
 @dataclass(frozen=True)
