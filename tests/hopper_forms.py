@@ -7,8 +7,9 @@ import torch
 
 import flashtile
 from flashtile.bench import functions as bench_functions
+from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.configs import choose_backward_config, table_bytes
+from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
@@ -187,7 +188,7 @@ def _backward(
     modified = side.dropout or table_bytes(side.bias, side.mask) > 1
     config = choose_backward_config(
         head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified,
-        derivatives_apart=softcap and slope_sums,
+        derivatives_apart=softcap and slope_sums, moved_bias=moves_by_tma(side.bias, torch.bfloat16),
     )  # fmt: skip
     block_shape = None if block_tile is None else (1, 1, *block_tile)
     spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)

@@ -27,7 +27,13 @@ from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
-from flashtile.ops.attention.hopper.configs import HopperConfig, choose_config, function_bytes, table_bytes
+from flashtile.ops.attention.hopper.configs import (
+    HopperConfig,
+    choose_config,
+    function_bytes,
+    moves_by_tma,
+    table_bytes,
+)
 from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, Table
 from flashtile.ops.attention.spec import AttentionSpec, Origin
 from flashtile.ops.attention.triton import plan as triton_plan
@@ -365,6 +371,7 @@ def hopper_config(call: Call) -> HopperConfig:
     return choose_config(
         call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype,
         call.dropout_p > 0, table_bytes(call.bias, call.mask) + function_bytes(_spec(call).score_program),
+        moves_by_tma(call.bias, call.dtype),
     )  # fmt: skip
 
 

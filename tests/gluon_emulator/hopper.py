@@ -121,7 +121,14 @@ def _describe_chunks(
     dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     def make(address: int) -> tuple:
-        return tuple(None if box is None else Descriptor(dtype_of(dtype), list(box), *layout, address) for box in boxes)
+        return tuple(
+            None
+            if box is None
+            else Descriptor(
+                dtype_of(dtype), list(box), layout.shape, layout.strides, address, nan_outside=layout.nan_outside
+            )
+            for box in boxes
+        )
 
     return make
 

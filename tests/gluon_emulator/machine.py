@@ -9,6 +9,7 @@ with where everyone waits.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -299,7 +300,8 @@ class Machine:
         target.poison()
 
         def load() -> torch.Tensor:
-            return self.memory.load(addresses, descriptor.dtype, inside)
+            loaded = self.memory.load(addresses, descriptor.dtype, inside)
+            return torch.where(inside, loaded, math.nan) if descriptor.nan_outside else loaded
 
         self.begin(Copy(load, target, barrier))
         current().let_others_run()

@@ -77,7 +77,8 @@ class Memory(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A tensor as TMA sees it: `shape` and `strides` in elements from `address` on, moved in boxes of `block_shape`."""
+    """A tensor as TMA sees it: `shape` and `strides` in elements from `address` on, moved in boxes of `block_shape`.
+    What is outside is read as 0, or as NaN."""
 
     dtype: DType
     block_shape: list[int]
@@ -85,6 +86,7 @@ class Descriptor:
     strides: tuple[int, ...]
     address: int
     layout: Any = None
+    nan_outside: bool = False
 
     def __post_init__(self) -> None:
         assert self.address % 16 == 0, "TMA reads from multiples of 16 bytes"

@@ -1,7 +1,7 @@
 """TMA descriptors: what Hopper's copy engine needs to know of a tensor. Made once for an address and a layout.
 
 A kernel parameter of type `descriptor_type` says which box of a tensor a copy moves, and how it lies in shared memory.
-What is outside the tensor is read as zero and never written.
+What is outside the tensor is read as zero, or as NaN if its layout says so, and never written.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ _UNBOUNDED = 0x7FFF0000
 
 
 class Layout(NamedTuple):
-    """Shape and strides of a tensor in elements."""
+    """Shape and strides of a tensor in elements, and what is read outside of it: 0, or NaN."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    nan_outside: bool = False
 
 
 def strided_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
     """The layout of a tensor whose last dimension is contiguous."""
     return Layout(shape, (*used_strides(shape, strides)[:-1], 1))
+
+
+def broadcast_layout(shape: tuple[int, ...], strides: tuple[int, ...], nan_outside: bool = False) -> Layout:
+    """The same of a tensor that may broadcast: a dimension without a stride has one element."""
+    once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides))
+    return strided_layout(once, strides)._replace(nan_outside=nan_outside)
 
 
 def packed_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
@@ -80,11 +87,13 @@ def descriptor_maker(
 
 
 def chunks_maker(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout | None, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     """The same for the chunks of columns in which a tensor is moved, each by a descriptor of its own; None in the place
-    of one that there is not."""
-    makers = [None if box is None else descriptor_maker(dtype, box, layout, swizzled) for box in boxes]
+    of one that there is not. `layout`: None if there is none at all."""
+    makers = [
+        None if box is None or layout is None else descriptor_maker(dtype, box, layout, swizzled) for box in boxes
+    ]
 
     @functools.lru_cache(maxsize=64)
     def make(address: int) -> tuple:
@@ -109,8 +118,9 @@ def _encoded(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled:
     # Triton moves wider boxes in several messages.
     message = (*box[:-1], swizzle // dtype.itemsize) if swizzle else box
     encode = triton.runtime.driver.active.utils.fill_tma_descriptor
-    arguments = (_SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], list(message), *map(list, layout), 0)
-    return encode(address, *arguments), *layout.shape, *layout.strides
+    shape, strides, nan_outside = layout
+    arguments = _SWIZZLES[swizzle], dtype.itemsize, _DATA_TYPES[dtype], list(message), list(shape), list(strides)
+    return encode(address, *arguments, int(nan_outside)), *shape, *strides
 
 
 def _described(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzled: bool, address: int) -> tuple:
@@ -120,7 +130,12 @@ def _described(dtype: torch.dtype, box: tuple[int, ...], layout: Layout, swizzle
     base = _Address(address, dtype)
     return (
         TensorDescriptor(
-            base, list(layout.shape), list(layout.strides), list(box), _shared_layout(dtype, box, swizzled)
+            base,
+            list(layout.shape),
+            list(layout.strides),
+            list(box),
+            _shared_layout(dtype, box, swizzled),
+            "nan" if layout.nan_outside else "zero",
         ),
     )
 

@@ -29,6 +29,7 @@ from flashtile._backends.launch import KernelSource, pointer
 from flashtile.ops.attention import operator, select
 from flashtile.ops.attention.backend import AttentionCall, Phase
 from flashtile.ops.attention.hopper import (
+    backward_configs,
     backward_launch,
     backward_pieces,
     backward_tiles,
@@ -1136,7 +1137,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
     variant = BACKWARD_FORMS[form]
     config, heads = variant.config, (variant.head_dim, variant.head_dim_v)
     binary = compile_hopper_backward("main", variant)
-    assert binary.shared_memory <= configs.backward_shared_memory(config, *heads) <= _LIMIT
+    assert binary.shared_memory <= backward_configs.backward_shared_memory(config, *heads) <= _LIMIT
     assert binary.spilled <= _BACKWARD_SPILLS
     assert serialises_products(binary) is (form in SERIALISED)
     assert any("HGMMA" in line for line in _instructions(binary))
@@ -1154,7 +1155,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
     heads = (variant.head_dim, variant.head_dim_v)
     binary = compile_hopper_backward("main", variant)
     apart = variant.softcap and variant.slope_sums
-    assert binary.shared_memory <= configs.backward_shared_memory(variant.config, *heads, apart) <= _LIMIT
+    assert binary.shared_memory <= backward_configs.backward_shared_memory(variant.config, *heads, apart) <= _LIMIT
     wide = _SPILLS_OF_ALL_FEATURES if form in _MANY_FEATURES else _SPILLS_OF_WIDE_FEATURES
     assert binary.spilled <= (wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not serialises_products(binary)
@@ -1208,16 +1209,16 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("ordered", [False, True])
 def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool, ordered: bool) -> None:
     for head_dim, head_dim_v in _HEADS:
-        config = configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
+        config = backward_configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
         if softcap:
-            apart = configs.choose_backward_config(
+            apart = backward_configs.choose_backward_config(
                 head_dim, head_dim_v, softcap, blocks, left, ordered=ordered, derivatives_apart=True
             )
-            assert configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
+            assert backward_configs.backward_shared_memory(apart, head_dim, head_dim_v, True) <= configs.SHARED_MEMORY
             assert apart == config._replace(sum_columns=apart.sum_columns) and apart.sum_columns in (32, 64)
         assert config.sums_by_tma or not ordered
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
-        assert configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        assert backward_configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert config.producer or not blocks
         warpgroups = 4 if config.producer else 3
         assert warpgroups * config.max_registers <= 512
@@ -1235,19 +1236,19 @@ def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, le
     ids=str,
 )
 def test_chunks_of_the_backward(head_dim: int, chunks: tuple[int, int]) -> None:
-    assert configs.backward_chunks(head_dim) == chunks
+    assert backward_configs.backward_chunks(head_dim) == chunks
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 65), (5, 3, 36), (2, 5, 3, 64), (5, 1, 1)], ids=str)
 def test_rows_of_gradients_can_be_written_by_tma(shape: tuple[int, ...]) -> None:
-    gradient = torch.empty_strided(shape, configs.padded_strides(shape), dtype=torch.bfloat16)
+    gradient = torch.empty_strided(shape, backward_configs.padded_strides(shape), dtype=torch.bfloat16)
     assert alignment.aligned(gradient) and gradient.stride(-1) == 1
     assert gradient.is_contiguous() == (shape[-1] % 8 == 0)
 
 
 def test_the_operator_returns_gradients_as_its_fake_says(monkeypatch: pytest.MonkeyPatch) -> None:
     q, out = (torch.zeros(2, 5, 3, width, dtype=torch.bfloat16) for width in (65, 64))
-    padded = torch.empty_strided(q.shape, configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
+    padded = torch.empty_strided(q.shape, backward_configs.padded_strides(q.shape), dtype=q.dtype).fill_(3)
     monkeypatch.setattr(operator, "serve_backward", lambda *_: Gradients(padded, padded, out))
     arguments = (out, None, q, q, out, out, torch.zeros(2, 3, 5), *SideInputs(None, None, 5, 5), *AttentionSpec(1.0))
     dq, dk, _, *_ = torch.ops.flashtile.attention_backward(*arguments, *Wanted(), "hopper")
@@ -1319,10 +1320,10 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     assert ("sink_sums_ptr" in begin) == ("sinks" in name)
     assert begin["dout_ptr"] == dout.data_ptr() and begin["sink_logits_ptr"] == pointer(sinks)
     assert main["dout_desc"] == begin.get("masked_dout_ptr", begin["dout_ptr"])
-    assert ("dout_tail_desc" in main) == bool(configs.backward_chunks(dout.shape[-1])[1])
+    assert ("dout_tail_desc" in main) == bool(backward_configs.backward_chunks(dout.shape[-1])[1])
     for given, at in {"q": q, "k": k, "v": v, "dk": grads.k, "dv": grads.v}.items():
         assert main[f"{given}_desc"] == at.data_ptr()
-        assert (f"{given}_tail_desc" in main) == bool(configs.backward_chunks(at.shape[-1])[1])
+        assert (f"{given}_tail_desc" in main) == bool(backward_configs.backward_chunks(at.shape[-1])[1])
     assert main["statistics_desc"] == begin["statistics_ptr"]
     summed = name != "64"  # there 50 keys are one tile, which every query visits
     if summed:
@@ -1331,7 +1332,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert main["dq_desc"] == grads.q.data_ptr()
         assert "sums_ptr" not in main and "sums_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
-    config = configs.choose_backward_config(
+    config = backward_configs.choose_backward_config(
         head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name, ordered=ordered
     )
     assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma and summed else None)
@@ -1339,7 +1340,7 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
     if config.statistics_multiplied:
         rows = -(-50 // config.block_m) * 4 * config.block_m  # at least, of two sequences and heads
         following = min(at for of, at in begin.items() if of.endswith("_ptr") and at > begin["statistics_ptr"])
-        assert following - begin["statistics_ptr"] >= 2 * rows * configs.STATISTIC_COLUMNS * 2
+        assert following - begin["statistics_ptr"] >= 2 * rows * backward_configs.STATISTIC_COLUMNS * 2
     assert ("turns_ptr" in main) == ordered
     lists = 0 if side.block_lists is None else side.block_lists.data_ptr()
     assert main["problem.side.block_lists"] == lists

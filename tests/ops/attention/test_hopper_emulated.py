@@ -114,6 +114,33 @@ def test_all_keys_in_one_tile(
         assert (emulated.launched[-1] == "attention_end_kernel") is needs_sums
 
 
+#: Rows of these biases lie at multiples of 16 bytes, so TMA brings their tiles. The last ones end within a tile.
+_MOVED_BIASES: dict[str, dict[str, Any]] = {
+    "of heads": {"bias": "1hqk"},
+    "of sequences, causal, in order": {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
+    "constant, window, softcap": {
+        "bias": "bhqk", "constant": ("bias",), "arguments": {"window": (90, 20), "softcap": 3.0},
+    },
+    "block mask, dropout": {"bias": "1hqk", "block_mask": (256, 128), "arguments": {"dropout_p": 0.3}},
+    "packed": {"bias": "1hqk", "lengths_q": (129, 0, 70), "lengths_k": (136, 33, 90)},
+    "packed, one for all, key lengths": {
+        "bias": "11qk", "lengths_q": (129, 1), "lengths_k": (136, 130), "key_lengths": (70, 130),
+        "arguments": {"causal": True},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head_dim", [40, 128, 256])
+@pytest.mark.parametrize("changes", _MOVED_BIASES.values(), ids=_MOVED_BIASES)
+def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
+    hopper(seed=head_dim)
+    sizes = {"batch": 2, "seq_q": 200, "seq_k": 328, "head_dim": head_dim, "head_dim_v": head_dim}
+    case = replace(_SMALL, **sizes, **changes)
+    if head_dim == 128:
+        case = replace(case, dtype=torch.float16)
+    check(case, "hopper")
+
+
 _SLOPES: dict[str, dict[str, Any]] = {
     "full": {"alibi_slopes": "h"},
     "causal, in order": {"alibi_slopes": "bh", "arguments": {"causal": True, "deterministic": True}},

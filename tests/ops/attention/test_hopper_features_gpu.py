@@ -97,6 +97,24 @@ def test_packed(change: dict, head_dim: int) -> None:
     check(_case(change, base), "hopper", "cuda")
 
 
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bias": "1hqk"},
+        {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
+        {"bias": "bhqk", "constant": ("bias",), "arguments": {"window": (200, 100), "softcap": 5.0}},
+        {"bias": "11qk", "mask": "bhqk", "arguments": {"dropout_p": 0.2}},
+    ],
+    ids=str,
+)
+def test_bias_that_comes_by_tma(change: dict, head_dim: int, dtype: torch.dtype) -> None:
+    """Rows of the bias lie at multiples of 16 bytes, and end within a tile."""
+    base = replace(_BASE, seq_k=648, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
+    check(_case(change, base), "hopper", "cuda")
+
+
 def test_windows_of_swin() -> None:
     """49 tokens: rows of the bias begin anywhere."""
     check(replace(_BASE, batch=64, heads=6, heads_kv=6, seq_q=49, seq_k=49, head_dim=32, head_dim_v=32, bias="1hqk"),

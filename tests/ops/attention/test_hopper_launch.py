@@ -27,7 +27,7 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.backend import Phase
-from flashtile.ops.attention.hopper import backward_launch, configs, launch
+from flashtile.ops.attention.hopper import backward_configs, backward_launch, launch
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted, plain_side
 
@@ -42,7 +42,7 @@ class _Descriptor(NamedTuple):
     address: int
 
     def check(self) -> None:
-        itemsize, (shape, strides) = self.dtype.itemsize, self.layout
+        itemsize, (shape, strides, _) = self.dtype.itemsize, self.layout
         assert len(self.box) == len(shape) == len(strides) <= 5
         assert self.address % 16 == 0
         assert all(0 < size < 2**31 for size in shape)
@@ -288,9 +288,9 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert all(main[f"{name}_desc"].is_of(tensor) for name, tensor in described.items())
     assert begin["dout_ptr"] == dout.data_ptr()
     # The parts of the buffer, in their order: each has room.
-    config = configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
+    config = backward_configs.backward_config_of(q.shape[-1], v.shape[-1], spec)
     if summed:
-        sums = 4 * tiles * config.block_m * configs.tile_width(q.shape[-1])
+        sums = 4 * tiles * config.block_m * backward_configs.tile_width(q.shape[-1])
         assert begin["statistics_ptr"] >= begin["sums_ptr"] + sums
     masked_dout = begin["statistics_ptr"] + tiles * config.block_m * config.statistics_bytes
     masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0

@@ -90,8 +90,8 @@ def side_shape(side: SideInputs) -> SideShape:
         index_dtypes,
         None if side.key_lengths is None else side.key_lengths.dtype,
         side.dropout_seed is not None,
-        _table(side.bias),
-        _table(side.mask),
+        table_of(side.bias),
+        table_of(side.mask),
         0 if side.alibi_slopes is None else side.alibi_slopes.dim(),
         side.sinks is not None,
         block_sizes(side),
@@ -105,7 +105,8 @@ def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
 
 
-def _table(tensor: Tensor | None) -> Table | None:
+def table_of(tensor: Tensor | None) -> Table | None:
+    """What a plan needs to know of a bias or a mask."""
     if tensor is None:
         return None
     return Table(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
-from flashtile.ops.attention.hopper import configs
+from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
+from flashtile.ops.attention.plans import table_of
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -90,7 +91,7 @@ def _unsupported_blocks(call: AttentionCall) -> str | None:
     """Why the kernels cannot walk over the tiles of a block mask."""
     if call.spec.block_shape is None:
         return None
-    block_m, block_n = configs.block_mask_divisors(call.phase == "backward", *call.head_dims)
+    block_m, block_n = _block_mask_divisors(call.phase == "backward", *call.head_dims)
     tile_q, tile_k = call.spec.block_shape[2:]
     if tile_q % block_m or tile_k % block_n:
         return (
@@ -100,13 +101,26 @@ def _unsupported_blocks(call: AttentionCall) -> str | None:
     return None
 
 
+def _block_mask_divisors(backward: bool, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Queries and keys of a tile, of which those of a block mask's tiles must be multiples."""
+    if backward:
+        # With a soft cap tiles are smaller, so those that serve without one do.
+        cut = backward_configs.choose_backward_config(head_dim, head_dim_v, blocks=True)
+        return cut.block_m, cut.block_n
+    config = configs.choose_config(head_dim, head_dim_v, configs.SHORT_CAUSAL, False, False, True)
+    return config.block_m, config.block_n
+
+
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward":
         side = call.side or SideInputs()
-        cut = configs.backward_config_of(*heads, spec, configs.table_bytes(side.bias, side.mask), call.learned_slopes)
-        memory = configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
+        cut = backward_configs.backward_config_of(
+            *heads, spec, configs.table_bytes(side.bias, side.mask), call.learned_slopes,
+            configs.moves_by_tma(table_of(side.bias), call.dtype),
+        )  # fmt: skip
+        memory = backward_configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
         return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)
@@ -114,8 +128,9 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     side = call.side or SideInputs()
     tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
-        *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables
-    )
+        *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables,
+        configs.moves_by_tma(table_of(side.bias), call.dtype),
+    )  # fmt: skip
     memory = configs.shared_memory(config, *heads, call.dtype)
     warps = f"{config.consumers} computing warpgroups and a loading warp"
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)

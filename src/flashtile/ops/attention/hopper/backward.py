@@ -123,10 +123,11 @@ from flashtile.ops.attention.hopper.pieces import (
     matrix_layout,
     pack,
 )
+from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bias_tiles, move_bias
 
 
 class Descriptors(NamedTuple):
-    """TMA descriptors, of tensors with a head_dim as `Chunks`."""
+    """TMA descriptors, of tensors with a head_dim as `Chunks`; `bias`: a `MovedBias`."""
 
     q: Any
     k: Any
@@ -135,16 +136,17 @@ class Descriptors(NamedTuple):
     statistics: Any
     dk: Any
     dv: Any
+    bias: Any
 
 
 class Shared(NamedTuple):
     """What the roles share on chip.
 
     `q`, `k`, `v`, `dout`: rings that the producer fills. Keys and values have a tile for each 64 keys, queries and dout
-    one of M rows. `statistics` arrive with the queries. `dscores`: `dsᵀ` on its way to `sum_dq`. `probs`: with split
-    roles, `pᵀ` on its way from `sum_dv` to `sum_dk`; else None. `derivatives`: tiles that go with those of `probs`, if
-    DERIVATIVES_APART; else None. `tile_info`: with a block mask, what the producer
-    publishes of each step; else None. `queue`: the key tiles that it publishes.
+    one of M rows. `statistics` arrive with the queries, and so do the tiles of a `bias`, one for each 64 keys, if TMA
+    brings them (`tables`); else None. `dscores`: `dsᵀ` on its way to `sum_dq`. `probs`: with split roles, `pᵀ` on its
+    way from `sum_dv` to `sum_dk`; else None. `derivatives`: tiles that go with those of `probs`, if DERIVATIVES_APART;
+    else None. `tile_info`: with a block mask, what the producer publishes of each step; else None. `queue`: key tiles.
     """
 
     q: Any
@@ -152,6 +154,7 @@ class Shared(NamedTuple):
     v: Any
     dout: Any
     statistics: Any
+    bias: Any
     dscores: Any
     probs: Any
     derivatives: Any
@@ -179,7 +182,7 @@ class KeyGradients(NamedTuple):
 def attention_backward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
     statistics_desc, sums_desc, dq_desc, dq_tail_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
-    sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
+    bias_desc, sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -229,6 +232,7 @@ def attention_backward_kernel(
         statistics=statistics_desc,
         dk=Chunks(dk_desc, dk_tail_desc),
         dv=Chunks(dv_desc, dv_tail_desc),
+        bias=MovedBias(bias_desc, problem.numbers.bias),
     )
 
     READERS: gl.constexpr = 2
@@ -239,6 +243,9 @@ def attention_backward_kernel(
     statistics = gl.allocate_shared_memory(
         statistics_desc.dtype, [STAGES] + statistics_desc.block_shape, statistics_desc.layout
     )
+    bias = None
+    if bias_desc is not None:
+        bias = make_bias_tiles(bias_desc, STAGES, WARPGROUPS)
     ones = None
     if STATISTICS_MULTIPLIED:
         ones = make_ones(statistics_desc)
@@ -269,6 +276,7 @@ def attention_backward_kernel(
         v=v,
         dout=dout,
         statistics=Statistics(statistics, ones),
+        bias=bias,
         dscores=dscores,
         probs=probs,
         derivatives=derivatives,
@@ -421,7 +429,8 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
             write_tile_info(shared.tile_info, place, TILE_TURN, turn)
     full = q.full.index(slot.place)
     STATISTICS: gl.constexpr = 4 * STATISTIC_COLUMNS if config.STATISTICS_MULTIPLIED else 8
-    mbarrier.expect(full, config.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS))
+    TILES: gl.constexpr = config.KEYS // ROWS
+    mbarrier.expect(full, config.M * (2 * (q.WIDTH + q.TAIL) + STATISTICS) + bias_bytes(shared.bias, TILES))
     rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
     tma_load(descriptors.q.main, coordinates(rows, row, 0, config.PACKED), full, q.tiles.index(slot.place))
     if q.TAIL > 0:
@@ -429,6 +438,10 @@ def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
     number = first_number_of(work, step.head) + step.tile
     statistics_row = shared.statistics.tiles.shape[1] * number
     tma_load(descriptors.statistics, (statistics_row, 0), full, shared.statistics.tiles.index(slot.place))
+    if shared.bias is not None:
+        move_bias(
+            descriptors.bias, shared.bias, slot.place, work.sequence, rows.head, row, work.first_key, full, TILES, True
+        )  # fmt: skip
     shared.dout.fill(shared.dout.slot(count), descriptors.dout, rows, row, config.PACKED)
 
 
@@ -519,7 +532,7 @@ def _add_step(
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
-        tables = load_tables(keys.first, step, part, work, problem, config)
+        tables = load_tables(keys.first, slot, step, part, work, shared, problem, config, WHICH)
         s = warpgroup_mma_wait(0, [s])
         p, tanh = weights_of(
             s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
@@ -591,7 +604,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
-            tables = load_tables(work.first_key, step, 0, work, problem, config)
+            tables = load_tables(work.first_key, slot, step, 0, work, shared, problem, config, 0)
             s = warpgroup_mma_wait(0, [s])
             p, tanh = weights_of(
                 s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,

@@ -8,11 +8,12 @@ import torch
 
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.tma import Layout as TensorLayout
-from flashtile._backends.tma import chunks_maker, joined, packed_layout, strided_layout
+from flashtile._backends.tma import broadcast_layout, chunks_maker, joined, packed_layout, strided_layout
+from flashtile.ops.attention.hopper.backward_configs import STATISTIC_COLUMNS, backward_chunks, tile_width
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bounds import bounded_layout
-from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, STATISTIC_COLUMNS, backward_chunks, tile_width
-from flashtile.ops.attention.plans import Layout
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
+from flashtile.ops.attention.plans import Layout, Table
 
 
 def buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:
@@ -31,7 +32,7 @@ def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`, whose descriptor follows.
-MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv")
+MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias")
 
 
 def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
@@ -48,6 +49,8 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
             summed = config.sums_by_tma and not variant.single_key_tile
             boxes[name] = (together, CONSUMER_ROWS) if summed else None
+        elif name == "bias":
+            boxes[name] = (1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None
         elif name == "dq" and not variant.single_key_tile:
             boxes.update({"dq": None, "dq_tail": None})
         else:
@@ -68,6 +71,7 @@ def describer(
     shapes: tuple[torch.Size, ...],
     strides: tuple[tuple[int, ...], ...],
     gradients: tuple[Layout, Layout, Layout],
+    bias: Table | None,
     tiles: int,
 ) -> Callable[..., tuple]:
     """What makes all descriptors, from the addresses of `MOVED`."""
@@ -85,6 +89,7 @@ def describer(
         "dq": describe(dq.shape, dq.strides),
         "dk": describe_keys(dk.shape, dk.strides),
         "dv": describe_keys(dv.shape, dv.strides),
+        "bias": None if bias is None else broadcast_layout(bias.shape, bias.strides),
         **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in buffers(variant, tiles).items()},
     }
     boxes = boxes_of(variant)

@@ -30,7 +30,7 @@ def _at_least(WIDTH):
 
 @gluon.constexpr_function
 def _padded(HEAD_DIM):
-    """Elements from a row of dq to the next: `configs.padded_strides`."""
+    """Elements from a row of dq to the next: `backward_configs.padded_strides`."""
     return -(-HEAD_DIM // 8) * 8
 
 

@@ -29,18 +29,13 @@ from flashtile._backends.launch import (
 )
 from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
+from flashtile.ops.attention.hopper.backward_configs import backward_config_of, padded_strides, tile_width
 from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, buffers, describer, dtype_of, is_operand
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, has_single_key_tile, with_loops
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
-from flashtile.ops.attention.hopper.configs import (
-    PRODUCER_REGISTERS,
-    backward_config_of,
-    padded_strides,
-    table_bytes,
-    tile_width,
-)
+from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import (
     FLOAT32,
     INT32,
@@ -189,7 +184,7 @@ def _launch(
         side.cu_seqlens_q, row_statistics,
     )  # fmt: skip
     descriptors = plan.describe(
-        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), side.bias
     )
     plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums)
     if plan.end is not None:
@@ -227,7 +222,10 @@ def _plan(
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
-    config = backward_config_of(head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask), wanted.alibi_slopes)
+    config = backward_config_of(
+        head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask), wanted.alibi_slopes,
+        moves_by_tma(side.bias, dtype),
+    )  # fmt: skip
     # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
     block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
     tile_q, tile_k = block_tile or (None, None)
@@ -313,7 +311,7 @@ def _plan(
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
-        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), tiles), (dq, dk, dv),
+        begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles), (dq, dk, dv),
         allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),

@@ -22,6 +22,7 @@ from flashtile.ops.attention.hopper.tables import (
     add_bias,
     hide_by_mask,
     load_table,
+    moved_bias,
     table_of_head,
 )
 
@@ -76,12 +77,20 @@ def weights_of(
 
 
 @gluon.jit
-def load_tables(first_key, step, part: gl.constexpr, work, problem, config):
-    """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step."""
+def load_tables(
+    first_key, slot, step, part: gl.constexpr, work, shared, problem, config, WHICH: gl.constexpr
+):  # fmt: skip
+    """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step, whose queries lie in `slot`, and of the
+    `WHICH`-th 64 keys."""
+    QUERIES: gl.constexpr = config.M // config.PARTS
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     side = problem.side
     bias = 0
     mask = 0
-    if side.bias is not None:
+    if shared.bias is not None:
+        tile = shared.bias.index(slot.place * (config.KEYS // ROWS) + WHICH)
+        bias = moved_bias(tile, part * QUERIES, QUERIES, s_layout, True)
+    elif side.bias is not None:
         bias = _load_table(
             side.bias, problem.numbers.bias, config.BIAS_COLUMN, first_key, step, part, work, config, 0.0
         )

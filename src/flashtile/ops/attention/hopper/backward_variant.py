@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
-from flashtile.ops.attention.hopper.configs import BackwardConfig
+from flashtile.ops.attention.hopper.backward_configs import BackwardConfig
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.plans import band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters

@@ -1,16 +1,18 @@
-"""How the Hopper kernels are cut: frozen rows, and the pure functions that read them.
+"""How the Hopper kernels are cut, above all the forward: frozen rows, and the pure functions that read them.
 
-Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. Nothing here needs Triton.
+Rows were measured on an H200 with Triton 3.6, bf16; the reason stands beside each. `backward_configs` has those of the
+backward. Nothing here needs Triton.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple, Protocol
 
 import torch
 
-from flashtile._backends.allocate import contiguous_strides
-from flashtile.ops.attention.spec import FP8, AttentionSpec
+from flashtile.ops.attention.plans import Table
+from flashtile.ops.attention.spec import FP8
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
@@ -35,7 +37,7 @@ SHARED_MEMORY = 227 * 1024
 
 #: Barriers, the producer's messages, and what Triton passes to its partitions. Measured: up to 848 bytes, and with a
 #: third consumer of the forward 1,112.
-_OVERHEAD, _OVERHEAD_OF_A_THIRD = 1024, 128
+OVERHEAD, _OVERHEAD_OF_A_THIRD = 1024, 128
 
 
 class HopperConfig(NamedTuple):
@@ -51,6 +53,7 @@ class HopperConfig(NamedTuple):
         ahead: columns of a tile whose exponentials come while the product of the tile before is in flight, a power of
             two or 0; the others come after it.
         in_turn: consumers start their products one after the other.
+        bias_by_tma: TMA brings the tiles of a bias with the keys.
     """
 
     consumers: int
@@ -61,28 +64,12 @@ class HopperConfig(NamedTuple):
     q_in_registers: bool
     ahead: int
     in_turn: bool = False
+    bias_by_tma: bool = False
 
     @property
     def block_m(self) -> int:
         """Query rows of a tile."""
         return CONSUMER_ROWS * self.consumers
-
-
-def block_mask_divisors(backward: bool, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Queries and keys of a tile, of which those of a block mask's tiles must be multiples."""
-    if backward:
-        # With a soft cap tiles are smaller, so those that serve without one do.
-        cut = choose_backward_config(head_dim, head_dim_v, blocks=True)
-        return cut.block_m, cut.block_n
-    config = choose_config(head_dim, head_dim_v, SHORT_CAUSAL, False, False, True)
-    return config.block_m, config.block_n
-
-
-def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a gradient `[..., head_dim]`: contiguous, but that rows are padded to 16 bytes, so that TMA can write
-    them."""
-    *outer, head_dim = shape
-    return contiguous_strides((*outer, -(-head_dim // 8) * 8))
 
 
 def column_chunks(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
@@ -218,9 +205,11 @@ def choose_config(
     dtype: torch.dtype = torch.bfloat16,
     dropout: bool = False,
     tables: int = 0,
+    moved_bias: bool = False,
 ) -> HopperConfig:
     """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
-    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` and `function_bytes` have it."""
+    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` and `function_bytes` have it.
+    `moved_bias`: TMA can bring the bias (`moves_by_tma`)."""
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
     row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
@@ -231,11 +220,37 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
-    if (dropout or tables > 2) and row.block_n > 64:
+    between = 96 < widest <= 128
+    if (dropout or tables > 2 or (moved_bias and between)) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
+    if moved_bias:
+        # Milliseconds, 4 sequences of 2,048 tokens, 16 heads of 128: half the keys 0.275, and in turn 0.249; all keys
+        # 0.266. Of 96, in turn: half the keys 0.255, all 0.236. Of 64 (32 heads, 4,096): 1.54, in turn 1.55; 1.32.
+        row = _with_room_for_bias(row._replace(in_turn=row.in_turn or between), head_dim, head_dim_v, dtype)
     return row
+
+
+def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> HopperConfig:
+    """With the tiles of a bias on chip, in as many stages as fit beside a place for output, else without one. As it is
+    where there is no room for two stages."""
+    for outs in (1, 0):
+        for stages in range(row.stages, 1, -1):
+            cut = row._replace(stages=stages, bias_by_tma=True)
+            if _shared_memory(cut, head_dim, head_dim_v, dtype, 1, outs) <= SHARED_MEMORY:
+                return cut
+    return row
+
+
+def moves_by_tma(bias: Table | None, dtype: torch.dtype) -> bool:
+    """Whether TMA can bring tiles of a bias: it has queries and keys, the dtype of q, and rows of keys that lie side by
+    side, at multiples of 16 bytes. `dtype`: of q."""
+    if bias is None or bias.dtype is not dtype or 1 in bias.shape[2:] or bias.strides[2] == 0 or bias.strides[3] != 1:
+        return False
+    used = (stride for size, stride in zip(bias.shape, bias.strides[:-1]) if size > 1)
+    bits = functools.reduce(int.__or__, (stride * dtype.itemsize for stride in used), bias.misalignment)
+    return bits % 16 == 0
 
 
 class Broadcast(Protocol):
@@ -292,185 +307,7 @@ def _shared_memory(
 ) -> int:
     width, width_v = sum(column_chunks(head_dim, dtype)), sum(value_chunks(head_dim_v))
     read = dtype.itemsize * (config.block_m * queries + config.block_n * config.stages) * width
-    overhead = _OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
+    if config.bias_by_tma:
+        read += dtype.itemsize * config.block_m * config.block_n * config.stages
+    overhead = OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead
-
-
-#: Columns of statistics that are operands, the least that a product takes.
-STATISTIC_COLUMNS = 16
-
-
-class BackwardConfig(NamedTuple):
-    """How the main backward kernel is cut.
-
-    Attributes:
-        block_n: keys of a program.
-        block_m: queries of a tile.
-        parts: weights and gradients of the scores are computed for so large a part of a tile's queries at a time, half
-            (2) or all of it (1); all of it in split roles.
-        stages: tiles of queries and of dout in flight.
-        key_stages: tiles of keys and of values on chip: with two, the next one is loaded while one is worked on.
-        dscore_stages: places for the gradients of scores (in split roles also for the weights) that one warpgroup hands
-            to another.
-        sum_columns: columns of dq that are multiplied and added to the sums at a time.
-        split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
-            both for half of the keys.
-        producer: a warp of its own loads; else the warpgroup that sums dq does, which leaves the others more registers
-            (not with block masks, whose lists that warp reads).
-        registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
-        statistics_multiplied: lse and delta are taken off the scores and their gradients by a product more, as operands
-            of 16 columns (three bfloat16 that they are the sum of); else they are loaded, and subtracted.
-        sums_by_tma: dq goes through shared memory, and TMA adds it to the sums; else threads do, four numbers at once.
-    """
-
-    block_n: int
-    block_m: int
-    parts: int
-    stages: int
-    key_stages: int
-    dscore_stages: int
-    sum_columns: int
-    split_roles: bool
-    producer: bool
-    registers: int
-    statistics_multiplied: bool
-    sums_by_tma: bool
-
-    @property
-    def max_registers(self) -> int:
-        """Registers per thread at launch: 64 Ki over four warpgroups (three without a producer)."""
-        return 128 if self.producer else 168
-
-    @property
-    def statistics_bytes(self) -> int:
-        """Bytes of lse and delta of a query: two float32, or two rows of 16-bit operands."""
-        return 4 * STATISTIC_COLUMNS if self.statistics_multiplied else 8
-
-
-# fmt: off
-#: 128 keys, 64 of them for each of two warpgroups.
-_HALVES_OF_KEYS = BackwardConfig(
-    block_n=128, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
-    sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
-)
-
-#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
-_BACKWARD_ROWS = (
-    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
-    # multiplied: 3 % fewer cycles.
-    (64, 64, BackwardConfig(
-        block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
-    )),
-    # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
-    (96, 96, _HALVES_OF_KEYS._replace(stages=4)),
-    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
-    # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
-    (128, 128, _HALVES_OF_KEYS),
-    # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
-    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
-    (192, 128, BackwardConfig(
-        block_n=128, block_m=64, parts=2, stages=2, key_stages=1, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
-    )),
-    # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit. Sums not by TMA:
-    # 8 % fewer cycles. Statistics multiplied: 2.6 % more.
-    (256, 256, BackwardConfig(
-        block_n=64, block_m=64, parts=1, stages=2, key_stages=1, dscore_stages=1,
-        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=False,
-    )),
-)
-
-#: The rows with a soft cap, which needs registers for its derivative too, and with dropout and full tables.
-#: Milliseconds with a soft cap at 8,192 tokens, full.
-_BACKWARD_CAPPED_ROWS = (
-    # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
-    (64, 64, BackwardConfig(
-        block_n=128, block_m=64, parts=1, stages=3, key_stages=2, dscore_stages=2,
-        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
-    )),
-    # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
-    (128, 128, BackwardConfig(
-        block_n=64, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
-        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
-    )),
-    _BACKWARD_ROWS[-1],
-)
-# fmt: on
-
-
-def backward_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile of the backward, in one or two powers of two: 65 to 80 = 64 + 16, 81 to 96 = 64 + 32, 129 to
-    160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
-    whole = max(64, 1 << (head_dim - 1).bit_length())
-    tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
-    return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
-
-
-def tile_width(head_dim: int) -> int:
-    """Columns of a tile of the backward."""
-    return sum(backward_chunks(head_dim))
-
-
-#: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
-_LEAST_SCALE = 2.0**-64
-
-
-def choose_backward_config(
-    head_dim: int,
-    head_dim_v: int,
-    softcap: bool = False,
-    blocks: bool = False,
-    left: bool = False,
-    scale: float = 1.0,
-    ordered: bool = False,
-    modified: bool = False,
-    derivatives_apart: bool = False,
-) -> BackwardConfig:
-    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
-    a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
-    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`).
-    `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
-    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`. `derivatives_apart`: as in
-    `backward_tiles.KernelConfig`. The widest heads have room for them and for additions by TMA only if these take fewer
-    columns."""
-    rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
-    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
-    # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
-    if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
-        row = row._replace(statistics_multiplied=False)
-    if ordered:
-        row = row._replace(sums_by_tma=True)
-    if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
-        row = row._replace(sum_columns=row.sum_columns // 2)
-    return row._replace(producer=True, registers=208) if blocks and not row.producer else row
-
-
-def backward_config_of(
-    head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0, learned_slopes: bool = False
-) -> BackwardConfig:
-    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`."""
-    capped = spec.softcap > 0
-    blocks, left = spec.block_shape is not None, spec.window_left is not None
-    modified = spec.dropout_p > 0 or tables > 1
-    return choose_backward_config(
-        head_dim, head_dim_v, capped, blocks, left, spec.scale, spec.deterministic, modified, capped and learned_slopes
-    )
-
-
-def backward_shared_memory(
-    config: BackwardConfig, head_dim: int, head_dim_v: int, derivatives_apart: bool = False
-) -> int:
-    """Estimate of the shared memory of a program of the main backward kernel, in bytes. `derivatives_apart`: as in
-    `backward_tiles.KernelConfig`."""
-    width = tile_width(head_dim) + tile_width(head_dim_v)
-    rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
-    kinds = 2 + derivatives_apart if config.split_roles else 1
-    handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
-    statistics = config.statistics_bytes * config.stages * config.block_m
-    if config.statistics_multiplied:
-        statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
-    sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
-    handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
-    tails = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v))  # Measured: up to 12 bytes more
-    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * tails + _OVERHEAD

@@ -103,7 +103,14 @@ from flashtile.ops.attention.hopper.pieces import (
     tile_in_order,
 )
 from flashtile.ops.attention.hopper.scores import distance_shift
-from flashtile.ops.attention.hopper.tables import last_shown, table_of_head
+from flashtile.ops.attention.hopper.tables import (
+    MovedBias,
+    bias_bytes,
+    last_shown,
+    make_bias_tiles,
+    move_bias,
+    table_of_head,
+)
 
 
 @aggregate
@@ -139,22 +146,25 @@ class KernelConfig:
 
 
 class Tensors(NamedTuple):
-    """TMA descriptors of each tensor, as `Chunks`."""
+    """TMA descriptors of each tensor, as `Chunks`; `bias`: a `MovedBias`."""
 
     q: Any
     k: Any
     v: Any
     out: Any
+    bias: Any
 
 
 class Rings(NamedTuple):
     """Tiles of queries (64 rows for each consumer), keys and values, which the producer fills and consumers empty.
-    `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None."""
+    `k_tail`: the second chunk of keys, where it is released apart from the first (ONE_STAGE); else None. `bias`: the
+    tiles of a bias that TMA brings, one for each consumer, which come and go with the keys (`tables`); else None."""
 
     q: Any
     k: Any
     k_tail: Any
     v: Any
+    bias: Any
 
 
 class Problem(NamedTuple):
@@ -240,7 +250,7 @@ class Attended(NamedTuple):
 
 @gluon.jit
 def attention_forward_kernel(
-    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc,
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, bias_desc,
     lse_ptr, counter_ptr, problem, constants,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
@@ -284,17 +294,22 @@ def attention_forward_kernel(
         k=Chunks(k_desc, k_tail_desc),
         v=Chunks(v_desc, v_tail_desc),
         out=Chunks(out_desc, out_tail_desc),
+        bias=MovedBias(bias_desc, problem.numbers.bias),
     )
     keys = tensors.k
     k_tail = None
     if STAGES == 1 and k_tail_desc is not None:
         keys = Chunks(k_desc, None)
         k_tail = make_ring(Chunks(k_tail_desc, None), STAGES=STAGES, READERS=CONSUMERS)
+    bias_tiles = None
+    if bias_desc is not None:
+        bias_tiles = make_bias_tiles(bias_desc, STAGES, CONSUMERS)
     rings = Rings(
         q=make_ring(tensors.q, STAGES=QUERY_PLACES, READERS=1, PARTS=CONSUMERS),
         k=make_ring(keys, STAGES=STAGES, READERS=CONSUMERS),
         k_tail=k_tail,
         v=make_ring(tensors.v, STAGES=STAGES, READERS=CONSUMERS),
+        bias=bias_tiles,
     )
     out_tiles = None
     if OUT_PLACES > 0:
@@ -434,15 +449,14 @@ def produce_tile(
             head = at.head // problem.group
             key_rows = HeadRows(at.sequence, head, k_begin, keys)
             value_rows = HeadRows(at.sequence, head, v_begin, keys)
+            load_keys(slot, at, rings, tensors, key_rows, row, config, BOUNDED)
             if config.ONE_STAGE:
                 # Keys become free before the values of the tile before, so they are loaded before these.
-                load_keys(slot, rings, tensors, key_rows, row, BOUNDED)
                 if done > 0:
                     before = key_slot(rings, key_tiles - 1)
                     rings.v.fill(before, tensors.v, value_rows, row_before, BOUNDED, column)
                 row_before = row
             else:
-                rings.k.load(slot, tensors.k, key_rows, row, BOUNDED)
                 rings.v.fill(slot, tensors.v, value_rows, row, BOUNDED, column)
             key_tiles += 1
             if done == 0:  # the answer takes time: ask early, but not before there is work for the consumers
@@ -479,9 +493,15 @@ def query_of_step(query, q_slot, key_tiles, rings, s_layout: gl.constexpr, confi
 
 
 @gluon.jit
-def load_keys(slot, rings, tensors, rows, row, BOUNDED: gl.constexpr):
-    """Loads a tile of keys into a slot whose first chunk is free."""
-    rings.k.load(slot, tensors.k, rows, row, BOUNDED)
+def load_keys(slot, at, rings, tensors, rows, row, config, BOUNDED: gl.constexpr):
+    """Loads a tile of keys into a slot whose first chunk is free, and its bias for the queries `at` a `LocatedTile`."""
+    BIAS_BYTES: gl.constexpr = bias_bytes(rings.bias, config.CONSUMERS)
+    rings.k.load(slot, tensors.k, rows, row, BOUNDED, BESIDE=BIAS_BYTES)
+    if rings.bias is not None:
+        move_bias(
+            tensors.bias, rings.bias, slot.place, at.sequence, at.head, at.first, row, rings.k.full.index(slot.place),
+            config.CONSUMERS, False,
+        )  # fmt: skip
     if rings.k_tail is not None:
         rings.k_tail.fill(slot, Chunks(tensors.k.tail, None), rows, row, BOUNDED, rings.k.WIDTH)
 
@@ -686,7 +706,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     n, kind, bits = key_tile_at(view.tiles.end - 1, slot, view, blocks, k, config)
     query_here = query_of_step(query, q_slot, key_tiles, rings, s_layout, config)
     scores = start_scores(query_here, rings, slot, zeros)
-    tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
+    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
     s = wait_scores(scores, rings, slot, 0)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
@@ -731,7 +751,7 @@ def scores_during_values(
     if config.IN_TURN:
         end_turn(WHICH, config.CONSUMERS)
     n, kind, bits = key_tile_at(view.tiles.begin + view.tiles.end - 1 - done, slot, view, blocks, k, config)
-    tables = load_table_tiles(n, modifiers, view, config, k.ROWS, s_layout)
+    tables = load_table_tiles(n, slot, modifiers, view, rings, config, s_layout, WHICH)
     s = wait_scores(scores, rings, slot, PRODUCTS)
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, MAY_CUT, config)
     return s, out, slot, n

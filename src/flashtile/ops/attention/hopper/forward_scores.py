@@ -19,7 +19,7 @@ from flashtile.ops.attention.hopper.dropout import dropout_of_head, kept_weights
 from flashtile.ops.attention.hopper.eight_bits import LEAST_UNIT, load_descale
 from flashtile.ops.attention.hopper.pieces import M, mask_scores
 from flashtile.ops.attention.hopper.scores import LOG2_E, capped, load_slope, lowered_by_distance
-from flashtile.ops.attention.hopper.tables import TableTiles, add_bias, hide_by_mask, load_table
+from flashtile.ops.attention.hopper.tables import TableTiles, add_bias, hide_by_mask, load_table, moved_bias
 
 
 class HeadModifiers(NamedTuple):
@@ -116,12 +116,15 @@ def function_scores(s, first_key, read, function, view, config):
 
 
 @gluon.jit
-def load_table_tiles(n, modifiers, view, config, N: gl.constexpr, layout: gl.constexpr):
-    """The tiles of the tables that belong to the `n`-th key tile, in the layout of scores, and what a score function
-    reads for it."""
+def load_table_tiles(n, slot, modifiers, view, rings, config, layout: gl.constexpr, WHICH: gl.constexpr):
+    """The tiles of the tables that belong to the `n`-th key tile, which lies in `slot`, in the layout of scores, and
+    what a score function reads for it."""
+    N: gl.constexpr = rings.k.ROWS
     bias = 0
     mask = 0
-    if modifiers.bias is not None:
+    if rings.bias is not None:
+        bias = moved_bias(rings.bias.index(slot.place * config.CONSUMERS + WHICH), 0, M, layout, False)
+    elif modifiers.bias is not None:
         # Past the end of the table NaN, so that too small a table is seen; rows past those of q count for nothing.
         bias = load_table(
             modifiers.bias, modifiers.numbers.bias, config.BIAS_COLUMN, view.first, n * N, M, N, layout, float("nan"),

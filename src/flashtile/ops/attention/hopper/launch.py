@@ -7,6 +7,7 @@ remember. Strides, lengths, batch and heads do not decide machine code.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -16,7 +17,14 @@ from torch import Tensor
 from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to
-from flashtile._backends.tma import chunks_maker, descriptor_parameter, joined, packed_layout, strided_layout
+from flashtile._backends.tma import (
+    broadcast_layout,
+    chunks_maker,
+    descriptor_parameter,
+    joined,
+    packed_layout,
+    strided_layout,
+)
 from flashtile.ops.attention.hopper.backward_launch import backward, prepare_backward
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
@@ -26,6 +34,7 @@ from flashtile.ops.attention.hopper.configs import (
     choose_config,
     column_chunks,
     function_bytes,
+    moves_by_tma,
     out_places,
     query_places,
     table_bytes,
@@ -33,7 +42,12 @@ from flashtile.ops.attention.hopper.configs import (
     value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
+from flashtile.ops.attention.hopper.parameters import (
+    score_units,
+    side_of_call,
+    whole_tiles,
+    with_aligned_lists,
+)
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, positive_scale, side_shape, tiles_of
@@ -49,8 +63,9 @@ __all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.
 _LONG_KEYS = 4096
 
-#: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns.
-_MOVED = ("q", "k", "v", "out")
+#: The tensors that TMA moves, in the order of the kernel's parameters: each once for either chunk of its columns; a
+#: bias once, if at all.
+_MOVED = ("q", "k", "v", "out", "bias")
 
 
 class ForwardPlan(NamedTuple):
@@ -112,7 +127,8 @@ def _launch(
     """Enqueues the kernel, from addresses. Returns (out, lse)."""
     out, lse = plan.allocate()
     counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
-    plan.kernel.launch(*plan.describe(q, k, v, out.data_ptr()), lse.data_ptr(), counter, *side, *captured)
+    descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
+    plan.kernel.launch(*descriptors, lse.data_ptr(), counter, *side, *captured)
     return out, lse
 
 
@@ -162,7 +178,7 @@ def _plan(
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
-        table_bytes(side.bias, side.mask) + function_bytes(spec.score_program),
+        table_bytes(side.bias, side.mask) + function_bytes(spec.score_program), moves_by_tma(side.bias, dtype),
     )  # fmt: skip
     # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
     block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
@@ -190,7 +206,7 @@ def _plan(
     described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
     read = captured_parameters(side.captured)
     bounds = score_bounds(batch, shapes, side) if covered else None
-    dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype))))
+    dtypes = dict(zip(_MOVED, (dtype, dtype, out_dtype(dtype), out_dtype(dtype), dtype)))
     parameters = {
         **{
             f"{name}{part}_desc": descriptor_parameter(dtypes[name], box)
@@ -256,7 +272,12 @@ def _plan(
             (*strides[:2], strides_v, outputs[0].strides),
         )
     ]
-    makers = tuple(chunks_maker(dtypes[name], boxes[name], layout) for name, layout in zip(_MOVED, layouts))
+    if side.bias is not None:
+        # Past the end of a bias NaN, so that too small a bias is seen; rows past those of q count for nothing.
+        layouts.append(broadcast_layout(side.bias.shape, side.bias.strides, nan_outside=True))
+    makers = tuple(
+        chunks_maker(dtypes[name], boxes[name], layout) for name, layout in itertools.zip_longest(_MOVED, layouts)
+    )
     return ForwardPlan(kernel, dynamic, makers, joined(makers), allocator(outputs, device), widening)
 
 
@@ -278,9 +299,8 @@ def _boxes(
     rows = {"q": CONSUMER_ROWS, "k": config.block_n, "v": config.block_n, "out": CONSUMER_ROWS}
     widths = {"q": chunks, "k": chunks, "v": chunks_v, "out": chunks_v}
     ends = {"q": packed, "k": bounded, "v": bounded, "out": packed}
-    return {
-        name: tuple(
-            ((1, 1) if ends[name] else (1,)) + (rows[name], 1, width) if width else None for width in widths[name]
-        )
-        for name in _MOVED
+    boxes: dict[str, tuple[tuple[int, ...] | None, ...]] = {
+        name: tuple(((1, 1) if ends[name] else (1,)) + (rows[name], 1, width) if width else None for width in both)
+        for name, both in widths.items()
     }
+    return {**boxes, "bias": ((1, 1, CONSUMER_ROWS, config.block_n) if config.bias_by_tma else None,)}

@@ -113,11 +113,12 @@ class Ring:
         mbarrier.wait(self.empty.index(slot.place), slot.phase ^ 1)
 
     @gluon.jit
-    def load(self, slot, descriptors, rows, row, PACKED: gl.constexpr, column=0):
+    def load(self, slot, descriptors, rows, row, PACKED: gl.constexpr, column=0, BESIDE: gl.constexpr = 0):
         """Producer: starts the load of the rows of a head from `row` on, and their columns from `column` on, into a
-        slot that is free."""
+        slot that is free. The tile is there when `BESIDE` bytes more have arrived, which the caller loads."""
         full = self.full.index(slot.place)
-        mbarrier.expect(full, self.tiles.dtype.primitive_bitwidth // 8 * self.ROWS * (self.WIDTH + self.TAIL))
+        BYTES: gl.constexpr = self.tiles.dtype.primitive_bitwidth // 8 * self.ROWS * (self.WIDTH + self.TAIL)
+        mbarrier.expect(full, BYTES + BESIDE)
         tma_load(descriptors.main, coordinates(rows, row, column, PACKED), full, self.tiles.index(slot.place))
         if self.TAIL > 0:
             tail = coordinates(rows, row, column + self.WIDTH, PACKED)

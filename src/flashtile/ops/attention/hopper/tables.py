@@ -1,12 +1,17 @@
 """Tables in the Hopper kernels: a bias or a boolean mask that broadcasts to the scores.
 
-Threads read the elements that belong to their own scores. A dimension of size 1 is not read over and over: without
-rows, a padding mask `[batch, 1, 1, seq_k]` is one vector `[N]` for all rows of a tile.
+TMA brings the tiles of a bias of queries × keys where it can (`configs.bias_by_tma`), with the keys of a forward and
+the queries of a backward, whose barrier says that they are there. `ldmatrix` hands each thread the elements of its own
+scores, four times two in an instruction.
+
+Of other tables threads read the elements that belong to their own scores from device memory. A dimension of size 1 is
+not read over and over: without rows, a padding mask `[batch, 1, 1, seq_k]` is one vector `[N]` for all rows of a tile.
 """
 
 from typing import Any, NamedTuple
 
-from flashtile._backends.gluon import gl, gluon
+from flashtile._backends.gluon import gl, gluon, tma_load
+from flashtile.ops.attention.hopper.pieces import matrix
 
 
 class TableTiles(NamedTuple):
@@ -18,6 +23,13 @@ class TableTiles(NamedTuple):
     read: Any
 
 
+class MovedBias(NamedTuple):
+    """A bias that TMA brings: its descriptor, and `side_parameters.TableNumbers`."""
+
+    descriptor: Any
+    numbers: Any
+
+
 @gluon.jit
 def table_of_head(pointer, numbers, sequence, head):
     """A pointer to the first element of a head of a sequence; None where there is no table. `numbers`:
@@ -27,6 +39,45 @@ def table_of_head(pointer, numbers, sequence, head):
         batch = gl.to_tensor(sequence).to(gl.int64) * numbers.stride_batch
         first = pointer + (batch + gl.to_tensor(head).to(gl.int64) * numbers.stride_head)
     return first
+
+
+@gluon.jit
+def make_bias_tiles(desc, STAGES: gl.constexpr, PARTS: gl.constexpr):
+    """Room for the tiles of a bias that TMA brings: `PARTS` in each stage of a ring of keys or queries."""
+    return gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_shape, desc.layout)
+
+
+@gluon.constexpr_function
+def bias_bytes(tiles, PARTS):
+    """Bytes of these tiles in a stage; 0 without any."""
+    return 0 if tiles is None else tiles.dtype.primitive_bitwidth // 8 * PARTS * tiles.shape[-2] * tiles.shape[-1]
+
+
+@gluon.jit
+def move_bias(
+    bias, tiles, place, sequence, head, query, key, barrier, PARTS: gl.constexpr, ALONG_KEYS: gl.constexpr
+):  # fmt: skip
+    """Producer: starts the loads of the tiles of stage `place` of a head's bias, from `query` and `key` on, beside each
+    other along queries or keys. Where a bias broadcasts along sequences or heads, its descriptor has one of them."""
+    sequence = gl.where(bias.numbers.stride_batch == 0, 0, sequence)
+    head = gl.where(bias.numbers.stride_head == 0, 0, head)
+    for part in gl.static_range(PARTS):
+        tma_load(bias.descriptor, (sequence, head, query, key), barrier, tiles.index(place * PARTS + part))
+        if ALONG_KEYS:
+            key += tiles.shape[-1]
+        else:
+            query += tiles.shape[-2]
+
+
+@gluon.jit
+def moved_bias(place, first_query, QUERIES: gl.constexpr, layout: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """`QUERIES` rows from `first_query` on of a tile that TMA brought, in eights as `load_table` returns them."""
+    tile = matrix(place, place.shape[-2], place.shape[-1])
+    if QUERIES < place.shape[-2]:
+        tile = tile.slice(first_query, QUERIES)
+    if TRANSPOSED:
+        tile = tile.permute([1, 0])
+    return in_eights(tile.load(layout))
 
 
 @gluon.jit

@@ -1,0 +1,205 @@
+"""How the Hopper backward is cut: frozen rows, and the pure functions that read them, as `configs`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flashtile._backends.allocate import contiguous_strides
+from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, OVERHEAD, SHARED_MEMORY
+from flashtile.ops.attention.spec import AttentionSpec
+
+#: Columns of statistics that are operands, the least that a product takes.
+STATISTIC_COLUMNS = 16
+
+
+class BackwardConfig(NamedTuple):
+    """How the main backward kernel is cut.
+
+    Attributes:
+        block_n: keys of a program.
+        block_m: queries of a tile.
+        parts: weights and gradients of the scores are computed for so large a part of a tile's queries at a time, half
+            (2) or all of it (1); all of it in split roles.
+        stages: tiles of queries and of dout in flight.
+        key_stages: tiles of keys and of values on chip: with two, the next one is loaded while one is worked on.
+        dscore_stages: places for the gradients of scores (in split roles also for the weights) that one warpgroup hands
+            to another.
+        sum_columns: columns of dq that are multiplied and added to the sums at a time.
+        split_roles: one warpgroup computes the weights and dv, another the scores' gradients and dk; else each does
+            both for half of the keys.
+        producer: a warp of its own loads; else the warpgroup that sums dq does, which leaves the others more registers
+            (not with block masks, whose lists that warp reads).
+        registers: of a thread of those two; the sums' warpgroup has what they and the producer leave.
+        statistics_multiplied: lse and delta are taken off the scores and their gradients by a product more, as operands
+            of 16 columns (three bfloat16 that they are the sum of); else they are loaded, and subtracted.
+        sums_by_tma: dq goes through shared memory, and TMA adds it to the sums; else threads do, four numbers at once.
+        bias_by_tma: TMA brings the tiles of a bias with the queries.
+    """
+
+    block_n: int
+    block_m: int
+    parts: int
+    stages: int
+    key_stages: int
+    dscore_stages: int
+    sum_columns: int
+    split_roles: bool
+    producer: bool
+    registers: int
+    statistics_multiplied: bool
+    sums_by_tma: bool
+    bias_by_tma: bool = False
+
+    @property
+    def max_registers(self) -> int:
+        """Registers per thread at launch: 64 Ki over four warpgroups (three without a producer)."""
+        return 128 if self.producer else 168
+
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of lse and delta of a query: two float32, or two rows of 16-bit operands."""
+        return 4 * STATISTIC_COLUMNS if self.statistics_multiplied else 8
+
+
+# fmt: off
+#: 128 keys, 64 of them for each of two warpgroups.
+_HALVES_OF_KEYS = BackwardConfig(
+    block_n=128, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
+    sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+)
+
+#: (widest head_dim, widest head_dim_v, config). TFLOP/s at 8,192 tokens without a mask.
+_BACKWARD_ROWS = (
+    # Tiles of 128 queries: more work for each byte of shared memory that is read (600; 64 queries 485). Statistics
+    # multiplied: 3 % fewer cycles.
+    (64, 64, BackwardConfig(
+        block_n=128, block_m=128, parts=1, stages=2, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=True, sums_by_tma=True,
+    )),
+    # Four stages: with three, D 80 at 1,024 tokens 0.54 ms instead of 0.50, D 96 at 4,096 1.82 instead of 1.80.
+    (96, 96, _HALVES_OF_KEYS._replace(stages=4)),
+    # Three stages 2 % faster than two. dq 32 columns at a time: 507 instead of 609. Statistics multiplied: 2 % fewer
+    # cycles at 512 tokens, 8 % from 2,048 on. Sums not by TMA: 1 to 3 % more.
+    (128, 128, _HALVES_OF_KEYS),
+    # dk and dv take so many registers that a producer would leave too few: ptxas would let no two products be in
+    # flight (403, causal 328; so 434 and 396). Sums not by TMA: 5 to 9 % fewer cycles.
+    (192, 128, BackwardConfig(
+        block_n=128, block_m=64, parts=2, stages=2, key_stages=1, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=False, registers=216, statistics_multiplied=True, sums_by_tma=False,
+    )),
+    # 64 keys: no more fit on chip. One place for gradients of scores, so that two tiles of dout fit. Sums not by TMA:
+    # 8 % fewer cycles. Statistics multiplied: 2.6 % more.
+    (256, 256, BackwardConfig(
+        block_n=64, block_m=64, parts=1, stages=2, key_stages=1, dscore_stages=1,
+        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=False,
+    )),
+)
+
+#: The rows with a soft cap, which needs registers for its derivative too, and with dropout and full tables.
+#: Milliseconds with a soft cap at 8,192 tokens, full.
+_BACKWARD_CAPPED_ROWS = (
+    # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
+    (64, 64, BackwardConfig(
+        block_n=128, block_m=64, parts=1, stages=3, key_stages=2, dscore_stages=2,
+        sum_columns=64, split_roles=False, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
+    )),
+    # 5.99; the row without a soft cap 9.92, 64 keys × 128 queries 6.37.
+    (128, 128, BackwardConfig(
+        block_n=64, block_m=64, parts=1, stages=3, key_stages=1, dscore_stages=2,
+        sum_columns=64, split_roles=True, producer=True, registers=208, statistics_multiplied=False, sums_by_tma=True,
+    )),
+    _BACKWARD_ROWS[-1],
+)
+# fmt: on
+
+
+def backward_chunks(head_dim: int) -> tuple[int, int]:
+    """Columns of a tile of the backward, in one or two powers of two: 65 to 80 = 64 + 16, 81 to 96 = 64 + 32, 129 to
+    160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
+    whole = max(64, 1 << (head_dim - 1).bit_length())
+    tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
+    return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
+
+
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile of the backward."""
+    return sum(backward_chunks(head_dim))
+
+
+#: Below it lse, in units of scores that this is to be multiplied by, might be more than a bfloat16 holds.
+_LEAST_SCALE = 2.0**-64
+
+
+def choose_backward_config(
+    head_dim: int,
+    head_dim_v: int,
+    softcap: bool = False,
+    blocks: bool = False,
+    left: bool = False,
+    scale: float = 1.0,
+    ordered: bool = False,
+    modified: bool = False,
+    derivatives_apart: bool = False,
+    moved_bias: bool = False,
+) -> BackwardConfig:
+    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
+    a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
+    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`).
+    `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
+    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`. `derivatives_apart`: as in
+    `backward_tiles.KernelConfig`. The widest heads have room for them and for additions by TMA only if these take fewer
+    columns. `moved_bias`: TMA can bring the bias, and does if its tiles fit."""
+    rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
+    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
+    if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
+        row = row._replace(statistics_multiplied=False)
+    if ordered:
+        row = row._replace(sums_by_tma=True)
+    if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
+        row = row._replace(sum_columns=row.sum_columns // 2)
+    if moved_bias:
+        cut = row._replace(bias_by_tma=True)
+        row = cut if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY else row
+    return row._replace(producer=True, registers=208) if blocks and not row.producer else row
+
+
+def backward_config_of(
+    head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0, learned_slopes: bool = False,
+    moved_bias: bool = False,
+) -> BackwardConfig:  # fmt: skip
+    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`."""
+    capped = spec.softcap > 0
+    blocks, left = spec.block_shape is not None, spec.window_left is not None
+    modified = spec.dropout_p > 0 or tables > 1
+    return choose_backward_config(
+        head_dim, head_dim_v, capped, blocks, left, spec.scale, spec.deterministic, modified,
+        capped and learned_slopes, moved_bias,
+    )  # fmt: skip
+
+
+def backward_shared_memory(
+    config: BackwardConfig, head_dim: int, head_dim_v: int, derivatives_apart: bool = False
+) -> int:
+    """Estimate of the shared memory of a program of the main backward kernel, in bytes. `derivatives_apart`: as in
+    `backward_tiles.KernelConfig`."""
+    width = tile_width(head_dim) + tile_width(head_dim_v)
+    rows = (config.block_n * config.key_stages + config.block_m * config.stages) * width
+    kinds = 2 + derivatives_apart if config.split_roles else 1
+    handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
+    if config.bias_by_tma:
+        rows += config.block_m * config.block_n * config.stages
+    statistics = config.statistics_bytes * config.stages * config.block_m
+    if config.statistics_multiplied:
+        statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
+    sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
+    handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
+    tails = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v))  # Measured: up to 12 bytes more
+    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * tails + OVERHEAD
+
+
+def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a gradient `[..., head_dim]`: contiguous, but that rows are padded to 16 bytes, so that TMA can write
+    them."""
+    *outer, head_dim = shape
+    return contiguous_strides((*outer, -(-head_dim // 8) * 8))
