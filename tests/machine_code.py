@@ -24,8 +24,8 @@ import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
-from flashtile.ops.attention.hopper import backward_launch as hopper_backward_launch
 from flashtile.ops.attention.hopper import launch as hopper_launch
+from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
@@ -440,7 +440,7 @@ def compile_hopper(call: Call) -> Binary:
 
 def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
     """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    source = hopper_backward_launch.backward_source(kernel, variant)
+    source = backward_source(kernel, variant)
     compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
     return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
 

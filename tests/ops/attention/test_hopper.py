@@ -40,6 +40,7 @@ from flashtile.ops.attention.hopper import (
     pieces,
 )
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window
@@ -963,7 +964,7 @@ def _forward_forms(forms: dict[str, Call]) -> list[str]:
 def test_a_form_that_is_not_compiled_repeats_others() -> None:
     """Another form compiles its row of the table, and each thing that changes its code is in one that is compiled."""
     forward = {form: (hopper_config(of), hopper_plan(of).kernel.source) for form, of in _EVERY_FORWARD.items()}
-    backward = {form: (of.config, backward_launch.backward_source("main", of)) for form, of in _EVERY_BACKWARD.items()}
+    backward = {form: (of.config, backward_source("main", of)) for form, of in _EVERY_BACKWARD.items()}
     for forms, repeats in ((forward, REPEATS), (backward, BACKWARD_REPEATS)):
         assert repeats < forms.keys()
         compiled = [forms[form] for form in forms.keys() - repeats]
@@ -1123,13 +1124,7 @@ _BACKWARD_SPILLS = 240
 
 def _backward_forms(forms: dict[str, BackwardVariant]) -> list[str]:
     """Those that are compiled: each source once, and no form that repeats others."""
-    return differing(
-        {
-            form: backward_launch.backward_source("main", of)
-            for form, of in forms.items()
-            if form not in BACKWARD_REPEATS
-        }
-    )
+    return differing({form: backward_source("main", of) for form, of in forms.items() if form not in BACKWARD_REPEATS})
 
 
 @pytest.mark.parametrize("form", _backward_forms(BACKWARD_FORMS))
@@ -1170,7 +1165,7 @@ def _of_first_and_last_kernel() -> list[tuple[str, str]]:
     """Neither multiplies matrices, so what changes their code adds up: each change is compiled once."""
     sources = {
         kernel: {
-            form: backward_launch.backward_source(kernel, of)
+            form: backward_source(kernel, of)
             for form, of in _EVERY_BACKWARD.items()
             if kernel == "begin" or not of.single_key_tile
         }
@@ -1196,9 +1191,9 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
     stated = []
     monkeypatch.setattr(backend_launch, "_gluon_source", lambda: lambda *_, attrs, **__: stated.extend(attrs))
     monkeypatch.setattr(backend_launch.triton, "compile", lambda *_, **__: None)
-    source = backward_launch.backward_source("main", BACKWARD_FORMS["64"])
+    source = backward_source("main", BACKWARD_FORMS["64"])
     backend_launch.compile_kernel(source, _SM_90)
-    backend_launch.compile_kernel(backward_launch.backward_source("end", BACKWARD_FORMS["64"]), _SM_90)
+    backend_launch.compile_kernel(backward_source("end", BACKWARD_FORMS["64"]), _SM_90)
     sums = source.function.arg_names.index("sums_ptr")
     assert "constexpr" in source.types and stated == [(sums,), (0,), (1,)]  # the last two are the pointers of `end`
 

@@ -133,12 +133,34 @@ _MOVED_BIASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("head_dim", [40, 128, 256])
 @pytest.mark.parametrize("changes", _MOVED_BIASES.values(), ids=_MOVED_BIASES)
 def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
-    hopper(seed=head_dim)
+    emulated = hopper(seed=head_dim)
     sizes = {"batch": 2, "seq_q": 200, "seq_k": 328, "head_dim": head_dim, "head_dim_v": head_dim}
     case = replace(_SMALL, **sizes, **changes)
     if head_dim == 128:
         case = replace(case, dtype=torch.float16)
     check(case, "hopper")
+    own_kernel = not (case.packed or case.block_mask or case.constant)
+    assert ("attention_bias_gradient_kernel" in emulated.launched) is own_kernel
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"seq_k": 330, "arguments": {"causal": True, "deterministic": True}},
+        {"key_lengths": (100, 328), "arguments": {"dropout_p": 0.3}},
+        {"block_mask": (256, 128), "alibi_slopes": "h"},
+        {"seq_q": 49, "seq_k": 49},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [40, 96, 128, 256])
+def test_bias_that_no_scores_share(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
+    """The main kernel stores its gradient, where that of the scores has room on its way."""
+    emulated = hopper(seed=head_dim)
+    sizes = {"batch": 2, "seq_q": 200, "seq_k": 328, "head_dim": head_dim, "head_dim_v": head_dim, "bias": "bhqk"}
+    check(replace(_SMALL, **{**sizes, **changes}), "hopper")
+    assert "attention_bias_gradient_kernel" not in emulated.launched or head_dim == 256
 
 
 _SLOPES: dict[str, dict[str, Any]] = {

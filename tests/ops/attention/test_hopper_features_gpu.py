@@ -115,6 +115,24 @@ def test_bias_that_comes_by_tma(change: dict, head_dim: int, dtype: torch.dtype)
     check(_case(change, base), "hopper", "cuda")
 
 
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_k": 648},
+        {"arguments": {"causal": True, "deterministic": True}},
+        {"key_lengths": (643, 130), "arguments": {"dropout_p": 0.2}},
+        {"block_mask": (256, 256), "alibi_slopes": "h"},
+    ],
+    ids=str,
+)
+def test_bias_that_no_scores_share(change: dict, head_dim: int, dtype: torch.dtype) -> None:
+    """The main kernel stores its gradient."""
+    base = replace(_BASE, bias="bhqk", head_dim=head_dim, head_dim_v=head_dim, dtype=dtype)
+    check(_case(change, base), "hopper", "cuda")
+
+
 def test_windows_of_swin() -> None:
     """49 tokens: rows of the bias begin anywhere."""
     check(replace(_BASE, batch=64, heads=6, heads_kv=6, seq_q=49, seq_k=49, head_dim=32, head_dim_v=32, bias="1hqk"),

@@ -116,14 +116,22 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward":
         side = call.side or SideInputs()
-        cut = backward_configs.backward_config_of(
-            *heads, spec, configs.table_bytes(side.bias, side.mask), call.learned_slopes,
-            configs.moves_by_tma(table_of(side.bias), call.dtype),
-        )  # fmt: skip
+        moved = configs.moves_by_tma(table_of(side.bias), call.dtype)
+        tables = configs.table_bytes(side.bias, side.mask)
+        learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
+        own = learns and configs.is_of_scores(
+            table_of(side.bias), call.dtype, call.q_shape[0], call.q_shape[-2], packed
+        )
+        cut = backward_configs.backward_config_of(*heads, spec, tables, call.learned_slopes, moved, own)
         memory = backward_configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
-        return KernelChoice("backward", cut, memory, "hopper", summary=summary), *describe_bias_gradient(call)
+        main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
+        if not learns or cut.bias_stored:
+            return (main,)
+        if backward_configs.serves_bias_gradient(cut, moved, packed, spec.block_shape is not None):
+            return main, _describe_bias_gradient(*heads, call.mask or spec.dropout_p > 0)
+        return main, *describe_bias_gradient(call)
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
     side = call.side or SideInputs()
     tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
@@ -136,6 +144,14 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+def _describe_bias_gradient(head_dim: int, head_dim_v: int, modified: bool) -> KernelChoice:
+    cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
+    memory = backward_configs.bias_shared_memory(cut, head_dim, head_dim_v)
+    block = cut.query_tiles * backward_configs.BIAS_QUERIES, backward_configs.BIAS_KEYS
+    summary = summary_of(block, "2 computing warpgroups and a loading warp", cut.stages, memory)
+    return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
 
 
 BACKEND = Backend("hopper", "flashtile.ops.attention.hopper.launch", unsupported_reason, describe)

@@ -40,7 +40,6 @@ from flashtile._backends.gluon import (
     mbarrier,
     tma_load,
     tma_store_wait,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from flashtile.ops.attention.hopper.backward_pieces import (
@@ -48,11 +47,12 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     LSE,
     ROWS,
     STATISTIC_COLUMNS,
+    BiasStores,
     DqStores,
     DqSums,
+    Outputs,
     Statistics,
     add_to_dq,
-    columns_of,
     make_handover,
     make_ones,
     make_sums_staging,
@@ -62,9 +62,11 @@ from flashtile.ops.attention.hopper.backward_pieces import (
     scaled,
     scaled_by_dropout,
     slice_of,
+    start_dq,
     start_store,
     start_sum,
     start_transposed,
+    store_bias_gradient,
     store_dq,
     subtract_statistic,
     unpack,
@@ -116,7 +118,6 @@ from flashtile.ops.attention.hopper.blocks import (
 from flashtile.ops.attention.hopper.pieces import (
     Chunks,
     HeadRows,
-    Slot,
     coordinates,
     make_ring,
     make_tile_queue,
@@ -182,7 +183,7 @@ class KeyGradients(NamedTuple):
 def attention_backward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc,
     statistics_desc, sums_desc, dq_desc, dq_tail_desc, dk_desc, dk_tail_desc, dv_desc, dv_tail_desc,
-    bias_desc, sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
+    bias_desc, bias_gradient_desc, sums_ptr, turns_ptr, counter_ptr, problem, constants, loops,
     KEYS: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
     SUM_COLUMNS: gl.constexpr, DSCORE_STAGES: gl.constexpr, SPLIT_ROLES: gl.constexpr, PRODUCER: gl.constexpr,
     ORDERED: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -252,13 +253,17 @@ def attention_backward_kernel(
     sums_staging, dq_stores = None, None
     if SUMS_BY_TMA and not loops.SINGLE_KEY_TILE:
         sums_staging = make_sums_staging(sums_desc, config)
-    dq_sums = DqSums(sums_ptr, sums_desc, sums_staging, turns_ptr)
     if loops.SINGLE_KEY_TILE:
         place = gl.allocate_shared_memory(q_desc.dtype, dq_desc.block_shape, dq_desc.layout)
         tail_place = None
         if dq_tail_desc is not None:
             tail_place = gl.allocate_shared_memory(q_desc.dtype, dq_tail_desc.block_shape, dq_tail_desc.layout)
         dq_stores = DqStores(Chunks(dq_desc, dq_tail_desc), Chunks(place, tail_place))
+    bias_stores = None
+    if bias_gradient_desc is not None:
+        place = gl.allocate_shared_memory(q_desc.dtype, bias_gradient_desc.block_shape, bias_gradient_desc.layout)
+        bias_stores = BiasStores(bias_gradient_desc, place)
+    outputs = Outputs(DqSums(sums_ptr, sums_desc, sums_staging, turns_ptr), dq_stores, bias_stores)
     dscores = make_handover(q_desc.dtype, M, DSCORE_STAGES, WARPGROUPS)
     tile_info = None
     if TILE_K > 0:
@@ -288,7 +293,7 @@ def attention_backward_kernel(
     if SPLIT_ROLES:
         gl.warp_specialize(
             [
-                (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
+                (sum_dq, (False, config, shared, descriptors, outputs, problem, blocks, counter_ptr)),
                 (sum_dv, (config, shared, descriptors, problem, blocks)),
                 (sum_dk, (config, shared, descriptors, problem)),
                 (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -300,7 +305,7 @@ def attention_backward_kernel(
         if PRODUCER:
             gl.warp_specialize(
                 [
-                    (sum_dq, (False, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
+                    (sum_dq, (False, config, shared, descriptors, outputs, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                     (produce, (config, shared, descriptors, problem, blocks, counter_ptr)),
@@ -311,7 +316,7 @@ def attention_backward_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (sum_dq, (True, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr)),
+                    (sum_dq, (True, config, shared, descriptors, outputs, problem, blocks, counter_ptr)),
                     (sum_dk_dv, (0, config, shared, descriptors, problem, blocks)),
                     (sum_dk_dv, (1, config, shared, descriptors, problem, blocks)),
                 ],
@@ -371,7 +376,7 @@ def _load_listed(work, tiles_done, steps_done, config, shared, descriptors, prob
                 rank = listed_rank(blocks, entry, step, config.M, config.TILE_Q)
                 turn = rank * (config.TILE_K // config.KEYS) + work.first_key % config.TILE_K // config.KEYS
             tile, kind = listed_tile(blocks, entry, step, True, config.M, config.TILE_Q)
-            _load_queries(work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors)
+            load_queries(work, steps_done + index, Step(head, tile), kind, turn, config, shared, descriptors)
             index += 1
     if index <= AHEAD:
         load_keys(work, tiles_done, config, shared, descriptors, problem)
@@ -409,11 +414,11 @@ def load_step(work, index, steps_done, config, shared, descriptors, problem, cou
         if step.head == 0:
             progress = shared_progress(counter_ptr, work.sequence, work.head_kv, problem)
             gl.store(progress, work.query_tiles - 1 - tile)
-    _load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors)
+    load_queries(work, steps_done + index, Step(step.head, tile), FULL, 0, config, shared, descriptors)
 
 
 @gluon.jit
-def _load_queries(work, count, step, kind, turn, config, shared, descriptors):
+def load_queries(work, count, step, kind, turn, config, shared, descriptors):
     """Loads what the thread block's step number `count` needs of a query tile. The statistics complete the same barrier
     as the queries."""
     q = shared.q
@@ -532,7 +537,7 @@ def _add_step(
         if config.TILE_K > 0:
             if part == 0:
                 step, kind = listed_step(count, config, shared)
-        tables = load_tables(keys.first, slot, step, part, work, shared, problem, config, WHICH)
+        tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config, WHICH)
         s = warpgroup_mma_wait(0, [s])
         p, tanh = weights_of(
             s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
@@ -604,7 +609,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
             if config.TILE_K > 0:
                 step, kind = listed_step(steps_done + index, config, shared)
-            tables = load_tables(work.first_key, slot, step, 0, work, shared, problem, config, 0)
+            tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
             s = warpgroup_mma_wait(0, [s])
             p, tanh = weights_of(
                 s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,
@@ -706,15 +711,16 @@ def sum_dk(config, shared, descriptors, problem):
 
 
 @gluon.jit
-def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores, problem, blocks, counter_ptr):
+def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, outputs, problem, blocks, counter_ptr):
     """Multiplies each `ds` by the keys, 64 queries and `SUM_COLUMNS` columns at a time, and adds the product to dq.
 
-    Where there is a single key tile the product is dq, and is stored as such.
+    Where there is a single key tile the product is dq, and is stored as such. `ds` is the gradient of a bias that no
+    two scores share, and is stored too (`outputs.bias`).
 
     LOADS: it also does the work of `produce`. The query tile after the next takes the place of the one before, which
     the others no longer read by the time that they hand over the next `ds`.
     """
-    k, dscores = shared.k, shared.dscores
+    k, dscores, dq_sums = shared.k, shared.dscores, outputs.sums
     STAGES: gl.constexpr = shared.q.STAGES
     PARTS: gl.constexpr = config.M // ROWS
     WIDTH: gl.constexpr = k.WIDTH + k.TAIL
@@ -742,20 +748,27 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores,
                     load_step(work, index + STAGES - 1, steps_done, config, shared, descriptors, problem, counter_ptr)
             slot = dscores.slot(steps_done + index)
             tile_visited = visited_tile(work, step.tile, config)
-            number = first_number_of(work, step.head) + tile_visited
+            head = step.head
+            number = first_number_of(work, head) + tile_visited
             if config.ORDERED and config.TILE_K == 0:
                 turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
             dscores.acquire(slot)
             if config.TILE_K > 0:
                 place = place_of_info(steps_done + index, config, shared)
-                number = first_number_of(work, read_tile_info(shared.tile_info, place, TILE_HEAD))
-                number += read_tile_info(shared.tile_info, place, TILE_NUMBER)
+                head = read_tile_info(shared.tile_info, place, TILE_HEAD)
+                tile_visited = read_tile_info(shared.tile_info, place, TILE_NUMBER)
+                number = first_number_of(work, head) + tile_visited
                 if config.ORDERED:
                     turn = read_tile_info(shared.tile_info, place, TILE_TURN)
                     turn_seen = gl.load(dq_sums.turns_ptr + number, volatile=True)
+            if outputs.bias is not None:
+                store_bias_gradient(
+                    outputs.bias, dscores, slot, work.sequence, work.first_head + head, tile_visited * config.M,
+                    work.first_key, config,
+                )  # fmt: skip
             for part in gl.static_range(PARTS):
                 for column in gl.static_range(0, WIDTH, config.SUM_COLUMNS):
-                    dq = _start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
+                    dq = start_dq(slot, key_slot, part, column, config, shared)  # [64, SUM_COLUMNS] or the tail
                     if config.ORDERED and part == 0 and column == 0:
                         if index > 0:  # while this product is computed
                             pass_dq_turn(dq_sums.turns_ptr + number_before)
@@ -769,7 +782,7 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores,
                     if config.SINGLE_KEY_TILE:
                         rows = HeadRows(work.sequence, work.first_head + step.head, work.begin_q, work.seq_q)
                         row = tile_visited * config.M + part * ROWS
-                        store_dq(dq_stores, dq * problem.scale, rows, row, column, config)
+                        store_dq(outputs.stores, dq * problem.scale, rows, row, column, config)
                     else:
                         add_to_dq(dq_sums, dq, (number * PARTS + part) * WIDTH + column, config)
             step = step_after(work, step, config)
@@ -781,20 +794,3 @@ def sum_dq(LOADS: gl.constexpr, config, shared, descriptors, dq_sums, dq_stores,
         tiles_done += 1
         tile = receive_next_key_tile(tile, shared.queue, tiles_done, config)
     tma_store_wait(0)
-
-
-@gluon.jit
-def _start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
-    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
-    keys of the tile. `key_slot`: of the first 64 keys."""
-    k, dscores = shared.k, shared.dscores
-    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for which in gl.static_range(dscores.WRITERS):
-        ds = dscores.tile(slot, which).permute([1, 0])
-        if config.M > ROWS:
-            ds = ds.slice(part * ROWS, ROWS)
-        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
-        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
-    return dq

@@ -34,6 +34,7 @@ class BackwardConfig(NamedTuple):
             of 16 columns (three bfloat16 that they are the sum of); else they are loaded, and subtracted.
         sums_by_tma: dq goes through shared memory, and TMA adds it to the sums; else threads do, four numbers at once.
         bias_by_tma: TMA brings the tiles of a bias with the queries.
+        bias_stored: the gradient of a bias is that of the scores, which the warpgroup that sums dq stores.
     """
 
     block_n: int
@@ -49,6 +50,7 @@ class BackwardConfig(NamedTuple):
     statistics_multiplied: bool
     sums_by_tma: bool
     bias_by_tma: bool = False
+    bias_stored: bool = False
 
     @property
     def max_registers(self) -> int:
@@ -141,6 +143,7 @@ def choose_backward_config(
     modified: bool = False,
     derivatives_apart: bool = False,
     moved_bias: bool = False,
+    own_bias: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
     a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
@@ -148,7 +151,8 @@ def choose_backward_config(
     `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
     as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`. `derivatives_apart`: as in
     `backward_tiles.KernelConfig`. The widest heads have room for them and for additions by TMA only if these take fewer
-    columns. `moved_bias`: TMA can bring the bias, and does if its tiles fit."""
+    columns. `moved_bias`: TMA can bring the bias, and does if its tiles fit. `own_bias`: the
+    gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
     rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
@@ -158,23 +162,24 @@ def choose_backward_config(
         row = row._replace(sums_by_tma=True)
     if derivatives_apart and backward_shared_memory(row, head_dim, head_dim_v, True) > SHARED_MEMORY:
         row = row._replace(sum_columns=row.sum_columns // 2)
-    if moved_bias:
-        cut = row._replace(bias_by_tma=True)
+    for asked, name in ((moved_bias, "bias_by_tma"), (own_bias, "bias_stored")):
+        cut = row._replace(**{name: asked})
         row = cut if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY else row
     return row._replace(producer=True, registers=208) if blocks and not row.producer else row
 
 
 def backward_config_of(
     head_dim: int, head_dim_v: int, spec: AttentionSpec, tables: int = 0, learned_slopes: bool = False,
-    moved_bias: bool = False,
+    moved_bias: bool = False, own_bias: bool = False,
 ) -> BackwardConfig:  # fmt: skip
-    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`."""
+    """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
+    With a soft cap, after which a bias is added, the gradient of the scores is not that of the bias."""
     capped = spec.softcap > 0
     blocks, left = spec.block_shape is not None, spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1
     return choose_backward_config(
         head_dim, head_dim_v, capped, blocks, left, spec.scale, spec.deterministic, modified,
-        capped and learned_slopes, moved_bias,
+        capped and learned_slopes, moved_bias, own_bias and not capped,
     )  # fmt: skip
 
 
@@ -189,6 +194,8 @@ def backward_shared_memory(
     handed_over = config.dscore_stages * config.block_n * config.block_m * kinds
     if config.bias_by_tma:
         rows += config.block_m * config.block_n * config.stages
+    if config.bias_stored:
+        rows += CONSUMER_ROWS**2
     statistics = config.statistics_bytes * config.stages * config.block_m
     if config.statistics_multiplied:
         statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
@@ -196,6 +203,52 @@ def backward_shared_memory(
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
     tails = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v))  # Measured: up to 12 bytes more
     return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * tails + OVERHEAD
+
+
+class BiasGradientConfig(NamedTuple):
+    """How the kernel of a bias's gradient is cut, of 128 keys.
+
+    Attributes:
+        query_tiles: tiles of 64 queries of a program.
+        key_stages: tiles of keys and of values in flight.
+        stages: tiles of 64 queries and of dout in flight.
+    """
+
+    query_tiles: int
+    key_stages: int
+    stages: int
+
+
+#: Keys of a program, and queries of a tile.
+BIAS_KEYS, BIAS_QUERIES = 128, 64
+
+#: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
+#: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
+#: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
+#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45; but 0.14
+#: instead of 0.17 for 64 × 768, 4 heads of 32.
+_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 3), (1, 2, 2), (1, 1, 2), (1, 1, 1)))
+
+
+def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> BiasGradientConfig:
+    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left."""
+    cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1))
+    return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
+
+
+def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
+    """Estimate of the shared memory of a program of the kernel of a bias's gradient, in bytes."""
+    width = tile_width(head_dim) + tile_width(head_dim_v)
+    rows = (BIAS_KEYS * config.key_stages + BIAS_QUERIES * config.stages) * width
+    bias = BIAS_KEYS * BIAS_QUERIES * config.query_tiles
+    return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
+
+
+def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, packed: bool, block_mask: bool) -> bool:
+    """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
+    portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
+    bring the bias."""
+    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and not (packed or block_mask)
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

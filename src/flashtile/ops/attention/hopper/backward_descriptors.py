@@ -9,7 +9,12 @@ import torch
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.tma import Layout as TensorLayout
 from flashtile._backends.tma import broadcast_layout, chunks_maker, joined, packed_layout, strided_layout
-from flashtile.ops.attention.hopper.backward_configs import STATISTIC_COLUMNS, backward_chunks, tile_width
+from flashtile.ops.attention.hopper.backward_configs import (
+    STATISTIC_COLUMNS,
+    backward_chunks,
+    padded_strides,
+    tile_width,
+)
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
@@ -32,7 +37,10 @@ def _statistics_box(variant: BackwardVariant) -> tuple[int, int]:
 
 #: The tensors that TMA moves in the order of the main kernel's parameters. Those with rows of heads may have a second
 #: chunk of columns, `<name>_tail`, whose descriptor follows.
-MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias")
+MOVED = ("q", "k", "v", "dout", "statistics", "sums", "dq", "dk", "dv", "bias", "bias_gradient")
+
+#: Of these, those that the kernel of the bias's gradient takes.
+MOVED_FOR_BIAS = ("q", "k", "v", "dout", "statistics", "bias")
 
 
 def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
@@ -49,6 +57,8 @@ def boxes_of(variant: BackwardVariant) -> dict[str, tuple[int, ...] | None]:
             together = min(config.sum_columns, backward_chunks(variant.head_dim)[1] or config.sum_columns)
             summed = config.sums_by_tma and not variant.single_key_tile
             boxes[name] = (together, CONSUMER_ROWS) if summed else None
+        elif name == "bias_gradient":
+            boxes[name] = (1, 1, CONSUMER_ROWS, CONSUMER_ROWS) if config.bias_stored else None
         elif name == "bias":
             boxes[name] = (1, 1, config.block_m, CONSUMER_ROWS) if config.bias_by_tma else None
         elif name == "dq" and not variant.single_key_tile:
@@ -73,8 +83,9 @@ def describer(
     gradients: tuple[Layout, Layout, Layout],
     bias: Table | None,
     tiles: int,
+    names: tuple[str, ...] = MOVED,
 ) -> Callable[..., tuple]:
-    """What makes all descriptors, from the addresses of `MOVED`."""
+    """What makes the descriptors of `names`, from their addresses."""
     dq, dk, dv = gradients
     describe = packed_layout if variant.packed else strided_layout
     describe_keys = bounded_layout if variant.bounded else strided_layout
@@ -90,6 +101,7 @@ def describer(
         "dk": describe_keys(dk.shape, dk.strides),
         "dv": describe_keys(dv.shape, dv.strides),
         "bias": None if bias is None else broadcast_layout(bias.shape, bias.strides),
+        "bias_gradient": None if bias is None else strided_layout(bias.shape, padded_strides(bias.shape)),
         **{name: TensorLayout(shape, contiguous_strides(shape)) for name, shape in buffers(variant, tiles).items()},
     }
     boxes = boxes_of(variant)
@@ -100,7 +112,7 @@ def describer(
             layouts[name],
             swizzled=is_operand(name, variant),
         )
-        for name in MOVED
+        for name in names
     ])  # fmt: skip
 
 

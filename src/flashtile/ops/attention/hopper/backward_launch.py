@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,43 +13,37 @@ from flashtile._backends.alignment import aligned, used_strides
 from flashtile._backends.allocate import allocator, contiguous_strides
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
-    ABSENT,
-    KernelSource,
-    Parameter,
     Plan,
     float32,
     int32,
-    optional,
     plan_cache,
     plan_of,
     pointer,
-    pointer_to,
-    specialise,
     values_of,
 )
-from flashtile._backends.tma import descriptor_parameter
-from flashtile.ops.attention.hopper.backward import attention_backward_kernel
-from flashtile.ops.attention.hopper.backward_configs import backward_config_of, padded_strides, tile_width
-from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, buffers, describer, dtype_of, is_operand
-from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
-from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
+from flashtile.ops.attention.hopper.backward_configs import backward_config_of, padded_strides, serves_bias_gradient
+from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
+from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of, slope_sums_parameter
+from flashtile.ops.attention.hopper.backward_tiles import Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, has_single_key_tile, with_loops
+from flashtile.ops.attention.hopper.bias_gradient_launch import (
+    BiasGradientPlan,
+    plan_bias_gradient,
+    run_bias_gradient,
+)
 from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
-from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS, moves_by_tma, table_bytes
+from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import (
-    FLOAT32,
-    INT32,
     LOG2_E,
     score_units,
     side_of_call,
     whole_tiles,
     with_aligned_lists,
 )
-from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
-    Window,
+    Table,
     call_sizes,
     contiguous_on_16_bytes,
     longest_walk,
@@ -66,7 +60,7 @@ from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 
 
 class BackwardPlan(NamedTuple):
-    """The three launches.
+    """The three launches, and that of the gradient of a bias.
 
     Attributes:
         end: None where dq is not summed, because a sequence has a single key tile.
@@ -78,6 +72,9 @@ class BackwardPlan(NamedTuple):
         statistics_at, masked_dout_at, counter_at, turns_at, sink_sums_at: where in scratch those begin, in bytes.
         has_empty_rows: rows may see no key.
         ordered: dq is added up in order.
+        bias: of the gradient of a bias that scores share; None where nobody wants that, or the portable kernel computes
+            it.
+        stored_bias: the main kernel stores the gradient of a bias, in this layout; else None. `fills_bias`: all of it.
     """
 
     begin: Plan
@@ -94,6 +91,9 @@ class BackwardPlan(NamedTuple):
     sink_sums_at: int
     has_empty_rows: bool
     ordered: bool
+    bias: BiasGradientPlan | None
+    stored_bias: Layout | None
+    fills_bias: bool
 
 
 def backward(
@@ -108,9 +108,9 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the three kernels, and the portable one for the gradient of a bias. The sums of dq, and where walks meet dk
-    and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they serve all but tensors of score
-    functions (`backend.unsupported_reason`)."""
+    """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
+    of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they
+    serve all but tensors of score functions (`backend.unsupported_reason`)."""
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
@@ -125,21 +125,34 @@ def backward(
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
     plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted)
-    row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device) if wanted.bias else None
+    row_statistics = None
+    if wanted.bias and plan.bias is None and plan.stored_bias is None:
+        row_statistics = torch.empty(*lse.shape, 4, dtype=torch.float32, device=lse.device)
     slope_sums = None
     if wanted.alibi_slopes:
         slope_sums = torch.zeros(*lse.shape[:-1], k.shape[-3], dtype=torch.float32, device=k.device)
     side = with_aligned_lists(side)
+    dbias = None
+    if wanted.bias and plan.stored_bias is not None:
+        shape, strides, dtype = plan.stored_bias
+        dbias = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
+        if not plan.fills_bias:
+            dbias.zero_()
     dq, dk, dv, scratch = _launch(
         plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        side_pointers(side), pointer(row_statistics), pointer(slope_sums),
+        side_pointers(side), pointer(row_statistics), pointer(slope_sums), pointer(dbias),
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:
         by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
         dsinks = by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
-    dbias = None
-    if row_statistics is not None:
+    if wanted.bias and plan.bias is not None:
+        dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
+        statistics = scratch.data_ptr() + plan.statistics_at
+        dbias = run_bias_gradient(
+            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side), q.dtype
+        )
+    elif row_statistics is not None:
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
         dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
     dslopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_k)
@@ -169,6 +182,7 @@ def _plan_for(
 def _launch(
     plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
     side: SidePointers = NO_SIDE, row_statistics: int = 0, slope_sums: int = 0,
+    bias_gradient: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
     scratch."""
@@ -184,8 +198,9 @@ def _launch(
         side.cu_seqlens_q, row_statistics,
     )  # fmt: skip
     descriptors = plan.describe(
-        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), side.bias
-    )
+        q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), side.bias,
+        bias_gradient,
+    )  # fmt: skip
     plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums)
     if plan.end is not None:
         plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
@@ -222,10 +237,9 @@ def _plan(
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
-    config = backward_config_of(
-        head_dim, head_dim_v, spec, table_bytes(side.bias, side.mask), wanted.alibi_slopes,
-        moves_by_tma(side.bias, dtype),
-    )  # fmt: skip
+    moved_bias, tables = moves_by_tma(side.bias, dtype), table_bytes(side.bias, side.mask)
+    own_bias = wanted.bias and is_of_scores(side.bias, dtype, batch, heads, packed)
+    config = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
     # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
     block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
     tile_q, tile_k = block_tile or (None, None)
@@ -265,9 +279,10 @@ def _plan(
     of_rows = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
     wide = max(of_rows) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
+    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec.block_shape is not None)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
-        row_statistics=wanted.bias,
+        row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
     )  # fmt: skip
     lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
     common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
@@ -275,7 +290,7 @@ def _plan(
     apart = variant.bounded and not packed
     problem = Problem(
         side=variant.side.pointers,
-        slope_sums_ptr=_slope_sums_parameter(variant),
+        slope_sums_ptr=slope_sums_parameter(variant),
         batch=int32(batch),
         heads_kv=int32(heads_kv * shares),
         group=int32(group),
@@ -291,7 +306,7 @@ def _plan(
         k_rows_apart=int32(row_strides(shapes[1], strides[1])[1] if apart else None),
         v_rows_apart=int32(row_strides(shapes[2], strides[2])[1] if apart else None),
     )
-    values = {**values_of(_parameters(looping)), **values_of({"problem": problem})}
+    values = {**values_of(parameters_of(looping)), **values_of({"problem": problem})}
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
     begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
@@ -307,6 +322,9 @@ def _plan(
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
         masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
+    bias = None
+    if sums_bias:
+        bias = plan_bias_gradient(variant, problem, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
@@ -315,94 +333,10 @@ def _plan(
         allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
-        has_empty_rows, ordered,
+        has_empty_rows, ordered, bias, _stored_bias(side.bias) if config.bias_stored else None,
+        not (spec.banded or side.key_lengths_dtype is not None or spec.block_shape is not None),
     )  # fmt: skip
 
 
-def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
-    """The specialisation of a kernel ("begin", "main" or "end") for a variant."""
-    config = variant.config
-    function = {
-        "begin": attention_begin_kernel,
-        "main": attention_backward_kernel,
-        "end": attention_end_kernel,
-    }[kernel]
-    constants = {
-        "KEYS": config.block_n,
-        "M": config.block_m,
-        "PARTS": config.parts,
-        "STAGES": config.stages,
-        "KEY_STAGES": config.key_stages,
-        "SUM_COLUMNS": config.sum_columns,
-        "DSCORE_STAGES": config.dscore_stages,
-        "SPLIT_ROLES": config.split_roles,
-        "PRODUCER": config.producer,
-        "REGISTERS": config.registers,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "HEAD_DIM": variant.head_dim,
-        "HEAD_DIM_V": variant.head_dim_v,
-        "D": tile_width(variant.head_dim),
-        "E": tile_width(variant.head_dim_v),
-        "PACKED": variant.packed,
-        "TOP_LEFT": variant.top_left,
-        "SHARES_PROGRESS": variant.shares_progress,
-        "STATISTICS_MULTIPLIED": config.statistics_multiplied,
-        "SUMS_BY_TMA": config.sums_by_tma,
-        "HAS_DLSE": variant.has_dlse,
-        "ORDERED": variant.ordered,
-    }
-    limit = config.max_registers if kernel == "main" else None
-    return specialise(function, _parameters(variant), constants, num_warps=4, max_registers=limit)
-
-
-def _slope_sums_parameter(variant: BackwardVariant) -> Parameter:
-    return optional(variant.slope_sums, pointer_to(torch.float32))
-
-
-def _parameters(variant: BackwardVariant) -> dict[str, Any]:
-    """The parameters of the three kernels."""
-    tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
-    apart = Parameter("i64" if variant.wide_strides else "i32", 8)
-    rows_apart = optional(variant.bounded and not variant.packed, INT32)
-    return {
-        **{
-            f"{of}_desc": descriptor_parameter(dtype_of(of, variant), box, swizzled=is_operand(of, variant))
-            for of, box in boxes_of(variant).items()
-        },
-        **dict.fromkeys(("out_ptr", "dout_ptr", "dq_ptr"), tensor),
-        "masked_dout_ptr": optional(variant.has_empty_rows, tensor),
-        "lse_ptr": statistics,
-        "dlse_ptr": optional(variant.has_dlse, statistics),
-        "statistics_ptr": pointer_to(dtype_of("statistics", variant), 16),
-        "sums_ptr": optional(not variant.single_key_tile, pointer_to(torch.float32, 16)),
-        "counter_ptr": pointer_to(torch.int32),
-        "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
-        **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
-        "cu_seqlens_q_ptr": variant.side.pointers.cu_seqlens_q,
-        **dict.fromkeys((f"stride_dout_{dimension}" for dimension in ("batch", "row", "head")), apart),
-        **dict.fromkeys(("batch", "heads", "rows_q", "query_tiles"), INT32),
-        "scale": FLOAT32,
-        "lse_unit": optional(variant.config.statistics_multiplied, FLOAT32),
-        "problem": Problem(
-            variant.side.pointers,
-            _slope_sums_parameter(variant),
-            *(INT32,) * 8,
-            window=Window(INT32, INT32),
-            scale=FLOAT32,
-            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), ABSENT),
-            numbers=variant.side.numbers,
-            k_rows_apart=rows_apart,
-            v_rows_apart=rows_apart,
-        ),
-        "constants": variant.side.constants._replace(HAS_LEFT=variant.has_left, HAS_RIGHT=variant.has_right),
-        "row_statistics_ptr": optional(variant.row_statistics, statistics),
-        "loops": Loops(
-            MASKS=variant.masks,
-            MASKS_LAST=variant.masks_last,
-            REVERSES_WALKS=variant.reverses_walks,
-            REVERSES_LINES=variant.reverses_lines,
-            SHARES_PROGRESS=variant.shares_progress,
-            ROTATES_WALKS=variant.rotates_walks,
-            SINGLE_KEY_TILE=variant.single_key_tile,
-        ),
-    }
+def _stored_bias(bias: Table | None) -> Layout | None:
+    return None if bias is None else Layout(bias.shape, padded_strides(bias.shape), bias.dtype)

@@ -117,6 +117,23 @@ class DqSums(NamedTuple):
     turns_ptr: Any
 
 
+class BiasStores(NamedTuple):
+    """How the gradient of a bias that no two scores share leaves: by TMA, through a place on chip for 64 queries and
+    keys."""
+
+    descriptor: Any
+    place: Any
+
+
+class Outputs(NamedTuple):
+    """How what `sum_dq` makes leaves: dq by `DqSums` or `DqStores`, the gradient of a bias by `BiasStores`. None for
+    those that a call does not need."""
+
+    sums: Any
+    stores: Any
+    bias: Any
+
+
 class DqStores(NamedTuple):
     """How dq of a single key tile leaves: by TMA, through places on chip for 64 queries and the columns of a product.
     Both are `Chunks`; the tail is of the last columns, where these are fewer."""
@@ -249,6 +266,23 @@ def wait_sum(IN_FLIGHT: gl.constexpr, ring, total):
 
 
 @gluon.jit
+def start_dq(slot, key_slot, part: gl.constexpr, column: gl.constexpr, config, shared):
+    """Starts `ds k` of 64 queries, `part`, and `SUM_COLUMNS` columns from `column` on or as many as are left, over all
+    keys of the tile. `key_slot`: of the first 64 keys."""
+    k, dscores = shared.k, shared.dscores
+    COLUMNS: gl.constexpr = min(config.SUM_COLUMNS, k.WIDTH + k.TAIL - column)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    dq = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    for which in gl.static_range(dscores.WRITERS):
+        ds = dscores.tile(slot, which).permute([1, 0])
+        if config.M > ROWS:
+            ds = ds.slice(part * ROWS, ROWS)
+        k_tile = columns_of(k, Slot(key_slot.place + which, key_slot.phase), column, COLUMNS)
+        dq = warpgroup_mma(ds, k_tile, dq, use_acc=which > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
 def add_to_dq(sums, dq, line, config):
     """Adds a `[64, columns]` block of dq to the sums, from line `line` of 64 numbers on.
 
@@ -288,6 +322,20 @@ def store_dq(stores, dq, rows, row, COLUMN: gl.constexpr, config):
     matrix(place, ROWS, COLUMNS).store(dq.to(place.dtype))
     fence_async_shared()
     tma_store(descriptor, coordinates(rows, row, COLUMN, config.PACKED), place)
+
+
+@gluon.jit
+def store_bias_gradient(stores, dscores, slot, sequence, head, first_query, first_key, config):
+    """Stores the `ds` of a step, from its transposed tiles, as the gradient of a head's bias."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    for which in gl.static_range(dscores.WRITERS):
+        for part in gl.static_range(config.M // ROWS):
+            ds = slice_of(dscores.tile(slot, which), part * ROWS, ROWS, 1).permute([1, 0]).load(layout)
+            tma_store_wait(0)  # until the tile before has been read from there
+            matrix(stores.place, ROWS, ROWS).store(ds)
+            fence_async_shared()
+            place = (sequence, head, first_query + part * ROWS, first_key + which * ROWS)
+            tma_store(stores.descriptor, place, stores.place)
 
 
 @gluon.constexpr_function

@@ -78,17 +78,17 @@ def weights_of(
 
 @gluon.jit
 def load_tables(
-    first_key, slot, step, part: gl.constexpr, work, shared, problem, config, WHICH: gl.constexpr
+    first_key, slot, step, part: gl.constexpr, work, bias_tiles, problem, config, WHICH: gl.constexpr
 ):  # fmt: skip
     """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step, whose queries lie in `slot`, and of the
-    `WHICH`-th 64 keys."""
+    `WHICH`-th 64 keys. `bias_tiles`: those that TMA brought, or None."""
     QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     side = problem.side
     bias = 0
     mask = 0
-    if shared.bias is not None:
-        tile = shared.bias.index(slot.place * (config.KEYS // ROWS) + WHICH)
+    if bias_tiles is not None:
+        tile = bias_tiles.index(slot.place * (config.KEYS // ROWS) + WHICH)
         bias = moved_bias(tile, part * QUERIES, QUERIES, s_layout, True)
     elif side.bias is not None:
         bias = _load_table(

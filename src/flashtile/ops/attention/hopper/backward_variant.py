@@ -28,8 +28,9 @@ _LONG_WALK = 8192
 class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not lengths, batch or heads. `wide_strides`: the
     strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
-    which only the first kernel reads (`sinks`). `masks` and the fields
-    after it: as in `backward_tiles.KernelConfig`."""
+    which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
+    `bias_shared_by_heads`: it has one head for several.
+    `masks` and the fields after it: as in `backward_tiles.KernelConfig`."""
 
     dtype: torch.dtype
     head_dim: int
@@ -47,6 +48,8 @@ class BackwardVariant(NamedTuple):
     wide_strides: bool = False
     sinks: bool = False
     row_statistics: bool = False
+    bias_in_parts: bool = False
+    bias_shared_by_heads: bool = False
     slope_sums: bool = False
     masks: bool = True
     masks_last: bool = False
@@ -60,6 +63,11 @@ class BackwardVariant(NamedTuple):
     def bounded(self) -> bool:
         """Whether in k, v and their gradients the keys of each sequence end where its length says."""
         return self.packed or self.side.has("key_lengths")
+
+    @property
+    def hides_or_drops(self) -> bool:
+        """Whether there is a mask or dropout."""
+        return self.side.has("mask") or self.side.has("dropout_seed")
 
     @property
     def listed(self) -> bool:

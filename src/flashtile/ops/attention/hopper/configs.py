@@ -253,6 +253,17 @@ def moves_by_tma(bias: Table | None, dtype: torch.dtype) -> bool:
     return bits % 16 == 0
 
 
+def is_of_scores(bias: Table | None, dtype: torch.dtype, batch: int, heads: int, packed: bool) -> bool:
+    """Whether each score of a dense call has an element of the bias of its own, in the dtype of q."""
+    return (
+        bias is not None
+        and not packed
+        and bias.dtype is dtype
+        and bias.shape[:2] == (batch, heads)
+        and (1 not in bias.shape[2:])
+    )
+
+
 class Broadcast(Protocol):
     """What has the shape and dtype of a bias or a mask: the tensor, or a `plans.Table`."""
 

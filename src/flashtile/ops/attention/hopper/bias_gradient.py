@@ -1,0 +1,303 @@
+"""The gradient of a bias on Hopper: the scores' gradients, computed once more and summed over all that share an entry.
+
+A tile of the bias, of 128 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each walks over its
+part of the sequences and heads that share the tile, in a fixed order: no atomics, and no buffer larger than PARTS times
+the bias. For each sequence and head it computes, with the pieces of the main kernel (letters as in `backward`)::
+
+    sᵀ  = k qᵀ                  [N, M]
+    pᵀ  = exp2(c·sᵀ - lse)      [N, M]
+    dpᵀ = v doutᵀ               [N, M]
+    dbᵀ += pᵀ · (dpᵀ - delta)   [N, M]
+
+Nothing stays on chip from one step to the next but the bias and the sums, so the L2 cache is the limit: with D columns
+a thread block reads 8·D bytes for each key and each query of a tile. That is why tiles are as large as registers allow.
+
+Roles: `sum_tile`, twice, for 64 keys each, and `load_tiles`, one warp. They wait for one another only through the rings
+in `Shared`. The portable kernel (`triton.bias_gradient`) serves packed calls, block masks and biases that TMA does not
+bring.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import fence_async_shared, gl, gluon, mbarrier, warpgroup_mma_wait
+from flashtile.ops.attention.hopper.backward import Descriptors, Shared, load_keys, load_queries
+from flashtile.ops.attention.hopper.backward_pieces import (
+    DELTA,
+    LSE,
+    ROWS,
+    Statistics,
+    query_tile_ranges,
+    start_transposed,
+    subtract_statistic,
+)
+from flashtile.ops.attention.hopper.backward_scores import load_tables, score_gradients, weights_of, with_dropout
+from flashtile.ops.attention.hopper.backward_tiles import KernelConfig, KeyTile, Step, work_of
+from flashtile.ops.attention.hopper.blocks import FULL
+from flashtile.ops.attention.hopper.pieces import Chunks, Slot, barriers, hidden_zero, make_ring
+from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bias_tiles, move_bias
+
+
+class BiasTile(NamedTuple):
+    """A thread block's tile of the bias: its place among the parts, sequences and heads of the bias, its first key and
+    its first tile of queries. Of the sequences and heads that share it, the thread block has those from number `begin`
+    to `end`: heads come first, `shared_heads` for each sequence."""
+
+    part: Any
+    sequence: Any
+    head: Any
+    first_key: Any
+    first_query_tile: Any
+    begin: Any
+    end: Any
+    shared_heads: Any
+
+
+@gluon.jit
+def attention_bias_gradient_kernel(
+    q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc, statistics_desc,
+    bias_desc, gradient_ptr, problem, constants, loops, work,
+    KEYS: gl.constexpr, M: gl.constexpr, QUERY_TILES: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PACKED: gl.constexpr, TOP_LEFT: gl.constexpr,
+    SHARED_BY_HEADS: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of the main kernel. `gradient_ptr`: `[parts, batch, heads, rows, columns]`, the sizes of the bias
+    (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two.
+    `SHARED_BY_HEADS`: the bias has one head, and the call has more."""
+    WARPGROUPS: gl.constexpr = KEYS // ROWS
+    config = KernelConfig(
+        KEYS=KEYS,
+        M=M,
+        PARTS=1,
+        SUM_COLUMNS=0,
+        DSCORE_STAGES=0,
+        KEY_STAGES=KEY_STAGES,
+        PERSISTENT=False,
+        ORDERED=False,
+        REVERSES_LINES=False,
+        PACKED=PACKED,
+        HAS_LEFT=constants.HAS_LEFT,
+        HAS_RIGHT=constants.HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=loops.MASKS,
+        MASKS_LAST=False,
+        REVERSES_WALKS=False,
+        SHARES_PROGRESS=False,
+        ROTATES_WALKS=False,
+        SINGLE_KEY_TILE=False,
+        STATISTICS_MULTIPLIED=False,
+        SUMS_BY_TMA=False,
+        TILE_Q=0,
+        TILE_K=0,
+        KEY_LENGTHS=problem.side.key_lengths is not None,
+        BIAS_COLUMN=constants.BIAS_COLUMN,
+        MASK_COLUMN=constants.MASK_COLUMN,
+        DERIVATIVES_APART=False,
+    )
+    descriptors = Descriptors(
+        q=Chunks(q_desc, q_tail_desc),
+        k=Chunks(k_desc, k_tail_desc),
+        v=Chunks(v_desc, v_tail_desc),
+        dout=Chunks(dout_desc, dout_tail_desc),
+        statistics=statistics_desc,
+        dk=None,
+        dv=None,
+        bias=MovedBias(bias_desc, problem.numbers.bias),
+    )
+    statistics = gl.allocate_shared_memory(
+        statistics_desc.dtype, [STAGES] + statistics_desc.block_shape, statistics_desc.layout
+    )
+    # The bias comes once, not with each tile of queries.
+    shared = Shared(
+        q=make_ring(descriptors.q, STAGES, WARPGROUPS),
+        k=make_ring(descriptors.k, KEY_STAGES, 1, WARPGROUPS),
+        v=make_ring(descriptors.v, KEY_STAGES, 1, WARPGROUPS),
+        dout=make_ring(descriptors.dout, STAGES, WARPGROUPS),
+        statistics=Statistics(statistics, None),
+        bias=None,
+        dscores=None,
+        probs=None,
+        derivatives=None,
+        tile_info=None,
+        queue=None,
+    )
+    bias_tiles = make_bias_tiles(bias_desc, QUERY_TILES, WARPGROUPS)
+    bias_full = barriers(1, 1)
+    tile = _own_tile(problem, work, config, QUERY_TILES)
+    fence_async_shared()
+    SHARES: gl.constexpr = SHARED_BY_HEADS
+    gl.warp_specialize(
+        [
+            (
+                sum_tile,
+                (0, QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, gradient_ptr, problem, work),
+            ),
+            (
+                sum_tile,
+                (1, QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, gradient_ptr, problem, work),
+            ),
+            (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, descriptors, problem)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
+    """The tile of this thread block. Those of a head that lie beside each other along the keys come one after the
+    other. Nothing shares a tile that a band hides."""
+    KEYS: gl.constexpr = config.KEYS
+    number = gl.program_id(0)
+    key_tiles = gl.cdiv(work.columns, KEYS)
+    row_tiles = gl.cdiv(work.rows, config.M * QUERY_TILES)
+    lines = number // key_tiles
+    planes = lines // row_tiles
+    sequences = planes // work.heads
+    part = sequences // work.batch
+    first_key = number % key_tiles * KEYS
+    first_query_tile = lines % row_tiles * QUERY_TILES
+    sharing = gl.to_tensor(work.sharing).to(gl.int64)
+    begin = (sharing * part // work.parts).to(gl.int32)
+    end = (sharing * (part + 1) // work.parts).to(gl.int32)
+    if config.HAS_LEFT or config.HAS_RIGHT:
+        shift = 0 if config.TOP_LEFT else problem.rows_k - problem.rows_q
+        seen_begin, _, _, seen_end = query_tile_ranges(
+            first_key, problem.rows_k, shift, problem.rows_q, problem.window.left, problem.window.right, KEYS,
+            config.M, config.HAS_LEFT, config.HAS_RIGHT,
+        )  # fmt: skip
+        hidden = (first_query_tile >= seen_end) | (first_query_tile + QUERY_TILES <= seen_begin)
+        end = gl.where(hidden, begin, end)
+    return BiasTile(
+        part=part,
+        sequence=sequences % work.batch,
+        head=planes % work.heads,
+        first_key=first_key,
+        first_query_tile=first_query_tile,
+        begin=begin,
+        end=end,
+        shared_heads=problem.heads_kv * problem.group // work.heads,
+    )
+
+
+@gluon.jit
+def _work_of(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
+    """What the main kernel would do for these keys of the `number`-th sequence and head that share a tile of the bias,
+    and which of its heads this one is."""
+    # A division takes the one warp that loads as long as several copies.
+    head = tile.head
+    sequence = tile.sequence + number
+    if SHARED_BY_HEADS:
+        head = number % tile.shared_heads
+        sequence = tile.sequence + number // tile.shared_heads
+    return work_of(KeyTile(tile.first_key, sequence, head // problem.group), problem, config), head % problem.group
+
+
+@gluon.jit
+def _hidden(slot, count, shared):
+    """The slot. Where all rings have a single stage it has an address that no compiler sees: ptxas would keep the
+    descriptors of all products in registers, of which there are too few, and get some wrong."""
+    if shared.q.STAGES == 1:
+        slot = Slot(slot.place + hidden_zero(count), slot.phase)
+    return slot
+
+
+@gluon.jit
+def _query_tile(tile, which: gl.constexpr, problem):
+    """The number of a tile of queries. Past the last one it is that once more, and nobody stores what comes of it."""
+    return gl.minimum(tile.first_query_tile + which, problem.query_tiles - 1)
+
+
+@gluon.jit
+def load_tiles(
+    QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias_tiles, bias_full, descriptors,
+    problem,
+):  # fmt: skip
+    """Producer warp: loads the bias, and for each sequence and head keys, values, queries, dout and statistics."""
+    WARPGROUPS: gl.constexpr = config.KEYS // ROWS
+    mbarrier.expect(bias_full.index(0), bias_bytes(bias_tiles, QUERY_TILES * WARPGROUPS))
+    for which in gl.static_range(QUERY_TILES):
+        move_bias(
+            descriptors.bias, bias_tiles, which, tile.sequence, tile.head, _query_tile(tile, which, problem) * config.M,
+            tile.first_key, bias_full.index(0), WARPGROUPS, True,
+        )  # fmt: skip
+    for number in range(tile.begin, tile.end):
+        count = number - tile.begin
+        work, head = _work_of(tile, number, problem, config, SHARED_BY_HEADS)
+        load_keys(work, count, config, shared, descriptors, problem)
+        for which in gl.static_range(QUERY_TILES):
+            step = Step(head, _query_tile(tile, which, problem))
+            load_queries(work, count * QUERY_TILES + which, step, FULL, 0, config, shared, descriptors)
+
+
+@gluon.jit
+def sum_tile(
+    WHICH: gl.constexpr, QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias_tiles,
+    bias_full, gradient_ptr, problem, work,
+):  # fmt: skip
+    """Consumer: the `WHICH`-th 64 keys of the tile."""
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
+    first = gl.zeros([ROWS, config.M], gl.float32, s_layout)
+    second = gl.to_tensor(0)
+    if QUERY_TILES > 1:
+        second = gl.zeros([ROWS, config.M], gl.float32, s_layout)
+    mbarrier.wait(bias_full.index(0), 0)
+    for number in range(tile.begin, tile.end):
+        count = number - tile.begin
+        key_work, head = _work_of(tile, number, problem, config, SHARED_BY_HEADS)
+        slot = _hidden(shared.k.slot(count, WHICH), count, shared)
+        shared.k.acquire(slot)
+        shared.v.acquire(slot)
+        first += _score_gradients(
+            count, 0, QUERY_TILES, head, slot, tile, key_work, config, shared, bias_tiles, problem, WHICH
+        )
+        if QUERY_TILES > 1:
+            second += _score_gradients(
+                count, 1, QUERY_TILES, head, slot, tile, key_work, config, shared, bias_tiles, problem, WHICH
+            )
+        shared.k.release(slot)
+        shared.v.release(slot)
+    _store(first, 0, tile, gradient_ptr, config, work, WHICH)
+    if QUERY_TILES > 1:
+        _store(second, 1, tile, gradient_ptr, config, work, WHICH)
+
+
+@gluon.jit
+def _score_gradients(
+    count, which: gl.constexpr, QUERY_TILES: gl.constexpr, head, key_slot, tile, work, config, shared, bias_tiles,
+    problem, WHICH: gl.constexpr,
+):  # fmt: skip
+    """`dsᵀ` of 64 keys, in `key_slot`, and of the `which`-th tile of queries."""
+    q, dout = shared.q, shared.dout
+    dtype: gl.constexpr = q.tiles.dtype
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
+    zeros = gl.zeros([ROWS, config.M], gl.float32, s_layout)
+    step = Step(head, _query_tile(tile, which, problem))
+    first_key = work.first_key + WHICH * ROWS
+    positions = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+    slot = _hidden(q.slot(count * QUERY_TILES + which), count, shared)
+    q.acquire(slot)
+    s = start_transposed(shared.k.operand(key_slot), q.operand(slot), 0, zeros, q.TAIL)  # [64, M]
+    dout.acquire(slot)
+    dp = start_transposed(shared.v.operand(key_slot), dout.operand(slot), 0, zeros, dout.TAIL)  # [64, M]
+    s, lse = subtract_statistic(s, shared.statistics, slot, LSE, 0, config.M, config)
+    tables = load_tables(first_key, Slot(which, 0), step, 0, work, bias_tiles, problem, config, WHICH)
+    s = warpgroup_mma_wait(2 if dout.TAIL > 0 else 1, [s])
+    p, _ = weights_of(s, lse, positions, first_key, step, FULL, tables, 0, work, config, problem, None, config.MASKS)
+    _, p = with_dropout(p, first_key, step, 0, work, config, problem)
+    dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, 0, config.M, config)
+    dp = warpgroup_mma_wait(0, [dp])
+    dout.release(slot)
+    q.release(slot)
+    return score_gradients(p, dp, delta, dtype, problem)
+
+
+@gluon.jit
+def _store(total, which: gl.constexpr, tile, gradient_ptr, config, work, WHICH: gl.constexpr):
+    """Stores the sums of 64 keys and of the `which`-th tile of queries."""
+    layout: gl.constexpr = total.type.layout
+    row = (tile.first_query_tile + which) * config.M + gl.arange(0, config.M, gl.SliceLayout(0, layout))
+    column = tile.first_key + WHICH * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    plane = (gl.to_tensor(tile.part).to(gl.int64) * work.batch + tile.sequence) * work.heads + tile.head
+    places = (plane * work.rows + row[None, :]) * work.columns + column[:, None]
+    inside = (row < work.rows)[None, :] & (column < work.columns)[:, None]
+    gl.store(gradient_ptr + places, total.to(gradient_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,106 @@
+"""Host side of the gradient of a bias on Hopper: how it is cut, and its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.launch import ABSENT, Plan, plan_of, values_of
+from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
+from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
+from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of
+from flashtile.ops.attention.hopper.backward_tiles import Problem
+from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.parameters import side_of_call
+from flashtile.ops.attention.plans import Layout, SideShape, Table
+from flashtile.ops.attention.side_parameters import SidePointers
+from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton.bias_work import BiasWork
+
+#: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
+_MOST_PARTS = 8
+
+#: The share of the time for which multiprocessors shall be busy.
+_BUSY = 7 / 8
+
+
+class BiasGradientPlan(NamedTuple):
+    """The launch, what makes its descriptors from the addresses of `MOVED_FOR_BIAS`, and the layout of its sums,
+    `[parts, *bias.shape]`."""
+
+    kernel: Plan
+    describe: Callable[..., tuple]
+    sums: Layout
+
+
+def run_bias_gradient(
+    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and `dtype`."""
+    sums = empty(*plan.sums, plan.kernel.device)
+    descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
+    plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0)
+    return sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
+
+
+def plan_bias_gradient(
+    variant: BackwardVariant,
+    problem: Problem,
+    side: SideShape,
+    spec: AttentionSpec,
+    shapes: tuple[torch.Size, ...],
+    strides: tuple[tuple[int, ...], ...],
+    gradients: tuple[Layout, Layout, Layout],
+    tiles: int,
+    programs: int,
+    device: torch.device,
+) -> BiasGradientPlan:
+    """The plan of a dense call. Arguments as in `backward_launch._plan`; `tiles`: of queries, in all heads. `programs`:
+    multiprocessors."""
+    assert side.bias is not None
+    batch, rows_q, heads, _ = shapes[0]
+    rows_k = shapes[1][1]
+    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
+    block = BIAS_QUERIES * cut.query_tiles, BIAS_KEYS
+    work = _cut_work(side.bias, batch * heads, block, programs)
+    covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
+    variant = variant._replace(
+        config=variant.config._replace(bias_by_tma=True),
+        side=side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        slope_sums=False,
+        bias_in_parts=work.parts > 1,
+        bias_shared_by_heads=side.bias.shape[1] < heads,
+        masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
+    )
+    problem = problem._replace(slope_sums_ptr=ABSENT, side=variant.side.pointers, numbers=variant.side.numbers)
+    values = {
+        **values_of(parameters_of(variant)),
+        **values_of({"problem": problem, "work": work.numbers(side.bias)}),
+    }
+    kernel = plan_of(backward_source("bias", variant), values, work.own * work.parts, device)
+    shape = (work.parts, *side.bias.shape)
+    sums = Layout(shape, contiguous_strides(shape), torch.float32 if work.parts > 1 else variant.dtype)
+    describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
+    return BiasGradientPlan(kernel, describe, sums)
+
+
+def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:
+    """So many parts that multiprocessors are busy. `matrices`: sequences times heads, `block`: queries and keys of a
+    tile."""
+    planes = bias.shape[0] * bias.shape[1]
+    own = planes * math.prod(-(-size // along) for size, along in zip(bias.shape[2:], block))
+    sharing = matrices // planes
+    candidates = range(1, min(sharing, _MOST_PARTS) + 1)
+    parts = next((parts for parts in candidates if _busy(own * parts, programs) >= _BUSY), candidates[-1])
+    return BiasWork(own, sharing, parts)
+
+
+def _busy(tiles: int, programs: int) -> float:
+    """The share of the time for which so many multiprocessors compute so many equal tiles."""
+    return tiles / (-(-tiles // programs) * programs)
