@@ -9,7 +9,7 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
 from flashtile.ops.attention.backend import AttentionCall, Phase
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, table_of
 
 
 def hopper_call(
@@ -18,7 +18,7 @@ def hopper_call(
     """A call of "auto" on an H200, with tensors that may be on a CPU."""
     return AttentionCall(
         "auto", phase, "cuda", devices.KNOWN_DEVICES["sm_90"], 132, None, False, q.dtype, q.shape, k.shape, v.shape,
-        aligned(q, k, v), side.packed, side.key_lengths is not None, None if side.bias is None else side.bias.shape,
+        aligned(q, k, v), side.packed, side.key_lengths is not None, table_of(side.bias),
         side.mask is not None, learned_slopes, spec,
     )  # fmt: skip
 

@@ -11,8 +11,8 @@ from flashtile.ops.attention.hopper.backward_configs import choose_backward_conf
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, SideShape, Table
-from flashtile.ops.attention.spec import AttentionSpec, Origin
+from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, SideShape
+from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
 from machine_code import Call
 
 _HEADS = {

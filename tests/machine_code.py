@@ -34,8 +34,8 @@ from flashtile.ops.attention.hopper.configs import (
     moves_by_tma,
     table_bytes,
 )
-from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape, Table
-from flashtile.ops.attention.spec import AttentionSpec, Origin
+from flashtile.ops.attention.plans import BlockSizes, CapturedShape, SideShape
+from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.ops.attention.triton.configs import Kernel, length_of
 from flashtile.testing.cases import AttentionCase, RelativeScore, make_inputs

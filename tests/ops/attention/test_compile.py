@@ -23,8 +23,7 @@ import flashtile
 from attention_cases import parameters, score_mod_combined
 from covering import covering_choices
 from flashtile._backends.launch import KernelSource
-from flashtile.ops.attention.plans import Table
-from flashtile.ops.attention.spec import Origin
+from flashtile.ops.attention.spec import Origin, Table
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.testing.cases import AttentionCase, RelativeScore

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -41,8 +43,10 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
         (64, 64, None, "triton", "triton"),
         (64, 128, None, "hopper", "hopper"),
         (49, 32, (1, 2, 49, 49), "triton", "triton"),
-        (768, 32, (1, 2, 768, 768), "triton", "triton"),
-        (512, 64, (1, 2, 512, 512), "triton", "hopper"),
+        (768, 32, (1, 2, 768, 768), "hopper", "hopper"),
+        (769, 32, (1, 2, 769, 769), "triton", "triton"),
+        (512, 64, (1, 2, 512, 512), "hopper", "hopper"),
+        (513, 64, (1, 2, 513, 513), "triton", "hopper"),
         (512, 64, (4, 1, 1, 512), "hopper", "hopper"),
         (512, 96, (1, 2, 512, 512), "hopper", "hopper"),
     ],
@@ -59,6 +63,28 @@ def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
     assert {kernel.backend for kernel in named.kernels} == {"hopper"}
     names = [kernel.name for kernel in automatic.kernels if kernel.name.startswith("d")]
     assert names == ([] if backward == "hopper" else ["dq"] if seq <= 64 else ["dq", "dkdv"])
+
+
+@pytest.mark.parametrize(
+    "shape, arguments, kernels",
+    [
+        ((1, 2, 768, 768), {}, [("backward", "hopper"), ("dbias", "hopper")]),
+        ((4, 2, 768, 768), {}, [("backward", "hopper")]),  # it is the gradient of the scores, which that kernel stores
+        ((4, 2, 768, 768), {"softcap": 5.0}, [("backward", "hopper"), ("dbias", "hopper")]),
+        ((4, 1, 1, 768), {}, [("backward", "hopper"), ("dbias", "triton")]),
+        ((1, 2, 768, 770), {}, [("backward", "hopper"), ("dbias", "triton")]),
+    ],
+    ids=str,
+)
+def test_who_computes_the_gradient_of_a_bias(
+    shape: tuple[int, ...], arguments: dict[str, Any], kernels: list[tuple[str, str]]
+) -> None:
+    q, k = (torch.empty(4, seq, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for seq in shape[2:])
+    if shape[2] == 1:
+        q = k
+    bias = q.new_empty(shape).requires_grad_()
+    found = flashtile.explain(q, k, k, bias=bias, device="sm_90", **arguments)
+    assert [(kernel.name, kernel.backend) for kernel in found.kernels][1:] == kernels
 
 
 def test_forward_and_backward_may_be_of_two_backends() -> None:

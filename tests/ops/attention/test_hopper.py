@@ -43,10 +43,10 @@ from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.widening import make_widening
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window
+from flashtile.ops.attention.plans import BlockSizes, SideShape, Window
 from flashtile.ops.attention.score_program import UNCHANGED
 from flashtile.ops.attention.side_parameters import BlockNumbers, SidePointers
-from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
+from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Table, Wanted
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
@@ -92,6 +92,9 @@ def _call(phase: Phase) -> AttentionCall:
     return hopper_call(phase, q, q, q, SideInputs(), AttentionSpec(1.0))
 
 
+_BIAS = Table(torch.bfloat16, (1, 1, 128, 128), (128 * 128, 128 * 128, 128, 1), 0)
+
+
 def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
     call = with_changes(_call(phase)._replace(requested=backend), **changes)
     return select.BACKENDS.choose(call).backend
@@ -115,7 +118,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float32}, "triton"),
         ({"dropout_p": 0.1}, "hopper"),
         ({"key_lengths": True}, "hopper"),
-        ({"bias_shape": (1, 1, 128, 128)}, "hopper"),
+        ({"bias": _BIAS}, "hopper"),
         ({"mask": True}, "hopper"),
         ({"origin": Origin(0, 0, 0, 0, 1)}, "hopper"),
         ({"origin": Origin(7, 0, 0, 0, 1)}, "hopper"),
@@ -123,7 +126,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"origin": Origin(7, 0, 0, 0, 1), "dropout_p": 0.1}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "dropout_p": 0.1}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "key_lengths": True}, "triton"),
-        ({"dtype": torch.float8_e4m3fn, "bias_shape": (1, 1, 128, 128)}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "bias": _BIAS}, "triton"),
         ({"dtype": torch.float8_e4m3fn, "mask": True}, "triton"),
         ({"score_program": UNCHANGED}, "hopper"),
         ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table
 
 #: The functions that a backend's module may have.
 Phase = Literal["forward", "backward", "column_sums"]
@@ -35,7 +35,7 @@ class AttentionCall(NamedTuple):
             1, and those of dimensions of one.
         packed: sequences lie one behind another.
         key_lengths: there are key lengths.
-        bias_shape: of the bias; None without one.
+        bias: what a plan needs to know of the bias; None without one.
         mask: there is a mask.
         learned_slopes: the gradient of ALiBi's slopes is wanted.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
     aligned: bool
     packed: bool
     key_lengths: bool
-    bias_shape: tuple[int, ...] | None
+    bias: Table | None
     mask: bool
     learned_slopes: bool
     spec: AttentionSpec
@@ -77,12 +77,12 @@ class AttentionCall(NamedTuple):
     @property
     def tables(self) -> bool:
         """Whether there is a bias or a mask."""
-        return self.bias_shape is not None or self.mask
+        return self.bias is not None or self.mask
 
     @property
     def has_whole_bias(self) -> bool:
         """Whether the bias has a number for each query and key."""
-        return self.bias_shape is not None and 1 not in self.bias_shape[2:]
+        return self.bias is not None and 1 not in self.bias.shape[2:]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from flashtile.ops.attention.backend import AttentionCall, KernelChoice
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import FP8
+from flashtile.ops.attention.spec import FP8, table_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,7 +141,7 @@ def explain(
         aligned(*(_rows_contiguous(t) for t in (q, k, v))),
         packed,
         given.key_lengths is not None,
-        None if given.bias is None else given.bias.shape,
+        table_of(given.bias),
         given.mask is not None,
         learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
         spec=spec,

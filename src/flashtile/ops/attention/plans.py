@@ -9,21 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, plain_side
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, plain_side, table_of
 from flashtile.ops.attention.tile_lists import Grid, Places
 from flashtile.ops.common.checks import MAX_POSITIONS, check_rows
 
 #: Windows are clipped to this: no sequence is longer.
 WIDEST_WINDOW = MAX_POSITIONS
-
-
-class Table(NamedTuple):
-    """What a plan needs to know of a tensor that broadcasts to the scores (bias, mask)."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    misalignment: int
 
 
 class BlockSizes(NamedTuple):
@@ -103,13 +94,6 @@ def side_shape(side: SideInputs) -> SideShape:
 
 def descale_strides(side: SideInputs) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(None if descale is None else descale.stride() for descale in side.descales)
-
-
-def table_of(tensor: Tensor | None) -> Table | None:
-    """What a plan needs to know of a bias or a mask."""
-    if tensor is None:
-        return None
-    return Table(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)
 
 
 class Layout(NamedTuple):

@@ -17,7 +17,7 @@ from flashtile._backends.alignment import aligned
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase
 from flashtile.ops.attention.cpu.backend import BACKEND as CPU
 from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, table_of
 from flashtile.ops.attention.split.backend import BACKEND as SPLIT
 from flashtile.ops.attention.triton.backend import BACKEND as TRITON
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
@@ -89,7 +89,7 @@ def implementation(
         q.is_cuda and aligned(q, k, v),
         side.cu_seqlens_q is not None,
         side.key_lengths is not None,
-        None if side.bias is None else side.bias.shape,
+        table_of(side.bias),
         side.mask is not None,
         learned_slopes,
         spec,

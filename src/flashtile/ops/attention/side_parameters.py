@@ -17,8 +17,8 @@ from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Parameter, float32, int32, int64, pointer, pointer_to
 from flashtile.ops.attention.philox import keep_threshold
-from flashtile.ops.attention.plans import BlockSizes, SideShape, Table, Window, block_places, clipped_window
-from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, plain_side
+from flashtile.ops.attention.plans import BlockSizes, SideShape, Window, block_places, clipped_window
+from flashtile.ops.attention.spec import FP8, AttentionSpec, Origin, SideInputs, Table, plain_side
 
 #: Where a direction in which a table broadcasts ends.
 _ENDLESS = 2**30

@@ -167,6 +167,22 @@ class Gradients(NamedTuple):
     captured: tuple[Tensor | None, ...] = ()
 
 
+class Table(NamedTuple):
+    """What a plan, and who chooses a backend, needs to know of a tensor that broadcasts to the scores (bias, mask)."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    misalignment: int
+
+
+def table_of(tensor: Tensor | None) -> Table | None:
+    """What a plan needs to know of a bias or a mask."""
+    if tensor is None:
+        return None
+    return Table(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)
+
+
 def plain_side(side: SideInputs) -> bool:
     """Whether there is no tensor beside q, k and v: the commonest call, for which launches take short cuts."""
     (

@@ -7,7 +7,6 @@ import torch
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
-from flashtile.ops.attention.plans import table_of
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -37,16 +36,19 @@ def _slower(call: AttentionCall) -> str | None:
 
     - 4,096 windows of 49 tokens, 6 heads of 32: 0.34 and 0.14, backward 0.77 and 0.33; with a bias that learns 0.52 and
       0.23, backward 0.91 and 0.93. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward 0.22 and 0.18.
-    - A bias, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60. 32 sequences of 512, 12
-      heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48.
+    - A bias that TMA does not bring, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60.
+      32 sequences of 512, 12 heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48. (If TMA brings it, 0.09 instead of
+      the 0.13, and backward 0.47 instead of the 0.65.)
     """
     widest = max(call.head_dims)
     if call.requested != "auto" or call.packed or widest > 64:
         return None
     if length_of(call.q_shape[1], call.k_shape[1]) == "short":
         return f"with {SHORT} queries and keys or fewer the tiles of the portable kernels are less empty"
-    if call.has_whole_bias and (call.phase == "forward" or widest <= 32):
-        return "with so narrow heads the portable kernels add a bias faster"
+    moved = configs.moves_by_tma(call.bias, call.dtype)
+    if call.has_whole_bias and not moved and (call.phase == "forward" or widest <= 32):
+        aligned = "unless it has q's dtype and rows at multiples of 16 bytes"
+        return f"with so narrow heads the portable kernels add a bias faster, {aligned}"
     return None
 
 
@@ -116,12 +118,10 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     spec, heads = call.spec, call.head_dims
     if call.phase == "backward":
         side = call.side or SideInputs()
-        moved = configs.moves_by_tma(table_of(side.bias), call.dtype)
+        moved = configs.moves_by_tma(call.bias, call.dtype)
         tables = configs.table_bytes(side.bias, side.mask)
         learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
-        own = learns and configs.is_of_scores(
-            table_of(side.bias), call.dtype, call.q_shape[0], call.q_shape[-2], packed
-        )
+        own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
         cut = backward_configs.backward_config_of(*heads, spec, tables, call.learned_slopes, moved, own)
         memory = backward_configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
@@ -137,7 +137,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
         *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables,
-        configs.moves_by_tma(table_of(side.bias), call.dtype),
+        configs.moves_by_tma(call.bias, call.dtype),
     )  # fmt: skip
     memory = configs.shared_memory(config, *heads, call.dtype)
     warps = f"{config.consumers} computing warpgroups and a loading warp"

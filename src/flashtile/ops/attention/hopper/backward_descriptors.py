@@ -18,7 +18,8 @@ from flashtile.ops.attention.hopper.backward_configs import (
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.bounds import bounded_layout
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS
-from flashtile.ops.attention.plans import Layout, Table
+from flashtile.ops.attention.plans import Layout
+from flashtile.ops.attention.spec import Table
 
 
 def buffers(variant: BackwardVariant, tiles: int) -> dict[str, tuple[int, int]]:

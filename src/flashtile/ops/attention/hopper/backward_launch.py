@@ -43,7 +43,6 @@ from flashtile.ops.attention.hopper.parameters import (
 from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
-    Table,
     call_sizes,
     contiguous_on_16_bytes,
     longest_walk,
@@ -55,7 +54,7 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Table, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 
 

@@ -17,9 +17,9 @@ from flashtile.ops.attention.hopper.backward_source import backward_source, para
 from flashtile.ops.attention.hopper.backward_tiles import Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import Layout, SideShape, Table
+from flashtile.ops.attention.plans import Layout, SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
-from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.spec import AttentionSpec, Table
 from flashtile.ops.attention.triton.bias_work import BiasWork
 
 #: Parts of a bias at most: each costs a write and a read of the whole bias in float32.

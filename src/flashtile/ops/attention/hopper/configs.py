@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from flashtile.ops.attention.plans import Table
-from flashtile.ops.attention.spec import FP8
+from flashtile.ops.attention.spec import FP8, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
 #: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.

@@ -50,9 +50,9 @@ from flashtile.ops.attention.hopper.parameters import (
 )
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
-from flashtile.ops.attention.plans import Layout, SideShape, Table, call_sizes, positive_scale, side_shape, tiles_of
+from flashtile.ops.attention.plans import Layout, SideShape, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
-from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, out_dtype
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from flashtile._backends.launch import int32, int64
-from flashtile.ops.attention.plans import Table
+from flashtile.ops.attention.spec import Table
 from flashtile.ops.attention.triton.tile_tables import TileConfig
 
 #: Programs that fill any GPU.

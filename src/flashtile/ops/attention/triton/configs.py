@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.plans import Table
-from flashtile.ops.attention.spec import AttentionSpec, out_dtype
+from flashtile.ops.attention.spec import AttentionSpec, Table, out_dtype
 from flashtile.ops.attention.triton.score_source import tile_values
 from flashtile.ops.attention.triton.tile_tables import (
     AMD,

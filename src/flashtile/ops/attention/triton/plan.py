@@ -20,7 +20,6 @@ from flashtile.ops.attention.plans import (
     CapturedShape,
     Layout,
     SideShape,
-    Table,
     call_sizes,
     longest_walk,
     shares_of_heads,
@@ -28,7 +27,7 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import dropout_numbers, side_parameters, stored, window_parameters
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, out_dtype
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, out_dtype
 from flashtile.ops.attention.triton.backward import (
     KeyGradients,
     RowTensors,
