@@ -219,15 +219,15 @@ def choose_config(
         row = _NARROW if left or blocks or short or dropout or tables else row
     elif dtype is FP8 and widest <= 128 and long and not (left or blocks):
         row = _LONG_8
-    between = 96 < widest <= 128
-    if (dropout or tables > 2 or (moved_bias and between)) and row.block_n > 64:
+    if (dropout or tables > 2) and row.block_n > 64:
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
     if moved_bias:
-        # Milliseconds, 4 sequences of 2,048 tokens, 16 heads of 128: half the keys 0.275, and in turn 0.249; all keys
-        # 0.266. Of 96, in turn: half the keys 0.255, all 0.236. Of 64 (32 heads, 4,096): 1.54, in turn 1.55; 1.32.
-        row = _with_room_for_bias(row._replace(in_turn=row.in_turn or between), head_dim, head_dim_v, dtype)
+        # Heads of 128 in turn, milliseconds for 4 × 2,048 and 4 × 4,096 tokens, 16 heads: 0.248 and 0.935, otherwise
+        # 0.266 and 0.992; half the keys, in turn, 0.249 and 0.960. Of 64, half the keys: 1.54, not 1.32; in turn 1.55.
+        in_turn = row.in_turn or 96 < widest <= 128
+        row = _with_room_for_bias(row._replace(in_turn=in_turn), head_dim, head_dim_v, dtype)
     return row
 
 
