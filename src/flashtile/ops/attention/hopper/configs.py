@@ -232,9 +232,11 @@ def choose_config(
 
 
 def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> HopperConfig:
-    """With the tiles of a bias on chip, in as many stages as fit beside a place for output, else without one. As it is
-    where there is no room for two stages."""
-    for outs in (1, 0):
+    """With the tiles of a bias on chip, in as many stages as fit beside a place for output, else without one, if output
+    can leave through the place of the queries. As it is where there is no room for two stages."""
+    chunks, chunks_v = column_chunks(head_dim, dtype), value_chunks(head_dim_v)
+    through_queries = chunks_v[0] <= chunks[0] and chunks_v[1] <= chunks[1]
+    for outs in (1, 0) if through_queries else (1,):
         for stages in range(row.stages, 1, -1):
             cut = row._replace(stages=stages, bias_by_tma=True)
             if _shared_memory(cut, head_dim, head_dim_v, dtype, 1, outs) <= SHARED_MEMORY:
@@ -289,7 +291,8 @@ def function_bytes(score_program: str | None) -> int:
 
 def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Places for output on its way out: one for each consumer, or where there is no room for that, one after the
-    other uses the same. Without room even for one, out leaves through the place of the queries."""
+    other uses the same. Without room even for one, out leaves through the place of the queries, whose chunks are as
+    wide as its own."""
     for places in (config.consumers, 1):
         if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= SHARED_MEMORY:
             return places
