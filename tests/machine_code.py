@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 import triton
-from triton.compiler import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
 
 import flashtile
 from control_flow import wrong_addresses
@@ -64,11 +65,22 @@ def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """
     compiled = compile_kernel(source, device)
     COMPILED.add(full_name(source.function))
+    search_code(compiled, device)
+    return compiled
+
+
+def search_code(compiled: CompiledKernel, device: DeviceFacts) -> None:
+    """Searches a kernel's code for wrong addresses."""
     if device.is_cuda:
         found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
         if found:
-            raise WrongCodeError(f"{source.function.__name__} for {device.arch}: {'; '.join(found)}")
-    return compiled
+            raise WrongCodeError(f"{compiled.src.fn.__name__} for {device.arch}: {'; '.join(found)}")
+
+
+def compiler_input(source: KernelSource, device: DeviceFacts) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """What `compile_kernel` gives to Triton, which compiles nothing here: what is compiled, for what, and how."""
+    with mock.patch.object(triton, "compile", lambda ast, target, options: (ast, target, options)):
+        return compile_kernel(source, device)  # type: ignore[return-value]
 
 
 class Call(NamedTuple):
@@ -394,24 +406,37 @@ class Binary(NamedTuple):
     """A compiled kernel.
 
     Attributes:
-        source: what it was compiled from.
         shared_memory: bytes of on-chip memory of a program.
         spilled: bytes of a thread's registers that lie in device memory (NVIDIA's stack, AMD's scratch).
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
+        descriptors: what Triton notes of each tensor descriptor.
     """
 
-    source: KernelSource
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
+    descriptors: list[dict[str, Any]] | None = None
+
+
+def binary_of(source: KernelSource, device: DeviceFacts) -> Binary:
+    """Compiles a kernel (`compile_source`)."""
+    return read_binary(compile_source(source, device), device)
+
+
+def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
+    found = compiled.metadata
+    spilled = spilled_bytes(compiled.asm, device)
+    return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
 
 
 def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
     """The binary that a call launches on an architecture."""
-    device = KNOWN_DEVICES[arch]
-    source = plan(kernel, device, call).kernel.source
-    compiled = compile_source(source, device)
-    return Binary(source, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
+    return binary_of(call_source(kernel, arch, call), KNOWN_DEVICES[arch])
+
+
+def call_source(kernel: Kernel, arch: str, call: Call) -> KernelSource:
+    """What a call launches on an architecture."""
+    return plan(kernel, KNOWN_DEVICES[arch], call).kernel.source
 
 
 def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
@@ -433,21 +458,23 @@ def disassemble(cubin: bytes, jumps_by_table: bool = True) -> str:
 
 def compile_hopper(call: Call) -> Binary:
     """The binary that a forward of the Hopper kernels launches."""
-    source = hopper_plan(call).kernel.source
-    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
-    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
+    return binary_of(hopper_plan(call).kernel.source, KNOWN_DEVICES["sm_90"])
 
 
 def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
     """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    source = backward_source(kernel, variant)
-    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
-    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
+    return binary_of(backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
 
 
 def _stack(cubin: bytes) -> int:
     (stack,) = re.findall(r"STACK:(\d+)", _run_tool("cuobjdump", "-res-usage", cubin))
     return int(stack)
+
+
+def registers(binary: Binary) -> int:
+    """Registers of a thread."""
+    (found,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
+    return int(found)
 
 
 def _scratch(assembly: str) -> int:
