@@ -8,9 +8,11 @@ those name in turn. Of other packages only the names count, because their versio
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
+import importlib
 import inspect
 import re
 import sys
@@ -73,11 +75,14 @@ def _definition(of: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def _parts_of_function(function: Any) -> Iterator[tuple[str, Any]]:
-    """The values that a function names: globals, attributes of modules, variables of functions around it, defaults."""
+    """The values that a function names: globals, what it imports, attributes of modules, variables of functions around
+    it, and defaults."""
     python = function.fn if isinstance(function, JITCallable) else function
     names = set(_names(python.__code__))
     for name in sorted(names & python.__globals__.keys()):
         yield from _parts_of_name(name, python.__globals__[name], names)
+    for name in sorted(_imports(python.__code__)):
+        yield from _parts_of_name(name, importlib.import_module(name), names)
     for name, cell in zip(python.__code__.co_freevars, python.__closure__ or ()):
         yield from _parts_of_name(name, cell.cell_contents, names)
     yield "defaults", (python.__defaults__, python.__kwdefaults__)
@@ -96,6 +101,12 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def _imports(code: types.CodeType) -> set[str]:
+    """Names of the modules that a function imports."""
+    found = {each.argval for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME"}
+    return found.union(*(_imports(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)))
 
 
 def _parts_of_class(of: type) -> Iterator[tuple[str, Any]]:

@@ -95,7 +95,13 @@ _MODULES = {
             _compare(binary.spilled, limit)
 
         def _compare(found, limit):
-            assert found <= min(limit, LIMITS["spilled"]) and not _PATTERN.search("")
+            from more_checks import largest
+
+            assert found <= min(limit, largest(LIMITS["spilled"])) and not _PATTERN.search("")
+    """,
+    "more_checks": """
+        def largest(number):
+            return number + 19
     """,
 }
 
@@ -150,6 +156,7 @@ def test_a_key_is_the_same_in_another_folder(key_with: Callable[..., str]) -> No
         ("_compare(binary.spilled", "_compare(binary.shared_memory"),
         ('"spilled": 17', '"spilled": 18'),
         ('re.compile("HGMMA")', 're.compile("GMMA")'),
+        ("number + 19", "number + 20"),
     ],
     ids=lambda text: text.replace("\n", " "),
 )  # fmt: skip
