@@ -47,15 +47,16 @@ def check_key(source: KernelSource, arch: str, check: Callable[..., None], *expe
 def code_key(source: KernelSource, arch: str) -> str:
     """The hash of all that decides a kernel's machine code.
 
-    It has what Triton's own cache on disk tells binaries apart by, but with the contents of libraries in place of their
-    paths. It has more: Triton's hash of a function leaves out classes that the function uses, attributes of modules,
-    functions that write instructions, the names of constants, and the sources of Gluon.
+    These are the parts of the key of Triton's own cache on disk, and two of them are found in another way. Libraries
+    are told by their contents, not their paths. Triton's hash of a function leaves out classes, attributes of modules
+    and functions that write instructions, and it orders constants by where they lie in memory. `content_of` does not.
     """
     ast, target, options = compiler_input(source, KNOWN_DEVICES[arch])
     backend = make_backend(target)
     options = dict(vars(backend.parse_options(options)))
     options["extern_libs"] = [(name, _file_hash(path)) for name, path in options.get("extern_libs") or ()]
-    return _hash(ast.hash(), backend.hash(), repr(sorted(options.items())), _compiler(), content_of(*source))
+    compiled = content_of(ast.fn, ast.signature, ast.constants, ast.attrs)
+    return _hash(compiled, backend.hash(), repr(sorted(options.items())), _compiler())
 
 
 def _compiler() -> str:
