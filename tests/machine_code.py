@@ -1,7 +1,7 @@
 """Machine code of kernels for GPUs that are not there: what a call would launch, compiled and inspected.
 
 For attention, `Call` describes a call from outside. `plan` takes it the way that a real one takes, up to the launch;
-`compile_call` goes on to the binary. Sizes and instructions come from the tools that Triton's own wheel carries.
+`binary_of` compiles it. Sizes and instructions come from the tools that Triton's own wheel carries.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper.backward_source import backward_source
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     choose_config,
@@ -74,13 +72,13 @@ def search_code(compiled: CompiledKernel, device: DeviceFacts) -> None:
     if device.is_cuda:
         found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
         if found:
-            raise WrongCodeError(f"{compiled.src.fn.__name__} for {device.arch}: {'; '.join(found)}")
+            raise WrongCodeError(f"{compiled.metadata.name} for {device.arch}: {'; '.join(found)}")
 
 
 def compiler_input(source: KernelSource, device: DeviceFacts) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
     """What `compile_kernel` gives to Triton, which compiles nothing here: what is compiled, for what, and how."""
     with mock.patch.object(triton, "compile", lambda ast, target, options: (ast, target, options)):
-        return compile_kernel(source, device)  # type: ignore[return-value]
+        return compile_kernel(source, device)
 
 
 class Call(NamedTuple):
@@ -429,11 +427,6 @@ def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
     return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
 
 
-def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
-    """The binary that a call launches on an architecture."""
-    return binary_of(call_source(kernel, arch, call), KNOWN_DEVICES[arch])
-
-
 def call_source(kernel: Kernel, arch: str, call: Call) -> KernelSource:
     """What a call launches on an architecture."""
     return plan(kernel, KNOWN_DEVICES[arch], call).kernel.source
@@ -454,16 +447,6 @@ def disassemble(cubin: bytes, jumps_by_table: bool = True) -> str:
     """A listing. The targets of jumps by a table take nvdisasm an analysis, of which a third of its time goes into; a
     listing without such jumps is the same without it."""
     return _run_tool("nvdisasm", "-c" if jumps_by_table else "-c -ndf", cubin)
-
-
-def compile_hopper(call: Call) -> Binary:
-    """The binary that a forward of the Hopper kernels launches."""
-    return binary_of(hopper_plan(call).kernel.source, KNOWN_DEVICES["sm_90"])
-
-
-def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
-    """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    return binary_of(backward_source(kernel, variant), KNOWN_DEVICES["sm_90"])
 
 
 def _stack(cubin: bytes) -> int:
