@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from flashtile._backends.launch import KernelSource
 from machine_code import binary_of, compiler_input, read_binary, search_code
 from remembered_checks import MEMORY
 
+#: Triton's library is another for each version of Python.
+COMPILER = f"Triton {triton.__version__} for Python {sys.version_info.major}.{sys.version_info.minor}"
+
 
 def check_code(source: KernelSource, arch: str, check: Callable[..., None], *expected: Any) -> None:
     """Compiles a kernel, searches its code for wrong addresses, and calls `check(binary, *expected)`.
@@ -31,7 +35,7 @@ def check_code(source: KernelSource, arch: str, check: Callable[..., None], *exp
         WrongCodeError: the code has wrong addresses.
         AssertionError: of the check.
     """
-    served = MEMORY.serves(triton.__version__)
+    served = MEMORY.serves(COMPILER)
     key = check_key(source, arch, check, *expected) if served else ""
     if not MEMORY.knows(key):
         check(binary_of(source, KNOWN_DEVICES[arch]), *expected)

@@ -28,7 +28,7 @@ TABLE = Path(__file__).with_name("checked_machine_code.txt")
 
 _HEAD = """\
 # Checks of machine code that have passed (tests/remembered_checks.py). `make remember` renews them.
-# Triton {triton}
+# Compiler: {compiler}
 """
 
 #: How many of the tests that could rely on the table compile.
@@ -43,7 +43,7 @@ class Memory:
     """What one process knows of checks that have passed.
 
     Attributes:
-        triton: the version with which the table was written.
+        compiler: what compiled the kernels of the table (`checked_code.COMPILER`).
         table: each key, and the test whose check has passed.
         records: whether the table will be written.
         test: the test that runs.
@@ -51,16 +51,16 @@ class Memory:
         passed: the checks that have passed in this run, as in `table`.
     """
 
-    triton: str
+    compiler: str
     table: dict[str, str]
     records: bool = False
     test: str = ""
     trusts_table: bool = False
     passed: dict[str, str] = field(default_factory=dict)
 
-    def serves(self, triton: str) -> bool:
-        """Whether checks of what that version of Triton compiles are remembered."""
-        return self.records or triton == self.triton
+    def serves(self, compiler: str) -> bool:
+        """Whether checks of what that compiler makes are remembered."""
+        return self.records or compiler == self.compiler
 
     def knows(self, key: str) -> bool:
         """Whether the test that runs need not do that check."""
@@ -72,20 +72,16 @@ class Memory:
 
 
 def read_table(path: Path) -> tuple[str, dict[str, str]]:
-    """The version of Triton that a table was written with, and its entries."""
-    version, entries = "", {}
-    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        name, _, last = line.rpartition(" ")
-        if name == "# Triton":
-            version = last
-        elif not name.startswith("#"):
-            entries[last] = name
-    return version, entries
+    """The compiler of a table, and its entries."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    compilers = [line.partition(": ")[2] for line in lines if line.startswith("# Compiler: ")]
+    entries = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return "".join(compilers), {key: test for test, _, key in entries}
 
 
-def write_table(path: Path, triton: str, entries: dict[str, str]) -> None:
+def write_table(path: Path, compiler: str, entries: dict[str, str]) -> None:
     lines = sorted(f"{test} {key}\n" for key, test in entries.items())
-    path.write_text(_HEAD.format(triton=triton) + "".join(lines), "utf-8")
+    path.write_text(_HEAD.format(compiler=compiler) + "".join(lines), "utf-8")
 
 
 def renewed(table: dict[str, str], passed: dict[str, str], files: Iterable[str]) -> dict[str, str]:
@@ -153,11 +149,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["passed checks"] = MEMORY.passed
     elif MEMORY.records:
-        import triton
+        from checked_code import COMPILER
 
         passed = MEMORY.passed | _PASSED_IN_WORKERS
-        table = MEMORY.table if MEMORY.triton == triton.__version__ else {}
-        write_table(TABLE, triton.__version__, renewed(table, passed, map(_file, passed.values())))
+        table = MEMORY.table if MEMORY.compiler == COMPILER else {}
+        write_table(TABLE, COMPILER, renewed(table, passed, map(_file, passed.values())))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -24,7 +24,7 @@ import triton
 
 import checked_code
 import remembered_checks
-from checked_code import check_code, check_key, code_key
+from checked_code import COMPILER, check_code, check_key, code_key
 from content import UnknownContentError, content_of
 from flashtile._backends.launch import KernelSource, Parameter, pointer_to, specialise
 from flashtile.ops.attention.hopper import backward_launch
@@ -254,7 +254,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_only_new_checks_compile(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     source = call_source("forward", "sm_90", Call())
-    memory = Memory(triton.__version__, {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True)
+    memory = Memory(COMPILER, {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True)
     monkeypatch.setattr(checked_code, "MEMORY", memory)
     check_code(source, "sm_90", _check, 5)
     assert compiled == [] and memory.passed.keys() == memory.table.keys()
@@ -268,9 +268,11 @@ def test_only_new_checks_compile(compiled: list[str], monkeypatch: pytest.Monkey
     assert compiled == ["sm_90"] * 3
 
 
-def test_with_another_triton_all_is_compiled(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_another_compiler_all_is_compiled(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     source = call_source("forward", "sm_90", Call())
-    memory = Memory("3.5.0", {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True)
+    memory = Memory(
+        "Triton 3.5.0 for Python 3.11", {check_key(source, "sm_90", _check, 5): "a.py::test"}, trusts_table=True
+    )
     monkeypatch.setattr(checked_code, "MEMORY", memory)
     check_code(source, "sm_90", _check, 5)
     assert compiled == ["sm_90"] and not memory.passed
@@ -278,8 +280,8 @@ def test_with_another_triton_all_is_compiled(compiled: list[str], monkeypatch: p
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     table = {"ab": "tests/b.py::test[x y]", "cd": "tests/a.py::test"}
-    write_table(tmp_path / "table.txt", "3.6.0", table)
-    assert read_table(tmp_path / "table.txt") == ("3.6.0", table)
+    write_table(tmp_path / "table.txt", "Triton 3.6.0 for Python 3.11", table)
+    assert read_table(tmp_path / "table.txt") == ("Triton 3.6.0 for Python 3.11", table)
     assert (tmp_path / "table.txt").read_text().splitlines()[2:] == ["tests/a.py::test cd", "tests/b.py::test[x y] ab"]
     assert read_table(tmp_path / "none.txt") == ("", {})
 
