@@ -1185,7 +1185,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
     memory = backward_configs.backward_shared_memory(config, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _BACKWARD_SPILLS)
-    source = backward_launch.backward_source("main", variant)
+    source = backward_source("main", variant)
     check_code(source, "sm_90", _check_backward, limits, form in SERIALISED)
 
 
@@ -1216,7 +1216,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
         # A thread adds for two keys in each step, and no other additions are its own.
         owners = 1 if variant.config.split_roles else 2
         additions = 2 * owners * variant.config.parts
-    source = backward_launch.backward_source("main", variant)
+    source = backward_source("main", variant)
     check_code(source, "sm_90", _check_backward_features, limits, additions)
 
 
@@ -1241,7 +1241,7 @@ def _of_first_and_last_kernel() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kernel, form", _of_first_and_last_kernel())
 def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel: str, form: str) -> None:
-    source = backward_launch.backward_source(kernel, _EVERY_BACKWARD[form])
+    source = backward_source(kernel, _EVERY_BACKWARD[form])
     check_code(source, "sm_90", _check_nothing_is_spilled)
 
 
@@ -1252,7 +1252,7 @@ def _check_nothing_is_spilled(binary: Binary) -> None:
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
-    source = backward_launch.backward_source("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
+    source = backward_source("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
     check_code(source, "sm_90", _check_exponentials, sinks)
 
 
