@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 DEVICE_MARKS := gpu or hopper or multi_gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-rest test-all test-gpu lint format docs dist clean
+.PHONY: help setup run test test-rest test-all test-gpu remember lint format docs dist clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/make \1|\2/' | awk -F'|' '{printf "%-14s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test-all: $(STAMP) ## all tests that need no GPU: those of `make test` and of `m
 
 test-gpu: $(STAMP) ## the tests that need a GPU
 	@$(BIN)/python -m pytest -m "$(DEVICE_MARKS)"
+
+remember: $(STAMP) ## compile the kernels with new checks of machine code, and record the checks that pass
+	@$(BIN)/python -m pytest -n $(WORKERS) --remember
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@status=0; \

@@ -15,6 +15,7 @@ import torch
 import torch.utils.deterministic
 
 import flashtile
+import remembered_checks
 import selection
 from flashtile.ops.attention.calls import forget_calls
 from flashtile.ops.kv_cache.calls import forget_steps
@@ -31,11 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--complete", action="store_true", help="fail unless all public names are used and all kernels compile"
     )
+    parser.addoption("--compile-all", action="store_true", help="take no check of machine code for passed already")
+    parser.addoption("--remember", action="store_true", help="run only checks of machine code, and renew their table")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist share the cores instead of each starting a thread on every one. Triton's interpreter is
-    sped up."""
+    sped up. Checks of machine code are remembered."""
+    config.pluginmanager.register(remembered_checks)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))

@@ -1,7 +1,7 @@
 """Machine code of kernels for GPUs that are not there: what a call would launch, compiled and inspected.
 
 For attention, `Call` describes a call from outside. `plan` takes it the way that a real one takes, up to the launch;
-`compile_call` goes on to the binary. Sizes and instructions come from the tools that Triton's own wheel carries.
+`binary_of` compiles it. Sizes and instructions come from the tools that Triton's own wheel carries.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from unittest import mock
 
 import torch
 import triton
-from triton.compiler import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
 
 import flashtile
 from control_flow import wrong_addresses
 from flashtile._backends.devices import KNOWN_DEVICES, DeviceFacts
 from flashtile._backends.launch import KernelSource, Plan, compile_kernel
 from flashtile.ops.attention.hopper import launch as hopper_launch
-from flashtile.ops.attention.hopper.backward_source import backward_source
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.configs import (
     HopperConfig,
     choose_config,
@@ -64,11 +63,22 @@ def compile_source(source: KernelSource, device: DeviceFacts) -> CompiledKernel:
     """
     compiled = compile_kernel(source, device)
     COMPILED.add(full_name(source.function))
+    search_code(compiled, device)
+    return compiled
+
+
+def search_code(compiled: CompiledKernel, device: DeviceFacts) -> None:
+    """Searches a kernel's code for wrong addresses."""
     if device.is_cuda:
         found = wrong_addresses(instructions(compiled.asm), compiled.asm["ptx"])
         if found:
-            raise WrongCodeError(f"{source.function.__name__} for {device.arch}: {'; '.join(found)}")
-    return compiled
+            raise WrongCodeError(f"{compiled.metadata.name} for {device.arch}: {'; '.join(found)}")
+
+
+def compiler_input(source: KernelSource, device: DeviceFacts) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """What `compile_kernel` gives to Triton, which compiles nothing here: what is compiled, for what, and how."""
+    with mock.patch.object(triton, "compile", lambda ast, target, options: (ast, target, options)):
+        return compile_kernel(source, device)
 
 
 class Call(NamedTuple):
@@ -394,24 +404,32 @@ class Binary(NamedTuple):
     """A compiled kernel.
 
     Attributes:
-        source: what it was compiled from.
         shared_memory: bytes of on-chip memory of a program.
         spilled: bytes of a thread's registers that lie in device memory (NVIDIA's stack, AMD's scratch).
         asm: Triton's stages by name: "ttgir", "ptx", "cubin", "amdgcn", ...
+        descriptors: what Triton notes of each tensor descriptor.
     """
 
-    source: KernelSource
     shared_memory: int
     spilled: int
     asm: dict[str, str | bytes]
+    descriptors: list[dict[str, Any]] | None = None
 
 
-def compile_call(kernel: Kernel, arch: str, call: Call) -> Binary:
-    """The binary that a call launches on an architecture."""
-    device = KNOWN_DEVICES[arch]
-    source = plan(kernel, device, call).kernel.source
-    compiled = compile_source(source, device)
-    return Binary(source, compiled.metadata.shared, spilled_bytes(compiled.asm, device), compiled.asm)
+def binary_of(source: KernelSource, device: DeviceFacts) -> Binary:
+    """Compiles a kernel (`compile_source`)."""
+    return read_binary(compile_source(source, device), device)
+
+
+def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
+    found = compiled.metadata
+    spilled = spilled_bytes(compiled.asm, device)
+    return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
+
+
+def call_source(kernel: Kernel, arch: str, call: Call) -> KernelSource:
+    """What a call launches on an architecture."""
+    return plan(kernel, KNOWN_DEVICES[arch], call).kernel.source
 
 
 def spilled_bytes(asm: dict[str, str | bytes], device: DeviceFacts) -> int:
@@ -431,23 +449,15 @@ def disassemble(cubin: bytes, jumps_by_table: bool = True) -> str:
     return _run_tool("nvdisasm", "-c" if jumps_by_table else "-c -ndf", cubin)
 
 
-def compile_hopper(call: Call) -> Binary:
-    """The binary that a forward of the Hopper kernels launches."""
-    source = hopper_plan(call).kernel.source
-    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
-    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
-
-
-def compile_hopper_backward(kernel: str, variant: BackwardVariant) -> Binary:
-    """The binary of a kernel of the Hopper backward ("begin", "main" or "end")."""
-    source = backward_source(kernel, variant)
-    compiled = compile_source(source, KNOWN_DEVICES["sm_90"])
-    return Binary(source, compiled.metadata.shared, _stack(compiled.asm["cubin"]), compiled.asm)
-
-
 def _stack(cubin: bytes) -> int:
     (stack,) = re.findall(r"STACK:(\d+)", _run_tool("cuobjdump", "-res-usage", cubin))
     return int(stack)
+
+
+def registers(binary: Binary) -> int:
+    """Registers of a thread."""
+    (found,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
+    return int(found)
 
 
 def _scratch(assembly: str) -> int:

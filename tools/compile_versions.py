@@ -13,13 +13,14 @@ Prints a line for each. Fails where ptxas serialises a product, where the machin
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 
 import triton
 
 from attention_cases import SCORE_MOD_PAIRS
+from flashtile._backends.devices import KNOWN_DEVICES
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
+from flashtile._backends.launch import KernelSource
+from flashtile.ops.attention.hopper.backward_source import backward_source
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
@@ -31,22 +32,22 @@ from hopper_forms import (
     SERIALISED,
 )
 from machine_code import (
-    Binary,
     WrongCodeError,
-    compile_call,
-    compile_hopper,
-    compile_hopper_backward,
+    binary_of,
+    call_source,
+    hopper_plan,
     portable_calls,
     serialises_products,
 )
 from width_mixes import BACKWARD_MIXES, FORWARD_MIXES
 
 
-def report(name: str, compiles: Callable[[], Binary], expected: bool = False) -> bool:
-    """Prints a line. Returns whether addresses are wrong, or products are serialised that are not expected to be."""
+def report(name: str, source: KernelSource, expected: bool = False, arch: str = "sm_90") -> bool:
+    """Compiles a kernel and prints a line. Returns whether addresses are wrong, or products are serialised that are not
+    expected to be."""
     line = f"triton {triton.__version__} {name}"
     try:
-        binary = compiles()
+        binary = binary_of(source, KNOWN_DEVICES[arch])
     except WrongCodeError as error:
         print(f"{line}: WRONG ADDRESSES: {error}", flush=True)
         return True
@@ -61,21 +62,20 @@ def report(name: str, compiles: Callable[[], Binary], expected: bool = False) ->
 
 def main() -> int:
     forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS | FEATURE_FORMS
-    problems = sum(report(f"forward {name}", partial(compile_hopper, call)) for name, call in forms.items())
+    problems = sum(report(f"forward {name}", hopper_plan(call).kernel.source) for name, call in forms.items())
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
     every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS
     backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.masks_last}
     for name, variant in backward.items():
         for kernel in ("begin", "main", "end"):
-            compiles = partial(compile_hopper_backward, kernel, variant)
-            problems += report(f"backward {name} {kernel}", compiles, name in SERIALISED)
+            problems += report(f"backward {name} {kernel}", backward_source(kernel, variant), name in SERIALISED)
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():
         for name, call in calls.items():
-            problems += report(f"portable {kernel} {name}", partial(compile_call, kernel, "sm_90", call))
+            problems += report(f"portable {kernel} {name}", call_source(kernel, "sm_90", call))
     for arch in ("sm_90", "sm_80"):
         for name, (kernel, call) in portable_calls(SCORE_MOD_PAIRS, arch).items():
-            problems += report(f"portable {arch} {name}", partial(compile_call, kernel, arch, call), True)
+            problems += report(f"portable {arch} {name}", call_source(kernel, arch, call), True, arch)
     return problems
 
 

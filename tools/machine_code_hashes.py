@@ -79,7 +79,17 @@ def record(output: Path, arguments: list[str]) -> int:
             "TRITON_DISABLE_LINE_INFO": "1",
         }
         where = [] if any(a.startswith("tests") for a in arguments) else sorted(map(str, _tests()))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "machine_code_hashes", *where, *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "machine_code_hashes",
+            "--compile-all",
+            *where,
+            *arguments,
+        ]
         status = subprocess.run(command, cwd=_ROOT, env=environment, check=False).returncode
         lines = {line for file in Path(folder).iterdir() for line in file.read_text("utf-8").splitlines()}
     if status:

@@ -21,6 +21,7 @@ if devices.interpreting():
 
 import flashtile
 from attention_cases import parameters, score_mod_combined
+from checked_code import check_code
 from covering import covering_choices
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.spec import Origin, Table
@@ -28,19 +29,17 @@ from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.testing.cases import AttentionCase, RelativeScore
 from machine_code import (
+    Binary,
     Call,
     call_of,
-    compile_call,
-    compile_source,
+    call_source,
     described,
     differing,
     family,
-    instructions,
     once_for_each_family,
     plan,
     sass,
     serialises_products,
-    spilled_bytes,
     with_news,
 )
 from width_mixes import BACKWARD_MIXES, BACKWARD_REPEATS, BIAS_MIXES, FORWARD_MIXES, FORWARD_REPEATS
@@ -196,14 +195,20 @@ _TABLE = {
 )
 def test_fits(arch: str, kernel: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
     case = _Fit(arch, kernel, dtype, heads)
-    device = devices.KNOWN_DEVICES[case.arch]
-    source = case.source
-    compiled = compile_source(source, device)
-    assert compiled.metadata.shared <= _MATRIX[case]
     allowed = _spills_allowed(case.arch, case.dtype, case.kernel, tile_width(max(case.heads)))
-    assert spilled_bytes(compiled.asm, device) <= allowed
-    if source.constants["PRECISION"] == "bf16x6":
-        assert re.search(r"MMA\.\S*F32\.BF16", instructions(compiled.asm)), "float32 on tensor cores"
+    on_tensor_cores = case.source.constants["PRECISION"] == "bf16x6"
+    check_code(case.source, arch, _check_fit, _MATRIX[case], allowed, on_tensor_cores)
+
+
+def _check_fit(binary: Binary, shared_memory: int, spilled: int, on_tensor_cores: bool = False) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled <= spilled
+    if on_tensor_cores:
+        assert re.search(r"MMA\.\S*F32\.BF16", sass(binary)), "float32 on tensor cores"
+
+
+def _check_memory(binary: Binary, shared_memory: int) -> None:
+    assert binary.shared_memory <= shared_memory
 
 
 _ONE_TILE = Call(32, 32, seq_q=49, seq_k=49, heads=6, heads_kv=6, batch=64)
@@ -223,9 +228,8 @@ _WINDOWS_BIAS = Table(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49,
 )
 def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     """Nothing is in a loop, so what spills, of a bias read by rows of 98 bytes most of all, does so once."""
-    binary = compile_call("dq", arch, call)
-    assert binary.spilled <= (320 if arch == "sm_80" else 64)
-    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+    memory = devices.KNOWN_DEVICES[arch].shared_memory
+    check_code(call_source("dq", arch, call), arch, _check_fit, memory, 320 if arch == "sm_80" else 64)
 
 
 def _width_mixes() -> list[Any]:
@@ -245,16 +249,21 @@ def test_heads_of_v_of_another_width(kernel: str, call: Call) -> None:
     of these forwards. All pairs of 1, 7, 8, 16, 24, 32, 33, 40, 64, 72, 100 and 129 columns have layouts of tiles that
     are here: of 288 dense and packed forwards, 17 layouts."""
     bias = _BIAS._replace(dtype=call.dtype) if kernel == "dbias" else None
-    binary = compile_call(kernel, "sm_90", call._replace(bias=bias))
-    assert ("MMA." if call.dtype is torch.float32 else "GMMA.") in sass(binary)
-    assert binary.shared_memory <= _HOPPER.shared_memory
+    source = call_source(kernel, "sm_90", call._replace(bias=bias))
+    products = "MMA." if call.dtype is torch.float32 else "GMMA."
+    check_code(source, "sm_90", _check_products, products, _HOPPER.shared_memory)
+
+
+def _check_products(binary: Binary, products: str, shared_memory: int) -> None:
+    assert products in sass(binary)
+    assert binary.shared_memory <= shared_memory
 
 
 @pytest.mark.parametrize("kernel", _KERNELS)
 def test_what_a_score_function_reads_for_each_score_fits_on_chip(kernel: str) -> None:
     """Triton loads a gathered tile ahead, as it does a tile of a bias."""
-    binary = compile_call(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
-    assert binary.shared_memory <= _HOPPER.shared_memory
+    source = call_source(kernel, "sm_90", Call(head_dim=128, head_dim_v=128, score_mod=_RELATIVE))
+    check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("case", parameters(score_mod_combined()))
@@ -262,8 +271,8 @@ def test_dq_of_a_score_function_with_another_feature(case: AttentionCase) -> Non
     """In float32, where registers are the fewest: ptxas then saves uniform ones in others, which the search for wrong
     addresses must tell from registers without a value (`control_flow.unset_registers`). The other kernels and types of
     these cases are compiled by `tools/compile_versions.py`."""
-    binary = compile_call("dq", "sm_90", call_of(case, _FP32))
-    assert binary.shared_memory <= _HOPPER.shared_memory
+    source = call_source("dq", "sm_90", call_of(case, _FP32))
+    check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
 
 
 def test_reads_of_a_row_or_a_column_alone_are_no_tiles() -> None:
@@ -288,7 +297,7 @@ def _wide_tables() -> list[Any]:
 
 @pytest.mark.parametrize("arch, kernel, call", _wide_tables())
 def test_tables_fit(arch: str, kernel: str, call: Call) -> None:
-    assert compile_call(kernel, arch, call).shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+    check_code(call_source(kernel, arch, call), arch, _check_memory, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
 _SITUATIONS = {
@@ -312,10 +321,14 @@ def _on_hopper() -> list[Any]:
 
 @pytest.mark.parametrize("kernel, call", _on_hopper())
 def test_hopper_products_are_asynchronous(kernel: str, call: Call) -> None:
-    binary = compile_call(kernel, "sm_90", call)
+    allowed = _spills_allowed("sm_90", _BF16, kernel, call.head_dim)
+    check_code(call_source(kernel, "sm_90", call), "sm_90", _check_asynchronous, allowed)
+
+
+def _check_asynchronous(binary: Binary, spilled: int) -> None:
     assert "HGMMA" in sass(binary)
     assert not serialises_products(binary)
-    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, call.head_dim)
+    assert binary.spilled <= spilled
 
 
 #: Tensors of which a loop fetches tiles into shared memory before their turn: k, v and the bias; q, dout, statistics
@@ -326,10 +339,15 @@ _FETCHED_AHEAD = {"forward": 3, "dq": 3, "dkdv": 4, "dbias": 2}
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("kernel", _FETCHED_AHEAD)
 def test_hopper_fetches_a_bias_ahead(kernel: str, width: int) -> None:
-    binary = compile_call(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
+    source = call_source(kernel, "sm_90", Call(head_dim=width, head_dim_v=width, bias=_BIAS))
+    allowed = _spills_allowed("sm_90", _BF16, kernel, width)
+    check_code(source, "sm_90", _check_fetched_ahead, _FETCHED_AHEAD[kernel], allowed)
+
+
+def _check_fetched_ahead(binary: Binary, tensors: int, spilled: int) -> None:
     _, _, innermost_loop = str(binary.asm["ttgir"]).rpartition("scf.for")
-    assert innermost_loop.count("ttg.async_copy_global_to_local") == _FETCHED_AHEAD[kernel]
-    assert binary.spilled <= _spills_allowed("sm_90", _BF16, kernel, width)
+    assert innermost_loop.count("ttg.async_copy_global_to_local") == tensors
+    assert binary.spilled <= spilled
 
 
 class _Feature(NamedTuple):
@@ -474,8 +492,8 @@ def _compiled_features() -> list[Any]:
 
 @pytest.mark.parametrize("feature, kernel, arch", _compiled_features())
 def test_feature_compiles(feature: str, kernel: str, arch: str) -> None:
-    binary = compile_call(kernel, arch, _FEATURES[feature].call)
-    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
+    source = call_source(kernel, arch, _FEATURES[feature].call)
+    check_code(source, arch, _check_memory, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
 def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
@@ -492,7 +510,9 @@ def test_only_a_call_that_may_hide_rows_has_dout_copied() -> None:
 
 def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
     call = Call(bias=Table(_BF16, (1, 1, 1, 1), (1, 1, 1, 1), 0), seq_q=2**20, seq_k=2**20, window_left=64)
-    assert described(compile_call("dbias", "sm_90", call).source)["work.sharing"] == "i64"
+    source = call_source("dbias", "sm_90", call)
+    check_code(source, "sm_90", _check_memory, _HOPPER.shared_memory)
+    assert described(source)["work.sharing"] == "i64"
     fewer = plan("dbias", devices.KNOWN_DEVICES["sm_90"], call._replace(seq_q=2**16)).kernel
     assert described(fewer.source)["work.sharing"] == "i32"
 
@@ -501,10 +521,13 @@ def test_a_gradient_of_a_bias_that_two_to_the_31_tiles_share_compiles() -> None:
 def test_8_bit_inputs_compile(arch: str) -> None:
     """Also for GPUs whose compiler does not know the type."""
     call = Call(head_dim=128, head_dim_v=128, dtype=torch.float8_e4m3fn, window_right=0, descales=True)
-    binary = compile_call("forward", arch, call)
-    found = described(binary.source)
+    source = call_source("forward", arch, call)
+    found = described(source)
     assert {found[f"side.descale_{of}"] for of in "qkv"} == {"*fp32"}
+    check_code(source, arch, _check_8_bits, devices.KNOWN_DEVICES[arch].shared_memory, arch == "sm_90")
+
+
+def _check_8_bits(binary: Binary, shared_memory: int, has_products: bool) -> None:
     assert binary.spilled == 0
-    assert binary.shared_memory <= devices.KNOWN_DEVICES[arch].shared_memory
-    if arch == "sm_90":
-        assert "HGMMA" in sass(binary)
+    assert binary.shared_memory <= shared_memory
+    assert not has_products or "HGMMA" in sass(binary)

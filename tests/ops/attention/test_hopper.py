@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
 from backend_calls import hopper_call, with_changes
+from checked_code import check_code
 from flashtile import BlockMask, patterns
 from flashtile._backends import alignment, tma
 from flashtile._backends import launch as backend_launch
@@ -63,19 +64,14 @@ from hopper_forms import (
 from machine_code import (
     Binary,
     Call,
-    compile_hopper,
-    compile_hopper_backward,
-    compile_source,
     described,
     differing,
     facts,
     hopper_config,
     hopper_plan,
-    instructions,
     passed_by,
     sass,
     serialises_products,
-    spilled_bytes,
     with_news,
 )
 
@@ -985,46 +981,95 @@ _EVERY_BACKWARD = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS
 @pytest.mark.parametrize("form", _forward_forms(_ALL_FORMS))
 def test_machine_code(form: str) -> None:
     call = _ALL_FORMS[form]
-    binary = compile_hopper(call)
-    config, lines = hopper_config(call), _instructions(binary)
-    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
+    config = hopper_config(call)
     allowed = _SPILLS_OF_SCORES if form.endswith("scores") else 0
-    assert binary.spilled <= max(_SPILLS[config.consumers], allowed)
+    band = call.window_left is not None or call.window_right is not None
+    expected = _Loop(
+        config,
+        call.dtype,
+        skips=band and call.block_tile is None and config.block_m > config.block_n,
+        in_one_piece=not band and call.block_tile is None,
+        blocks=call.block_tile is not None,
+        votes=form in FORMS,
+        without_maxima=form in _WITHOUT_MAXIMA,
+    )
+    limits = _Limits(_shared_memory(call), max(_SPILLS[config.consumers], allowed))
+    check_code(hopper_plan(call).kernel.source, "sm_90", _check_forward, limits, expected)
+
+
+def _shared_memory(call: Call) -> int:
+    bytes_used = configs.shared_memory(hopper_config(call), call.head_dim, call.head_dim_v, call.dtype)
+    assert bytes_used <= _LIMIT
+    return bytes_used
+
+
+class _Limits(NamedTuple):
+    """Of a kernel, in bytes."""
+
+    shared_memory: int
+    spilled: int
+
+
+class _Loop(NamedTuple):
+    """What a forward is, and what its machine code has."""
+
+    config: configs.HopperConfig
+    dtype: torch.dtype
+    skips: bool
+    in_one_piece: bool
+    blocks: bool
+    votes: bool
+    without_maxima: bool
+
+
+def _check_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
+    config, lines = loop.config, _instructions(binary)
+    _check_limits(binary, limits)
     assert not serialises_products(binary)
-    _assert_softmax_overlaps_products(lines, call)
-    _assert_consumers_take_turns(lines, call)
-    if call.window_left is call.window_right is call.block_tile is None:
-        _assert_loops_without_a_band_are_in_one_piece(lines, call)
-    if call.block_tile:
-        _assert_bits_of_a_row_come_at_once(lines, call)
-    if form in FORMS:
+    _assert_softmax_overlaps_products(lines, config, loop.dtype)
+    _assert_consumers_take_turns(lines, config, loop.skips)
+    if loop.in_one_piece:
+        _assert_loops_without_a_band_are_in_one_piece(lines, config, loop.dtype)
+    if loop.blocks:
+        _assert_bits_of_a_row_come_at_once(lines, config)
+    if loop.votes:
         _assert_warps_vote_for_themselves(sass(binary))
-    if form in _WITHOUT_MAXIMA:
+    if loop.without_maxima:
         _assert_a_loop_has_no_maxima(lines, config.block_n)
+
+
+def _check_limits(binary: Binary, limits: _Limits) -> None:
+    assert binary.shared_memory <= limits.shared_memory
+    assert binary.spilled <= limits.spilled
 
 
 @pytest.mark.parametrize("form", _forward_forms(FEATURE_FORMS | FUNCTION_FORMS))
 def test_machine_code_of_features(form: str) -> None:
     call = (FEATURE_FORMS | FUNCTION_FORMS)[form]
-    binary = compile_hopper(call)
-    config, lines = hopper_config(call), _instructions(binary)
-    assert binary.shared_memory <= configs.shared_memory(config, call.head_dim, call.head_dim_v, call.dtype) <= _LIMIT
-    assert binary.spilled <= _SPILLS_OF_FEATURES.get(form, _SPILLS[config.consumers])
+    consumers = hopper_config(call).consumers
+    limits = _Limits(_shared_memory(call), _SPILLS_OF_FEATURES.get(form, _SPILLS[consumers]))
+    tables = bool(call.bias or call.mask) or form.endswith(("relative", "waves"))
+    check_code(hopper_plan(call).kernel.source, "sm_90", _check_features, limits, consumers, tables)
+
+
+def _check_features(binary: Binary, limits: _Limits, consumers: int, tables: bool) -> None:
+    _check_limits(binary, limits)
     assert not serialises_products(binary)
     _assert_warps_vote_for_themselves(sass(binary))
-    if call.bias or call.mask or form.endswith(("relative", "waves")):
-        _assert_tables_are_read_before_scores_are_there(lines, call)
+    if tables:
+        _assert_tables_are_read_before_scores_are_there(_instructions(binary), consumers)
 
 
-def _assert_tables_are_read_before_scores_are_there(instructions: list[str], call: Call) -> None:
+def _assert_tables_are_read_before_scores_are_there(instructions: list[str], consumers: int) -> None:
     """In the loop of each consumer, loads of tables come between the products and the wait for scores."""
     signs = {"GMMA": "H", "LDG": "L", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    config = hopper_config(call)
-    assert len(re.findall("HL+W", events)) >= config.consumers
+    assert len(re.findall("HL+W", events)) >= consumers
 
 
-def _assert_softmax_overlaps_products(instructions: list[str], call: Call) -> None:
+def _assert_softmax_overlaps_products(
+    instructions: list[str], config: configs.HopperConfig, dtype: torch.dtype
+) -> None:
     """In the loop over key tiles, the exponentials that the row says stand before the wait for `p v`, and after that
     for the scores. ptxas may move one or two more there.
 
@@ -1032,39 +1077,36 @@ def _assert_softmax_overlaps_products(instructions: list[str], call: Call) -> No
     half as many exponentials as columns, and with float16 weights two that rescale. Each consumer has its own copy of
     the code. With a single stage there is a wait more, for the products of the first chunk of the keys.
     """
-    config = hopper_config(call)
     waits = "WW" if config.stages == 1 else "W"
     signs = {"GMMA": "H", "MUFU.EX2": "e", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     found = [len(before) for before in re.findall(rf"H+{waits}(e*)W", events)]
-    least = config.ahead // 2 + (2 if call.dtype is torch.float16 else 0)
+    least = config.ahead // 2 + (2 if dtype is torch.float16 else 0)
     assert len(found) == config.consumers
     assert not config.ahead or all(least <= count <= least + 2 for count in found)
 
 
-def _assert_consumers_take_turns(instructions: list[str], call: Call) -> None:
+def _assert_consumers_take_turns(instructions: list[str], config: configs.HopperConfig, skips: bool) -> None:
     """Where they do, each opens the next one's barrier once in a loop, as soon as its products are under way, and the
     last the first one's before it; with a band also where it leaves out key tiles."""
-    config = hopper_config(call)
     signs = {"GMMA": "H", "BAR.ARV": "t", "WARPGROUP.DEPBAR": "W"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
     loops = config.consumers * config.in_turn
     assert len(re.findall("HtW", events)) == loops
     once = loops + config.in_turn
-    band = call.window_left is not None or call.window_right is not None
-    skips = band and call.block_tile is None and config.block_m > config.block_n
     assert events.count("t") > once if skips and config.in_turn else events.count("t") == once
 
 
-def _assert_loops_without_a_band_are_in_one_piece(instructions: list[str], call: Call) -> None:
+def _assert_loops_without_a_band_are_in_one_piece(
+    instructions: list[str], config: configs.HopperConfig, dtype: torch.dtype
+) -> None:
     """Between their products (scores, a wait for values, `p v`) and the exponentials there is no branch. With float16
     weights there is one, for references that rise. With a single stage there is a wait among the products of scores
     too, for the second chunk of the keys."""
     signs = {"GMMA": "H", "WARPGROUP.DEPBAR": "W", "MUFU.EX2": "e", "BRA": "b"}
     events = "".join(sign for line in instructions for name, sign in signs.items() if name in line)
-    config = hopper_config(call)
     scores = "HbH+" if config.stages == 1 else "H"
-    piece = f"{scores}bH+Wb" if call.dtype is torch.float16 else f"{scores}bH+W+e"
+    piece = f"{scores}bH+Wb" if dtype is torch.float16 else f"{scores}bH+W+e"
     assert len(re.findall(piece, events)) == config.consumers
 
 
@@ -1091,22 +1133,25 @@ def _assert_warps_vote_for_themselves(text: str) -> None:
         assert not re.search(r"\bBAR\.|SYNCS|GMMA|WARPGROUP", apart)
 
 
-def _assert_bits_of_a_row_come_at_once(instructions: list[str], call: Call) -> None:
+def _assert_bits_of_a_row_come_at_once(instructions: list[str], config: configs.HopperConfig) -> None:
     """Each consumer reads those of its first tile and, in the loop, those of the others: for each of a thread's two
     rows a load of as many bits as the tile has keys."""
-    config = hopper_config(call)
     loads = sum(f"LDG.E.{config.block_n}" in line for line in instructions)
     assert loads >= 4 * config.consumers
 
 
 @pytest.mark.parametrize("form", ["fp8-128-short", "fp8-128"])
 def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
+    call = FP8_FORMS[form]
+    check_code(hopper_plan(call).kernel.source, "sm_90", _check_8_bit_scores, hopper_config(call).block_n)
+
+
+def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
     """Scores of 8-bit products are the operands of 16-bit ones, and no weight moves to another thread."""
-    binary = compile_hopper(FP8_FORMS[form])
-    lines, config = _instructions(binary), hopper_config(FP8_FORMS[form])
+    lines = _instructions(binary)
     depths = {"QGMMA": 32, "HGMMA": 16}  # of one instruction: columns of q kᵀ, keys of p v
     of_scores, of_values = (depth * sum(name in line for line in lines) for name, depth in depths.items())
-    assert of_scores * config.block_n == of_values * 128, "as many products of 8 bits as of 16"
+    assert of_scores * block_n == of_values * 128, "as many products of 8 bits as of 16"
     assert not any("PRMT" in line for line in lines)
 
 
@@ -1114,9 +1159,12 @@ def test_8_bit_scores_are_weights_where_they_lie(form: str) -> None:
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
     shape = torch.Size((2, 100, 4, head_dim_v))
     plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0)).plan
-    compiled = compile_source(plan.source, _SM_90)
-    assert spilled_bytes(compiled.asm, _SM_90) == 0
-    moves = re.findall(r"(LDG|STG)\.E\.(\w+)", instructions(compiled.asm))
+    check_code(plan.source, "sm_90", _check_widening)
+
+
+def _check_widening(binary: Binary) -> None:
+    assert binary.spilled == 0
+    moves = re.findall(r"(LDG|STG)\.E\.(\w+)", sass(binary))
     assert set(moves) == {("LDG", "64"), ("STG", "128")}
 
 
@@ -1134,10 +1182,16 @@ def _backward_forms(forms: dict[str, BackwardVariant]) -> list[str]:
 def test_machine_code_of_the_backward(form: str) -> None:
     variant = BACKWARD_FORMS[form]
     config, heads = variant.config, (variant.head_dim, variant.head_dim_v)
-    binary = compile_hopper_backward("main", variant)
-    assert binary.shared_memory <= backward_configs.backward_shared_memory(config, *heads) <= _LIMIT
-    assert binary.spilled <= _BACKWARD_SPILLS
-    assert serialises_products(binary) is (form in SERIALISED)
+    memory = backward_configs.backward_shared_memory(config, *heads)
+    assert memory <= _LIMIT
+    limits = _Limits(memory, _BACKWARD_SPILLS)
+    source = backward_source("main", variant)
+    check_code(source, "sm_90", _check_backward, limits, form in SERIALISED)
+
+
+def _check_backward(binary: Binary, limits: _Limits, serialised: bool) -> None:
+    _check_limits(binary, limits)
+    assert serialises_products(binary) is serialised
     assert any("HGMMA" in line for line in _instructions(binary))
 
 
@@ -1151,17 +1205,25 @@ _MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-
 def test_machine_code_of_features_of_the_backward(form: str) -> None:
     variant = BACKWARD_FEATURE_FORMS[form]
     heads = (variant.head_dim, variant.head_dim_v)
-    binary = compile_hopper_backward("main", variant)
     apart = variant.softcap and variant.slope_sums
-    assert binary.shared_memory <= backward_configs.backward_shared_memory(variant.config, *heads, apart) <= _LIMIT
+    memory = backward_configs.backward_shared_memory(variant.config, *heads, apart)
+    assert memory <= _LIMIT
     wide = _SPILLS_OF_ALL_FEATURES if form in _MANY_FEATURES else _SPILLS_OF_WIDE_FEATURES
-    assert binary.spilled <= (wide if max(heads) > 128 else _BACKWARD_SPILLS)
-    assert not serialises_products(binary)
+    limits = _Limits(memory, wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not (variant.side.has("dropout_seed") and variant.config.statistics_multiplied)
+    additions = None
     if variant.slope_sums and variant.config.sums_by_tma:
         # A thread adds for two keys in each step, and no other additions are its own.
         owners = 1 if variant.config.split_roles else 2
-        assert sum("REDG.E.ADD.F32" in line for line in _instructions(binary)) == 2 * owners * variant.config.parts
+        additions = 2 * owners * variant.config.parts
+    source = backward_source("main", variant)
+    check_code(source, "sm_90", _check_backward_features, limits, additions)
+
+
+def _check_backward_features(binary: Binary, limits: _Limits, additions: int | None) -> None:
+    _check_limits(binary, limits)
+    assert not serialises_products(binary)
+    assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
 def _of_first_and_last_kernel() -> list[tuple[str, str]]:
@@ -1179,14 +1241,23 @@ def _of_first_and_last_kernel() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("kernel, form", _of_first_and_last_kernel())
 def test_first_and_last_kernel_of_the_backward_spill_nothing(kernel: str, form: str) -> None:
-    assert compile_hopper_backward(kernel, _EVERY_BACKWARD[form]).spilled == 0
+    source = backward_source(kernel, _EVERY_BACKWARD[form])
+    check_code(source, "sm_90", _check_nothing_is_spilled)
+
+
+def _check_nothing_is_spilled(binary: Binary) -> None:
+    assert binary.spilled == 0
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_the_first_kernel_weighs_sinks_where_there_are_some(sinks: bool) -> None:
     """Nothing else in it takes an exponential. A branch on a parameter that is None by mistake would be left out."""
-    binary = compile_hopper_backward("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
-    assert any("MUFU.EX2" in line for line in _instructions(binary)) is sinks
+    source = backward_source("begin", BACKWARD_FORMS["64"]._replace(sinks=sinks))
+    check_code(source, "sm_90", _check_exponentials, sinks)
+
+
+def _check_exponentials(binary: Binary, present: bool) -> None:
+    assert any("MUFU.EX2" in line for line in _instructions(binary)) is present
 
 
 def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1374,8 +1445,9 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
 )
 def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
-    binary = compile_hopper(call)
-    found = described(binary.source)
+    source = hopper_plan(call).kernel.source
+    check_code(source, "sm_90", _check_limits, _Limits(_shared_memory(call), _SPILLS[hopper_config(call).consumers]))
+    found = described(source)
     types = {torch.int32: "*i32", torch.int64: "*i64"}
     assert (found["problem.side.cu_seqlens_q"], found["problem.side.cu_seqlens_k"]) == tuple(
         types[of] for of in index_dtypes
@@ -1397,11 +1469,13 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
     plan = hopper_plan((FORMS | FP8_FORMS)[form])
-    compiled = compile_source(plan.kernel.source, _SM_90)
-    wanted = compiled.metadata.tensordesc_meta
     tails = plan.kernel.source.types[1 : 2 * len(plan.makers) : 2]
     for make, tail in zip(plan.makers, tails, strict=True):
         assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (tail == "constexpr")
-    assert [(how[1], how[2], how[4]) for how in told] == [
-        (meta["swizzle"], meta["elem_size"], meta["block_size"]) for meta in wanted
-    ]
+    monkeypatch.undo()
+    check_code(plan.kernel.source, "sm_90", _check_descriptors, [(how[1], how[2], list(how[4])) for how in told])
+
+
+def _check_descriptors(binary: Binary, told: list[tuple[Any, ...]]) -> None:
+    wanted = [(meta["swizzle"], meta["elem_size"], list(meta["block_size"])) for meta in binary.descriptors]
+    assert told == wanted

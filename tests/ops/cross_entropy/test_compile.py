@@ -16,11 +16,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.cross_entropy.triton import launch
 from flashtile.ops.cross_entropy.triton.configs import tile_config
-from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import Binary, call_on, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -77,10 +78,6 @@ _CALLS = {
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
 
 
-def _compiled(arch: str, plan: Plan) -> Any:
-    return compile_source(plan.source, devices.KNOWN_DEVICES[arch])
-
-
 def _source(arch: str, kernel: str, name: str) -> KernelSource:
     return _PLANS[kernel](devices.KNOWN_DEVICES[arch], call_on(arch, _CALLS[name])).source
 
@@ -97,13 +94,18 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_rows_of_any_width_are_read_in_whole_vectors(arch: str, kernel: str, name: str) -> None:
-    device = devices.KNOWN_DEVICES[arch]
-    compiled = compile_source(_source(arch, kernel, name), device)
-    assert compiled.metadata.shared <= _MATRIX[arch, kernel, name]
-    assert not spilled_bytes(compiled.asm, device)
-    if arch != "sm_90":
-        return
-    code = instructions(compiled.asm)
+    vectors_of = kernel if arch == "sm_90" else None
+    check_code(_source(arch, kernel, name), arch, _check_fit, _MATRIX[arch, kernel, name], vectors_of)
+
+
+def _check_fit(binary: Binary, shared_memory: int, vectors_of: str | None = None) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled == 0
+    if vectors_of:
+        _check_vectors(vectors_of, sass(binary))
+
+
+def _check_vectors(kernel: str, code: str) -> None:
     loads = re.findall(r"LDG\.E(\S*)", code)
     assert loads.count(".128") >= 2
     scalar = len(loads) - loads.count(".128")
@@ -119,7 +121,7 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
     for misalignment, vector in ((0, 8), (2, 1), (4, 2), (8, 4)):
         plan = backward_plan(_HOPPER, Call(misalignment=misalignment))
         assert plan.source.constants["VECTOR"] == vector
-        assert not spilled_bytes(_compiled("sm_90", plan).asm, _HOPPER)
+        check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -127,13 +129,17 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
     plan = _planned(launch._reduce_plan, _HOPPER, label_dtype, 4096, spec)
-    assert not spilled_bytes(compile_source(plan.source, _HOPPER).asm, _HOPPER)
+    check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)
 def test_multiplication_is_in_whole_vectors(dtype: torch.dtype) -> None:
     plan = _planned(launch._multiply_plan, _HOPPER, dtype, 2**20)
-    code = instructions(compile_source(plan.source, _HOPPER).asm)
+    check_code(plan.source, "sm_90", _check_moves)
+
+
+def _check_moves(binary: Binary) -> None:
+    code = sass(binary)
     assert "LDG.E.128" in code and "STG.E.128" in code
 
 

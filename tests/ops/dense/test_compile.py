@@ -19,11 +19,12 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 from flashtile.ops.dense.triton import launch
 from flashtile.ops.dense.triton.configs import activate_config, backward_config
-from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import Binary, call_on, once_in_families, sass
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _KERNELS = ("activate", "activate_backward", "column_sum")
@@ -107,13 +108,17 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
-    device, source = devices.KNOWN_DEVICES[arch], _source(arch, kernel, name)
-    compiled = compile_source(source, device)
+    source = _source(arch, kernel, name)
     together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
-    assert compiled.metadata.shared * together <= _MATRIX[arch, kernel, name]
-    assert not spilled_bytes(compiled.asm, device)
-    if arch == "sm_90" and name not in ("odd", "misaligned"):
-        _check_vectors(kernel, instructions(compiled.asm))
+    vectors_of = kernel if arch == "sm_90" and name not in ("odd", "misaligned") else None
+    check_code(source, arch, _check_fit, _MATRIX[arch, kernel, name] // together, vectors_of)
+
+
+def _check_fit(binary: Binary, shared_memory: int, vectors_of: str | None = None) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled == 0
+    if vectors_of:
+        _check_vectors(vectors_of, sass(binary))
 
 
 def _check_vectors(kernel: str, code: str) -> None:
@@ -134,7 +139,7 @@ def _check_vectors(kernel: str, code: str) -> None:
 def test_reduce_compiles(name: str) -> None:
     reduce = sum_plan("activate_backward", _HOPPER, _CALLS[name]).reduce
     assert reduce is not None
-    assert not spilled_bytes(compile_source(reduce.source, _HOPPER).asm, _HOPPER)
+    check_code(reduce.source, "sm_90", _check_fit, _HOPPER.shared_memory)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

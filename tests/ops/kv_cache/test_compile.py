@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import permutations
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,15 +16,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
-from triton.compiler import CompiledKernel
-
+from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
-from flashtile._backends.launch import Plan
 from flashtile.ops.common.split_keys import plan as split_plans
 from flashtile.ops.common.split_keys.configs import AttendTiles, TileKey, resident_programs
 from flashtile.ops.kv_cache.spec import CacheSpec
 from flashtile.ops.kv_cache.triton import plan
-from machine_code import _run_tool, call_on, compile_source, family, instructions, once_for_each_family, spilled_bytes
+from machine_code import Binary, call_on, family, once_for_each_family, registers, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -88,10 +85,6 @@ def plan_of(call: Call, device: devices.DeviceFacts = _HOPPER, multiprocessors: 
         )  # fmt: skip
 
 
-def compiled(launch: Plan, device: devices.DeviceFacts) -> CompiledKernel:
-    return compile_source(launch.source, device)
-
-
 _CALLS = {
     "decode": Call(),
     "decode_paged_16": Call(page_size=16),
@@ -151,10 +144,13 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits(arch: str, kernel: str, name: str) -> None:
-    device = devices.KNOWN_DEVICES[arch]
-    binary = compiled(_kernels(arch, name)[kernel], device)
-    assert binary.metadata.shared <= _MATRIX[arch, kernel, name]
-    assert spilled_bytes(binary.asm, device) <= _SPILLS.get((arch, name), 0)
+    source = _kernels(arch, name)[kernel].source
+    check_code(source, arch, _check_fit, _MATRIX[arch, kernel, name], _SPILLS.get((arch, name), 0))
+
+
+def _check_fit(binary: Binary, shared_memory: int, spilled: int) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled <= spilled
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -162,7 +158,11 @@ def test_fits(arch: str, kernel: str, name: str) -> None:
 def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | None) -> None:
     """With enough rows for the products of Hopper, whose code is searched for wrong addresses when it is compiled."""
     call = Call(seq_q=64, seq_new=None, head_dim=heads[0], head_dim_v=heads[1], page_size=page_size)
-    assert "GMMA" in instructions(compiled(plan_of(call).split.attend, _HOPPER).asm)
+    check_code(plan_of(call).split.attend.source, "sm_90", _check_products)
+
+
+def _check_products(binary: Binary) -> None:
+    assert "GMMA" in sass(binary)
 
 
 @pytest.mark.parametrize(
@@ -171,28 +171,32 @@ def test_heads_of_v_of_another_width(heads: tuple[int, int], page_size: int | No
 def test_the_cache_goes_to_shared_memory_16_bytes_at_a_time(name: str) -> None:
     """And two tiles of keys and of values are on their way while one is computed, with pages too."""
     call = _CALLS[name]
-    attend = plan_of(call).split.attend
-    binary = compiled(attend, _HOPPER)
-    code = instructions(binary.asm)
+    source = plan_of(call).split.attend.source
+    tile = source.constants["BLOCK_N"] * (call.head_dim + call.head_dim_v) * 2
+    check_code(source, "sm_90", _check_copies, tile * (source.num_stages - 1))
+
+
+def _check_copies(binary: Binary, tiles: int) -> None:
+    code = sass(binary)
     assert code.count("LDGSTS.E.BYPASS.128") == code.count("LDGSTS") > 0
-    tile = attend.source.constants["BLOCK_N"] * (call.head_dim + call.head_dim_v) * 2
-    assert binary.metadata.shared >= tile * (attend.source.num_stages - 1)
+    assert binary.shared_memory >= tiles
 
 
 @pytest.mark.parametrize("name", ["decode", "decode_paged_16", "decode_paged_256", "head_64", "head_256", "head_512"])
 def test_as_many_programs_as_are_counted_on_fit_a_multiprocessor(name: str) -> None:
     call = _CALLS[name]
-    attend = plan_of(call).split.attend
-    binary = compiled(attend, _HOPPER)
     rows = call.seq_q * call.heads // call.heads_kv
     tile_key = TileKey(call.dtype, call.head_dim, call.head_dim_v, rows)
-    source = attend.source
+    source = plan_of(call).split.attend.source
     cut = source.constants["BLOCK_M"], source.constants["BLOCK_N"], source.num_warps, source.num_stages
     resident = resident_programs(_HOPPER, AttendTiles(*cut, source.constants["CHUNK"]), tile_key)
-    (registers,) = re.findall(r"REG:(\d+)", _run_tool("cuobjdump", "-res-usage", binary.asm["cubin"]))
-    # Registers are given out to a warp 256 at a time; of shared memory each program takes 1 KiB more.
-    assert resident * source.num_warps * -(-int(registers) * 32 // 256) * 256 <= 65536
-    assert resident * (binary.metadata.shared + 1024) <= 228 * 1024
+    check_code(source, "sm_90", _check_resident, resident, source.num_warps)
+
+
+def _check_resident(binary: Binary, resident: int, num_warps: int) -> None:
+    """Registers are given out to a warp 256 at a time; of shared memory each program takes 1 KiB more."""
+    assert resident * num_warps * -(-registers(binary) * 32 // 256) * 256 <= 65536
+    assert resident * (binary.shared_memory + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize(

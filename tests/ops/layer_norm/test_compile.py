@@ -20,12 +20,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from checked_code import check_code
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
 from flashtile.ops.layer_norm.triton import launch
 from flashtile.ops.layer_norm.triton.backward import norm_backward_looped_kernel
 from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
-from machine_code import call_on, compile_source, differing, instructions, once_in_families, spilled_bytes
+from machine_code import Binary, binary_of, call_on, differing, once_in_families, sass
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -157,15 +158,23 @@ def _with_kernels() -> list[Any]:
 
 @pytest.mark.parametrize("arch, phase, name, kernel", _with_kernels())
 def test_fits(arch: str, phase: str, name: str, kernel: str) -> None:
-    device, source = devices.KNOWN_DEVICES[arch], _source(arch, phase, _CALLS[name])
-    compiled = compile_source(source, device)
+    source = _source(arch, phase, _CALLS[name])
     together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
-    assert compiled.metadata.shared * together <= _MATRIX[arch, phase, name]
-    assert spilled_bytes(compiled.asm, device) <= _SPILLS.get((arch, phase, name), 0)
-    if arch == "sm_90" and name in _WIDE:
-        _assert_memory_is_read_and_written_16_bytes_at_a_time(phase, instructions(compiled.asm))
-    if (arch, phase, name) == ("sm_90", "backward", "dropout_looped"):
-        _assert_partial_sums_are_added_within_threads(instructions(compiled.asm))
+    memory, spilled = _MATRIX[arch, phase, name] // together, _SPILLS.get((arch, phase, name), 0)
+    vectors_of = phase if arch == "sm_90" and name in _WIDE else None
+    adds_in_threads = (arch, phase, name) == ("sm_90", "backward", "dropout_looped")
+    check_code(source, arch, _check_fit, memory, spilled, vectors_of, adds_in_threads)
+
+
+def _check_fit(
+    binary: Binary, shared_memory: int, spilled: int, vectors_of: str | None = None, adds_in_threads: bool = False
+) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled <= spilled
+    if vectors_of:
+        _assert_memory_is_read_and_written_16_bytes_at_a_time(vectors_of, sass(binary))
+    if adds_in_threads:
+        _assert_partial_sums_are_added_within_threads(sass(binary))
 
 
 _WIDE = ["1024", "4096", "8192", "16384", "65536", "fp32", "rms", "dropout", "dropout_looped"]
@@ -186,7 +195,7 @@ def test_dropout_bits_are_made_where_they_are_used() -> None:
     """Without dropout as with it, only the two sums of a row pass through shared memory."""
     call = Call(4096, tensors=("weight", "bias", "residual"))
     exchanges = [
-        instructions(compile_source(_source("sm_90", "forward", call._replace(dropout_p=p)), _HOPPER).asm).count("STS")
+        sass(binary_of(_source("sm_90", "forward", call._replace(dropout_p=p)), _HOPPER)).count("STS")
         for p in (0.0, 0.1)
     ]
     assert exchanges[0] == exchanges[1]
@@ -214,7 +223,7 @@ _REDUCE = {name: backward_plan(_HOPPER, call).reduce for name, call in _CALLS.it
 def test_reduce_compiles(name: str) -> None:
     plan = _REDUCE[name]
     assert plan is not None
-    assert not spilled_bytes(compile_source(plan.source, _HOPPER).asm, _HOPPER)
+    check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory, 0)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.ops.rotary.triton import launch
 from flashtile.ops.rotary.triton.configs import rotary_config
-from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import Binary, call_on, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -82,16 +83,22 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits(arch: str, name: str) -> None:
-    device = devices.KNOWN_DEVICES[arch]
-    compiled = compile_source(_source(arch, name), device)
-    assert compiled.metadata.shared <= _MATRIX[arch, name]
+    source = _source(arch, name)
     # Three passes over heads whose elements are not aligned: 16 bytes on sm_90, none elsewhere.
-    assert spilled_bytes(compiled.asm, device) <= (16 if (arch, name) == ("sm_90", "everything") else 0)
-    if arch == "sm_90" and name != "everything":
-        code = instructions(compiled.asm)
-        _assert_memory_is_read_and_written_16_bytes_at_a_time(code)
-        if name not in ("interleaved", "head_96"):  # there angles go straight to their pairs
-            assert not compiled.metadata.shared and "BAR.SYNC" not in code
+    spilled = 16 if (arch, name) == ("sm_90", "everything") else 0
+    vectors = arch == "sm_90" and name != "everything"
+    direct = vectors and name not in ("interleaved", "head_96")
+    check_code(source, arch, _check_fit, _MATRIX[arch, name], spilled, vectors, direct)
+
+
+def _check_fit(binary: Binary, shared_memory: int, spilled: int, vectors: bool, direct: bool) -> None:
+    """With `direct`, angles go straight to their pairs, not through shared memory."""
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled <= spilled
+    if vectors:
+        _assert_memory_is_read_and_written_16_bytes_at_a_time(sass(binary))
+    if direct:
+        assert not binary.shared_memory and "BAR.SYNC" not in sass(binary)
 
 
 def _assert_memory_is_read_and_written_16_bytes_at_a_time(code: str) -> None:

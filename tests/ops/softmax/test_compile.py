@@ -16,12 +16,13 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("compiles kernels: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from checked_code import check_code
 from flashtile._backends.allocate import contiguous_strides
 from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.softmax.spec import SoftmaxSpec
 from flashtile.ops.softmax.triton import launch
 from flashtile.ops.softmax.triton.configs import row_config
-from machine_code import call_on, compile_source, instructions, once_in_families, spilled_bytes
+from machine_code import Binary, call_on, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _KERNELS = ("forward", "backward")
@@ -74,14 +75,15 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_compiles_without_spills(arch: str, kernel: str, name: str) -> None:
-    device = devices.KNOWN_DEVICES[arch]
-    compiled = compile_source(_source(arch, kernel, name), device)
-    assert compiled.metadata.shared <= _MATRIX[arch, kernel, name]
-    assert not spilled_bytes(compiled.asm, device)
-    if arch == "sm_90":
-        code = instructions(compiled.asm)
-        assert code.count("STG.E.128") == code.count("STG.E"), "rows are written in whole vectors"
-        assert "LDG.E.128" in code, "and read so"
+    on_hopper = arch == "sm_90"
+    check_code(_source(arch, kernel, name), arch, _check_fit, _MATRIX[arch, kernel, name], on_hopper, on_hopper)
+
+
+def _check_fit(binary: Binary, shared_memory: int, reads_vectors: bool, writes_vectors: bool) -> None:
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled == 0
+    assert not reads_vectors or "LDG.E.128" in sass(binary), "rows are read in whole vectors"
+    assert not writes_vectors or sass(binary).count("STG.E.128") == sass(binary).count("STG.E"), "and written so"
 
 
 def test_other_numbers_of_rows_need_no_other_binary() -> None:
@@ -123,20 +125,20 @@ def _merges() -> list[Any]:
 def test_the_merge_compiles_without_spills(kernel: str, width: int, arch: str) -> None:
     device = devices.KNOWN_DEVICES[arch]
     plan = merge_plan(kernel, _FP16 if arch == "sm_75" else _BF16, width, device)
-    compiled = compile_source(plan.source, device)
-    assert compiled.metadata.shared <= device.shared_memory
-    assert not spilled_bytes(compiled.asm, device)
-    if arch == "sm_90" and width != 40:
-        assert "LDG.E.128" in instructions(compiled.asm), "rows are read in whole vectors"
+    reads_vectors = arch == "sm_90" and width != 40
+    check_code(plan.source, arch, _check_fit, device.shared_memory, reads_vectors, False)
 
 
 @pytest.mark.parametrize("dtype", [_BF16, _FP16, _FP32], ids=str)
 def test_the_merge_reads_statistics_before_any_thread_writes_them(dtype: torch.dtype) -> None:
     """Threads read a row's maximum in two layouts, so that others than the one which writes it have it too."""
     device = devices.KNOWN_DEVICES["sm_90"]
-    compiled = compile_source(merge_plan("next", dtype, 64, device).source, device)
+    check_code(merge_plan("next", dtype, 64, device).source, "sm_90", _check_order)
+
+
+def _check_order(binary: Binary) -> None:
     # The barrier is of another dialect from version to version.
-    kinds = re.findall(r"\b(?:tt\.load|tt\.store|barrier)\b", compiled.asm["ttgir"])
+    kinds = re.findall(r"\b(?:tt\.load|tt\.store|barrier)\b", binary.asm["ttgir"])
     first_store = kinds.index("tt.store")
     assert kinds[first_store - 1] == "barrier"
     assert kinds[: first_store - 1] == ["tt.load"] * (first_store - 1), "statistics are read before"
