@@ -125,6 +125,7 @@ _DENSE_MASK = Table(torch.bool, (2, 1, 4096, 4096), (4096 * 4096, 4096 * 4096, 4
 _PADDING_MASK = Table(torch.bool, (2, 1, 1, 4096), (4096, 4096, 4096, 1), 0)
 _BIAS = Table(torch.bfloat16, (1, 4, 4096, 4096), (4 * 4096 * 4096, 4096 * 4096, 4096, 1), 0)
 _WIDE_BIAS = _BIAS._replace(dtype=torch.float32)
+_UNALIGNED_BIAS = Table(torch.bfloat16, (1, 4, 4096, 4097), (4 * 4096 * 4097, 4096 * 4097, 4097, 1), 0)
 _WINDOW_BIAS = Table(torch.bfloat16, (1, 4, 49, 49), (4 * 49 * 49, 49 * 49, 49, 1), 0)
 #: With dropout, tables and key lengths: each alone, odd sizes whose neighbours are not read together, and all at once.
 FEATURE_FORMS = {
@@ -184,11 +185,13 @@ def _backward(
     block_tile: tuple[int, int] | None = None,
     side: SideShape = PLAIN_SIDE,
     slope_sums: bool = False,
+    stored_bias: bool = False,
 ) -> BackwardVariant:
     modified = side.dropout or table_bytes(side.bias, side.mask) > 1
     config = choose_backward_config(
         head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified,
         derivatives_apart=softcap and slope_sums, moved_bias=moves_by_tma(side.bias, torch.bfloat16),
+        own_bias=stored_bias,
     )  # fmt: skip
     block_shape = None if block_tile is None else (1, 1, *block_tile)
     spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)
@@ -200,7 +203,7 @@ def _backward(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, softcap,
         side_of_call(changes, spec, 4, covered=False, by_column=True),
         has_empty_rows=packed or block_tile is not None or side not in (PLAIN_SIDE, _ALIBI),
-        row_statistics=side.bias is not None, slope_sums=slope_sums,
+        row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums,
         reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip
 
@@ -329,6 +332,14 @@ BACKWARD_FEATURE_FORMS = {
             "dropout": _DROPOUT,
         }.items()
     },
+    "128-unaligned-bias": _backward(128, 128, False, False, False, side=SideShape(bias=_UNALIGNED_BIAS)),
+    **{
+        f"{name}-stored-bias": _backward(*heads, False, False, False, side=SideShape(bias=_BIAS), stored_bias=True)
+        for name, heads in (("64", (64, 64)), ("128", (128, 128)))
+    },
+    "96-blocks-stored-bias-ordered": _backward(
+        96, 96, False, False, True, block_tile=(128, 128), side=SideShape(bias=_BIAS), stored_bias=True
+    ),
     "64-key-lengths-ordered": _backward(64, 64, False, True, True, side=_LENGTHS),
     "128-key-lengths-fp16": _backward(128, 128, False, False, False, side=_LENGTHS)._replace(dtype=torch.float16),
     "128-packed-dropout-softcap": _backward(128, 128, True, False, False, softcap=True, side=_DROPOUT),
@@ -372,6 +383,25 @@ BACKWARD_FEATURE_FORMS = {
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),
 }
+#: The gradient of a bias that scores share: each cut, and what changes its code.
+BIAS_GRADIENT_FORMS = {
+    "64-causal": _backward(64, 64, False, False, False, side=SideShape(bias=_BIAS)),
+    "96-parts": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+        masks=False, bias_in_parts=True
+    ),
+    "64-padding-dropout-fp16": _backward(
+        64, 64, False, False, False, right=False, side=SideShape(bias=_BIAS, mask=_PADDING_MASK, dropout=True)
+    )._replace(masks=False, dtype=torch.float16),
+    "128-slopes-window-shared": _backward(128, 128, False, True, False, side=SideShape(bias=_BIAS, alibi=2))._replace(
+        bias_shared_by_heads=True
+    ),
+    "192x128-key-lengths": _backward(
+        192, 128, False, False, False, right=False, side=SideShape(bias=_BIAS, key_lengths_dtype=torch.int64)
+    ),
+    "256-softcap": _backward(256, 256, False, False, False, softcap=True, right=False, side=SideShape(bias=_BIAS)),
+    "256-mask": _backward(256, 256, False, False, False, side=SideShape(bias=_BIAS, mask=_DENSE_MASK)),
+}
+
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).
 SERIALISED = {"192x128-blocks", "192x128-packed-blocks"}
@@ -393,9 +423,6 @@ REPEATS = {
         "192x128-mask",
         "192-mask",
         "256-mask",
-        "64-bias",
-        "192x128-bias",
-        "192-bias",
         "192x128-dropout",
     ),
     # Masks that the row has with another change, or as another row of such heads: each two things that change the code

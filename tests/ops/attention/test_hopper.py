@@ -52,6 +52,7 @@ from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
     BACKWARD_REPEATS,
+    BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
     FORMS,
@@ -251,8 +252,9 @@ _LENGTHS_AND_BANDS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
     heads = _HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS]
-    for (head_dim, head_dim_v), situation in itertools.product(heads, _LENGTHS_AND_BANDS):
-        config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype)
+    biases = (False,) if dtype is configs.FP8 else (False, True)
+    for (head_dim, head_dim_v), situation, moved in itertools.product(heads, _LENGTHS_AND_BANDS, biases):
+        config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype, moved_bias=moved)
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
         if not configs.out_places(config, head_dim, head_dim_v, dtype):  # out takes the places of the queries' chunks
             chunks, chunks_v = configs.column_chunks(head_dim, dtype), configs.value_chunks(head_dim_v)
@@ -1226,6 +1228,58 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
+def test_every_gradient_of_a_bias_fits_on_chip() -> None:
+    for (head_dim, head_dim_v), modified in itertools.product(_HEADS, (False, True)):
+        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
+        assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
+        assert not (modified and cut.query_tiles > 1)
+
+
+@pytest.mark.parametrize(
+    "changes, moved",
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"shape": (1, 1, 1, 64)}, False),
+        ({"shape": (4, 2, 64, 1)}, False),
+        ({"strides": (0, 0, 64, 1)}, True),  # expanded
+        ({"strides": (8192, 4096, 0, 1)}, False),
+        ({"strides": (8192, 4096, 1, 64)}, False),  # transposed
+        ({"strides": (8192, 4096, 72, 1)}, True),  # a slice
+        ({"strides": (8192, 4096, 65, 1)}, False),
+        ({"strides": (8192, 4100, 64, 1)}, False),
+        ({"shape": (4, 1, 64, 64), "strides": (8192, 3, 64, 1)}, True),
+        ({"misalignment": 8}, False),
+    ],
+    ids=str,
+)
+def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
+    bias = Table(torch.bfloat16, (4, 2, 64, 64), (8192, 4096, 64, 1), 0)
+    assert configs.moves_by_tma(bias._replace(**changes), torch.bfloat16) is moved
+
+
+#: Spilled bytes of a thread that holds the sums of two tiles of queries, and of one.
+_SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
+
+
+@pytest.mark.parametrize("form", BIAS_GRADIENT_FORMS)
+def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
+    variant = BIAS_GRADIENT_FORMS[form]
+    heads = variant.head_dim, variant.head_dim_v
+    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops)
+    memory = backward_configs.bias_shared_memory(cut, *heads)
+    assert memory <= _LIMIT
+    limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])
+    check_code(backward_source("bias", variant), "sm_90", _check_bias_gradient, limits)
+
+
+def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
+    """Both products are in flight at once, and the bias comes four times two numbers at a time."""
+    _check_limits(binary, limits)
+    assert not serialises_products(binary)
+    assert sum("LDSM.16.MT88.4" in line for line in _instructions(binary)) > 0
+
+
 def _of_first_and_last_kernel() -> list[tuple[str, str]]:
     """Neither multiplies matrices, so what changes their code adds up: each change is compiled once."""
     sources = {
@@ -1455,7 +1509,7 @@ def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, tor
     assert found["TOP_LEFT"]
 
 
-@pytest.mark.parametrize("form", ["16-full", "192x128-full", "192-packed", "fp8-96-packed-scores"])
+@pytest.mark.parametrize("form", ["16-full", "192x128-full", "192-packed", "fp8-96-packed-scores", "128-bias"])
 def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is told to the driver is what Triton itself would tell it, were it to encode the descriptors."""
     told = []
@@ -1468,10 +1522,12 @@ def test_descriptors_are_encoded_as_the_kernel_expects(form: str, monkeypatch: p
 
     monkeypatch.setattr(tma.triton.runtime.driver, "_active", SimpleNamespace(utils=Utils))
     monkeypatch.setattr(tma, "TRITON_3_6", True)  # only there is it told by flashtile
-    plan = hopper_plan((FORMS | FP8_FORMS)[form])
-    tails = plan.kernel.source.types[1 : 2 * len(plan.makers) : 2]
-    for make, tail in zip(plan.makers, tails, strict=True):
+    plan = hopper_plan(_EVERY_FORWARD[form])
+    *of_heads, of_bias = plan.makers
+    types = plan.kernel.source.types
+    for make, tail in zip(of_heads, types[1 : 2 * len(of_heads) : 2], strict=True):
         assert make(4096)[0] == "descriptor" and (make(4096)[-1] is None) == (tail == "constexpr")
+    assert (of_bias(4096)[0] is None) == (types[2 * len(of_heads)] == "constexpr")
     monkeypatch.undo()
     check_code(plan.kernel.source, "sm_90", _check_descriptors, [(how[1], how[2], list(how[4])) for how in told])
 

@@ -201,8 +201,9 @@ def backward_shared_memory(
         statistics += 2 * STATISTIC_COLUMNS * CONSUMER_ROWS
     sums = 4 * config.sum_columns * CONSUMER_ROWS if config.sums_by_tma else 0
     handover_barriers = 16 * config.dscore_stages if config.split_roles else 0
-    tails = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v))  # Measured: up to 12 bytes more
-    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * tails + OVERHEAD
+    # Measured: up to 12 bytes more for each.
+    more = sum(backward_chunks(width)[1] > 0 for width in (head_dim, head_dim_v)) + config.bias_by_tma
+    return 2 * (rows + handed_over) + statistics + sums + handover_barriers + 64 * more + OVERHEAD
 
 
 class BiasGradientConfig(NamedTuple):
