@@ -141,7 +141,7 @@ def explain(
         aligned(*(_rows_contiguous(t) for t in (q, k, v))),
         packed,
         given.key_lengths is not None,
-        table_of(given.bias),
+        table_of(side.bias),
         given.mask is not None,
         learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
         spec=spec,
