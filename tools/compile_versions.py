@@ -24,6 +24,7 @@ from flashtile.ops.attention.hopper.backward_source import backward_source
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
+    BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
     FORMS,
@@ -69,6 +70,8 @@ def main() -> int:
     for name, variant in backward.items():
         for kernel in ("begin", "main", "end"):
             problems += report(f"backward {name} {kernel}", backward_source(kernel, variant), name in SERIALISED)
+    for name, variant in BIAS_GRADIENT_FORMS.items():
+        problems += report(f"gradient of a bias {name}", backward_source("bias", variant), False)
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():
         for name, call in calls.items():
