@@ -671,6 +671,8 @@ class _Ptx:
             return (0, 2 ** int(sources[2]) - 1)
         if name in ("mov", "cvt") and _is_number(sources[0]) and "{" not in sources[0]:
             number = self._range(sources[0])
+            if of == "u64.u32":
+                return _cut(number)
             return anything if of == "u32.u64" and number[1] > _WORD else number
         if name in ("add", "or", "and") and of in ("s64", "u64", "b64", "b32") and all(map(_is_number, sources)):
             a, b = (self._range(source) for source in sources)

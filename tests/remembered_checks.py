@@ -5,8 +5,8 @@ kernel's source with all that it uses, its specialisation and its compiler, and 
 is compared with (`checked_code.check_key`). So an entry says one thing: this content has passed this check. Where any
 of it has changed, the kernel is compiled and checked.
 
-Two kinds of tests compile in spite of the table: the first case of each test, which is in the quick part, and a tenth
-of the others, drawn anew each day. `--compile-all` makes all tests compile. `--remember` renews the table.
+Two kinds of tests compile in spite of the table: the first case of each test, which is in the quick part, and a
+twentieth of the others, drawn anew each day. `--compile-all` makes all tests compile. `--remember` renews the table.
 
 The functions called `pytest_…` are hooks: `conftest` registers this module.
 """
@@ -32,7 +32,7 @@ _HEAD = """\
 """
 
 #: How many of the tests that could rely on the table compile.
-_SHARE = 0.1
+_SHARE = 0.05
 
 #: The function that tests call for a check.
 _CHECK = "check_code"
@@ -91,7 +91,7 @@ def renewed(table: dict[str, str], passed: dict[str, str], files: Iterable[str])
 
 
 def drawn(test: str, day: datetime.date) -> bool:
-    """Whether a test is in the tenth of that day."""
+    """Whether a test is in the twentieth of that day."""
     return random.Random(f"{day} {test}").random() < _SHARE
 
 

@@ -163,6 +163,12 @@ def test_descriptors_are_followed_to_the_constants_of_the_ptx() -> None:
     assert wrong_addresses(_lines(*_PRODUCT), _PTX) == []
 
 
+def test_a_word_made_wide_has_a_high_word_of_zero() -> None:
+    """As Triton 3.9 has it: the low word of a descriptor is a sum in 32 bits."""
+    ptx = _PTX.replace("cvt.u64.u32 	%rd2, %r4;", "add.s32 	%r6, %r4, 2;\n	cvt.u64.u32 	%rd2, %r6;")
+    assert ptx != _PTX and wrong_addresses(_lines(*_PRODUCT), ptx) == []
+
+
 @pytest.mark.parametrize(
     "old, new",
     [
