@@ -1,7 +1,7 @@
 """TMA descriptors: what Hopper's copy engine needs to know of a tensor. Made once for an address and a layout.
 
 A kernel parameter of type `descriptor_type` says which box of a tensor a copy moves, and how it lies in shared memory.
-What is outside the tensor is read as zero, or as NaN if its layout says so, and never written.
+Outside of the tensor a copy reads zeros, or NaN if the layout says so, and writes nothing.
 """
 
 from __future__ import annotations

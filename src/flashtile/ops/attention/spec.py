@@ -168,7 +168,7 @@ class Gradients(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What a plan, and who chooses a backend, needs to know of a tensor that broadcasts to the scores (bias, mask)."""
+    """A bias or a mask, which broadcasts to the scores, as plans and the choice of a backend see it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

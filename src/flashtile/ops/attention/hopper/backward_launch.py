@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import aligned, used_strides
-from flashtile._backends.allocate import allocator, contiguous_strides
+from flashtile._backends.allocate import allocator, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
     Plan,
@@ -54,7 +54,7 @@ from flashtile.ops.attention.plans import (
     tiles_of,
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Table, Wanted
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
 
 
@@ -133,8 +133,7 @@ def backward(
     side = with_aligned_lists(side)
     dbias = None
     if wanted.bias and plan.stored_bias is not None:
-        shape, strides, dtype = plan.stored_bias
-        dbias = torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
+        dbias = empty(*plan.stored_bias, q.device)
         if not plan.fills_bias:
             dbias.zero_()
     dq, dk, dv, scratch = _launch(
@@ -321,6 +320,9 @@ def _plan(
         # head_dim_v is a multiple of 8 (`backend.unsupported_reason`): TMA can read it, and what follows is aligned.
         masked_dout = math.prod(dout_shape) * dtype.itemsize // 4
         strides = (*strides[:3], contiguous_strides(dout_shape))
+    stored_bias = None
+    if config.bias_stored and side.bias is not None:
+        stored_bias = Layout(side.bias.shape, padded_strides(side.bias.shape), side.bias.dtype)
     bias = None
     if sums_bias:
         bias = plan_bias_gradient(variant, problem, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
@@ -332,10 +334,6 @@ def _plan(
         allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
-        has_empty_rows, ordered, bias, _stored_bias(side.bias) if config.bias_stored else None,
+        has_empty_rows, ordered, bias, stored_bias,
         not (spec.banded or side.key_lengths_dtype is not None or spec.block_shape is not None),
     )  # fmt: skip
-
-
-def _stored_bias(bias: Table | None) -> Layout | None:
-    return None if bias is None else Layout(bias.shape, padded_strides(bias.shape), bias.dtype)

@@ -79,7 +79,6 @@ def _bias_gradient_source(variant: BackwardVariant) -> KernelSource:
         "KEY_STAGES": cut.key_stages,
         "REGISTERS": _BIAS_REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "PACKED": variant.packed,
         "TOP_LEFT": variant.top_left,
         "SHARED_BY_HEADS": variant.bias_shared_by_heads,
     }

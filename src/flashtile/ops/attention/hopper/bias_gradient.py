@@ -39,8 +39,8 @@ from flashtile.ops.attention.hopper.tables import MovedBias, bias_bytes, make_bi
 
 class BiasTile(NamedTuple):
     """A thread block's tile of the bias: its place among the parts, sequences and heads of the bias, its first key and
-    its first tile of queries. Of the sequences and heads that share it, the thread block has those from number `begin`
-    to `end`: heads come first, `shared_heads` for each sequence."""
+    its first tile of queries. Sequences and heads that share it have numbers, `shared_heads` for each sequence. The
+    thread block takes the numbers from `begin` to `end`."""
 
     part: Any
     sequence: Any
@@ -57,8 +57,7 @@ def attention_bias_gradient_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, dout_desc, dout_tail_desc, statistics_desc,
     bias_desc, gradient_ptr, problem, constants, loops, work,
     KEYS: gl.constexpr, M: gl.constexpr, QUERY_TILES: gl.constexpr, STAGES: gl.constexpr, KEY_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, PACKED: gl.constexpr, TOP_LEFT: gl.constexpr,
-    SHARED_BY_HEADS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, TOP_LEFT: gl.constexpr, SHARED_BY_HEADS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of the main kernel. `gradient_ptr`: `[parts, batch, heads, rows, columns]`, the sizes of the bias
     (`work`, a `bias_work.WorkNumbers`). `QUERY_TILES`: tiles of M queries of a thread block, one or two.
@@ -74,7 +73,7 @@ def attention_bias_gradient_kernel(
         PERSISTENT=False,
         ORDERED=False,
         REVERSES_LINES=False,
-        PACKED=PACKED,
+        PACKED=False,
         HAS_LEFT=constants.HAS_LEFT,
         HAS_RIGHT=constants.HAS_RIGHT,
         TOP_LEFT=TOP_LEFT,
@@ -144,8 +143,8 @@ def attention_bias_gradient_kernel(
 
 @gluon.jit
 def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
-    """The tile of this thread block. Those of a head that lie beside each other along the keys come one after the
-    other. Nothing shares a tile that a band hides."""
+    """The tile of this thread block. The next thread block has the next keys of the same head. A tile that a band hides
+    has nothing to sum."""
     KEYS: gl.constexpr = config.KEYS
     number = gl.program_id(0)
     key_tiles = gl.cdiv(work.columns, KEYS)
@@ -181,8 +180,8 @@ def _own_tile(problem, work, config, QUERY_TILES: gl.constexpr):
 
 @gluon.jit
 def _work_of(tile, number, problem, config, SHARED_BY_HEADS: gl.constexpr):
-    """What the main kernel would do for these keys of the `number`-th sequence and head that share a tile of the bias,
-    and which of its heads this one is."""
+    """The work that the main kernel would have with these keys, for sequence and head `number` of those that share the
+    tile, and which of that work's heads this one is."""
     # A division takes the one warp that loads as long as several copies.
     head = tile.head
     sequence = tile.sequence + number

@@ -42,12 +42,7 @@ from flashtile.ops.attention.hopper.configs import (
     value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import (
-    score_units,
-    side_of_call,
-    whole_tiles,
-    with_aligned_lists,
-)
+from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
 from flashtile.ops.attention.plans import Layout, SideShape, call_sizes, positive_scale, side_shape, tiles_of

@@ -1,6 +1,6 @@
 """Tables in the Hopper kernels: a bias or a boolean mask that broadcasts to the scores.
 
-TMA brings the tiles of a bias of queries × keys where it can (`configs.bias_by_tma`), with the keys of a forward and
+TMA brings the tiles of a bias of queries × keys where it can (`configs.moves_by_tma`), with the keys of a forward and
 the queries of a backward, whose barrier says that they are there. `ldmatrix` hands each thread the elements of its own
 scores, four times two in an instruction.
 
