@@ -206,7 +206,7 @@ def test_a_step_with_a_cache_waits_for_nothing():
         parts.append(module(x[:, 11:], cache=cache))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    oracle = copy.deepcopy(module).double()(x.double())
+    oracle = copy.deepcopy(module).cpu().double()(x.cpu().double())
     assert_close("out", torch.cat(parts, 1), oracle, expected)
 
 

@@ -34,7 +34,8 @@ def inputs(seed: int = 0, seq: int = 24, dtype: torch.dtype = torch.float32, gra
 def forward_backward(qkv: list[Tensor], through_lse: bool = False, **options: Any) -> list[Tensor]:
     out, lse = flashtile.attention(*qkv, return_lse=True, **options)
     through = [out, lse] if through_lse else [out]
-    grads = torch.autograd.grad(through, qkv, [torch.linspace(-1, 1, t.numel()).view_as(t).to(t) for t in through])
+    upstream = [torch.linspace(-1, 1, t.numel(), dtype=t.dtype, device=t.device).view_as(t) for t in through]
+    grads = torch.autograd.grad(through, qkv, upstream)
     return [out, lse, *grads]
 
 

@@ -742,10 +742,12 @@ def test_ordered_gradients_of_block_masks_have_the_same_bits_in_every_run(head_d
 
 
 def test_automatic_choice_on_this_gpu() -> None:
-    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=_BF16)
+    q = torch.randn(1, 65, 2, 64, device="cuda", dtype=_BF16)
     assert flashtile.explain(q, q, q).backend == "hopper"
     assert torch.equal(flashtile.attention(q, q, q), flashtile.attention(q, q, q, backend="hopper"))
-    assert flashtile.explain(q, q, q, dropout_p=0.1).backend == "triton"
+    assert flashtile.explain(q, q, q, dropout_p=0.1).backend == "hopper"
+    few, wide = q[:, :64], q.float()
+    assert flashtile.explain(few, few, few).backend == flashtile.explain(wide, wide, wide).backend == "triton"
 
 
 @pytest.mark.multi_gpu

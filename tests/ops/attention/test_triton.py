@@ -109,6 +109,14 @@ def test_kernels_over_many_tiles(head_dim: int, head_dim_v: int, arguments: dict
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("feature", ["plain", "mask", "bias shared"])
+@pytest.mark.parametrize("head_dim", [32, 80, 128, 129, 256, 272, 512])
+def test_kernels_over_one_tile(head_dim: int, feature: str) -> None:
+    few = replace(PAIRS[feature], seq_q=36, seq_k=20, head_dim=head_dim, head_dim_v=head_dim, dtype=torch.bfloat16)
+    check(few, "triton", "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_float32_kernels_over_many_tiles(head_dim: int) -> None:
     case = replace(_LARGE, dtype=torch.float32, head_dim=head_dim, head_dim_v=head_dim, seq_q=200, seq_k=300, batch=1)
