@@ -29,7 +29,13 @@ def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, 
     fast = _empty_strided_cuda is not None and device.type == "cuda" and device.index == _cuda_getDevice()
     if fast and not torch._C._get_deterministic_algorithms():
         return _empty_strided_cuda(shape, strides, dtype)
+    _check_types(shape, strides)
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _check_types(*sizes: tuple[int, ...]) -> None:
+    """The fast way takes tuples and nothing else. Tests that take the slow one must see a `torch.Size` too."""
+    assert all(type(each) is tuple for each in sizes), sizes
 
 
 def allocator(
@@ -37,6 +43,7 @@ def allocator(
 ) -> Callable[[], list[Tensor]]:
     """A function that gives memory of each layout, as `empty` does, anew in each call."""
     shapes, strides, dtypes = zip(*layouts)
+    _check_types(*shapes, *strides)
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
     def allocate() -> list[Tensor]:

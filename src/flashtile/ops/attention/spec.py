@@ -180,7 +180,7 @@ def table_of(tensor: Tensor | None) -> Table | None:
     """What a plan needs to know of a bias or a mask."""
     if tensor is None:
         return None
-    return Table(tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 15)
+    return Table(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr() & 15)
 
 
 def plain_side(side: SideInputs) -> bool:
