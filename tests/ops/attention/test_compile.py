@@ -213,6 +213,7 @@ def _check_memory(binary: Binary, shared_memory: int) -> None:
 
 _ONE_TILE = Call(32, 32, seq_q=49, seq_k=49, heads=6, heads_kv=6, batch=64)
 _WINDOWS_BIAS = Table(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49, 1), 0)
+_WINDOWS_MASK = _WINDOWS_BIAS._replace(dtype=torch.bool)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
@@ -223,14 +224,14 @@ _WINDOWS_BIAS = Table(torch.bfloat16, (1, 6, 49, 49), (6 * 49 * 49, 49 * 49, 49,
         _ONE_TILE._replace(head_dim=64, head_dim_v=64, dtype=_FP16, seq_q=64, seq_k=64, window_right=0),
         _ONE_TILE._replace(bias=_WINDOWS_BIAS, dropout_p=0.1),
         _ONE_TILE._replace(softcap=30.0, alibi=1, sums_slopes=True, sinks=True, has_dlse=True, hides_rows=True),
-        _ONE_TILE._replace(head_dim=128, head_dim_v=128, mask=_WINDOWS_BIAS._replace(dtype=torch.bool), hides_rows=True),
+        _ONE_TILE._replace(head_dim=128, head_dim_v=128, mask=_WINDOWS_MASK, hides_rows=True),
     ],
     ids=["plain", "causal-64", "bias-dropout", "alibi-sinks", "mask-128"],
 )
 def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     """Nothing is in a loop, so what spills, of a bias read by rows of 98 bytes most of all, does so once."""
     memory = devices.KNOWN_DEVICES[arch].shared_memory
-    spilled = 320 if arch == "sm_80" else 128 if call.head_dim > 64 else 64
+    spilled = 320 if arch == "sm_80" else 256 if call.head_dim > 64 else 64
     check_code(call_source("dq", arch, call), arch, _check_fit, memory, spilled)
 
 

@@ -9,12 +9,13 @@ from flashtile.ops.attention.spec import SideInputs
 from flashtile.ops.attention.triton.configs import (
     Kernel,
     Situation,
+    TileConfig,
     choose_tiles,
     dot_precision,
     length_of,
     shared_memory,
     situation_of,
-    sums_keys,
+    tiles_with_keys,
 )
 from flashtile.ops.attention.triton.score_source import unsupported_operation
 from flashtile.ops.common.backends import Backend, triton_unsupported_reason
@@ -35,10 +36,13 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     if call.phase == "forward":
         return (describe_kernel("forward", call),)
-    queries = describe_kernel("dq", call)
-    writes_keys = sums_keys(_situation(call), call.q_shape[-3], call.k_shape[-3], queries.tiles, call.packed)
-    keys = () if writes_keys else (describe_kernel("dkdv", call),)
-    return queries, *keys, *describe_bias_gradient(call)
+    situation = _situation(call)
+    tiles = choose_tiles("dq", call.device, situation)
+    with_keys = tiles_with_keys(situation, call.q_shape[-3], call.k_shape[-3], tiles, call.packed)
+    kernels = [_described("dq", with_keys or tiles, situation)]
+    if with_keys is None:
+        kernels.append(describe_kernel("dkdv", call))
+    return *kernels, *describe_bias_gradient(call)
 
 
 def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:
@@ -57,7 +61,10 @@ def _situation(call: AttentionCall) -> Situation:
 def describe_kernel(name: Kernel, call: AttentionCall) -> KernelChoice:
     """One kernel, with the tiles that it has for a call."""
     situation = _situation(call)
-    tiles = choose_tiles(name, call.device, situation)
+    return _described(name, choose_tiles(name, call.device, situation), situation)
+
+
+def _described(name: Kernel, tiles: TileConfig, situation: Situation) -> KernelChoice:
     memory = shared_memory(name, tiles, situation)
     chunk = f", {tiles.chunk} columns of the head at a time" if tiles.chunk else ""
     block, warps = (tiles.block_m, tiles.block_n), f"{tiles.num_warps} warps"

@@ -148,14 +148,21 @@ def choose_tiles(kernel: Kernel, device: DeviceFacts, situation: Situation) -> T
     return tiles
 
 
-def sums_keys(situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool) -> bool:
-    """Whether one tile of the dq kernel holds all queries of a sequence and one all keys, so that it computes dk and dv
-    too: five products instead of seven, and each tensor read once. Packed sequences may have keys and no queries; then
-    nobody would write dk and dv. Past 128 columns the tiles of dk and dv do not fit beside those of dq (sm_90, 256
-    columns: 335,872 bytes of on-chip memory)."""
+def tiles_with_keys(
+    situation: Situation, rows_q: int, rows_k: int, tiles: TileConfig, packed: bool
+) -> TileConfig | None:
+    """The tiles of a dq kernel that computes dk and dv too, because one tile holds all queries of a sequence and one
+    all keys: five products instead of seven, and each tensor read once. None where there is no such kernel. `tiles`: of
+    dq alone.
+
+    Packed sequences may have keys and no queries; then nobody would write dk and dv. Past 128 columns the tiles of dk
+    and dv do not fit beside those of dq (sm_90, 256 columns: 335,872 bytes of on-chip memory).
+    """
     one_tile = rows_q <= tiles.block_m and rows_k <= tiles.block_n and _width(situation) <= 128
     short = situation.length == "short" and not packed
-    return one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None
+    if one_tile and short and situation.dtype.itemsize == 2 and situation.block_tile is None:
+        return tiles._replace(num_stages=1)  # no tile comes after the first, and places for more may not fit
+    return None
 
 
 def drops_bounds(kernel: Kernel, situation: Situation) -> bool:

@@ -49,8 +49,8 @@ from flashtile.ops.attention.triton.configs import (
     drops_masks,
     length_of,
     situation_of,
-    sums_keys,
     tile_widths,
+    tiles_with_keys,
 )
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
@@ -189,7 +189,8 @@ def _plan(
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    writes_keys = kernel == "dq" and programs > 0 and sums_keys(situation, rows_q, rows_k, tiles, packed)
+    with_keys = tiles_with_keys(situation, rows_q, rows_k, tiles, packed) if kernel == "dq" and programs else None
+    writes_keys, tiles = with_keys is not None, with_keys or tiles
     written_heads = heads if writes_keys else heads_kv * shares
     parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, shapes, parts, strides)
