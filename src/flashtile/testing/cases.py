@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flashtile
 from flashtile.testing.memory import leave_nan
-from flashtile.testing.tolerance import Size, assert_close, size
+from flashtile.testing.tolerance import Size, assert_close, size, size_in_finer_band
 
 
 @dataclass(frozen=True)
@@ -224,23 +224,24 @@ def check(
     actual = run(case, inputs, backend)
     oracle = run(case, inputs, "reference", torch.float64)
     eager = run(case, inputs, "reference")
-    cancelled = cancelled_sizes(case, inputs, oracle["out"])
+    cancelled = cancelled_sizes(case, inputs, oracle)
     for name, value in actual.items():
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
     return actual
 
 
-def cancelled_sizes(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[str, Size]:
-    """How large the numbers are that cancel within the results.
+def cancelled_sizes(case: AttentionCase, inputs: Inputs, oracle: dict[str, Tensor]) -> dict[str, Size]:
+    """How large the numbers are that cancel within the results. `oracle`: the results in float64.
 
     A backward pass without the N×N matrix takes `delta = rowsum(dout · out)` from the rounded out. The error of that
     sum goes, by the weights, into dq along the mean key and into dk along queries, and is there still when what it was
     subtracted from is gone (one key: dq = dk = 0), and into what else has a gradient by the scores, where only that of
-    lse may be left. lse is a sum of the largest score and a logarithm, each about 1.
+    lse may be left. The other gradients by the scores are sums over weights that were rounded to the dtype of q, so
+    they have its error though they are float32. lse is a sum of the largest score and a logarithm, each about 1.
     """
     arguments = {name: value for name, value in case.arguments.items() if name != "dropout_p"}
     tensors = {name: value for name, value in inputs.tensors.items() if name != "dropout_seed"}
-    delta = (inputs.dout.double() * out).norm(dim=-1, keepdim=True)
+    delta = (inputs.dout.double() * oracle["out"]).norm(dim=-1, keepdim=True)
     probe = replace(
         inputs,
         v=torch.ones_like(inputs.v[..., :1]),
@@ -256,14 +257,21 @@ def cancelled_sizes(case: AttentionCase, inputs: Inputs, out: Tensor) -> dict[st
         "lse": Size(1, 1),
         "dq": Size(*(scale * a * b for a, b in zip(size(delta), size(inputs.k)))),
         "dk": Size(*(scale * a * b for a, b in zip(size(weighted), size(inputs.q)))),
-        **{f"d{name}": _rounded_as(case, inputs, name, by_scores) for name in case.learned},
+        **{f"d{name}": _rounded_as_q(case, inputs, name, by_scores, oracle) for name in case.learned},
     }
 
 
-def _rounded_as(case: AttentionCase, inputs: Inputs, name: str, by_scores: dict[str, Tensor]) -> Size:
-    """Size of a gradient in its own units of the last place, where its error comes from an out of another dtype."""
-    ratio = torch.finfo(case.dtype).eps / torch.finfo(learned_tensor(inputs.tensors[name]).dtype).eps
-    return Size(*(ratio * part for part in size(by_scores[f"d{name}"])))
+def _rounded_as_q(
+    case: AttentionCase, inputs: Inputs, name: str, by_scores: dict[str, Tensor], oracle: dict[str, Tensor]
+) -> Size:
+    """Size of what has the error of q's dtype in a gradient, in the gradient's own units of the last place: of its part
+    through out, and where its dtype is finer of all of it."""
+    dtype = learned_tensor(inputs.tensors[name]).dtype
+    ratio = torch.finfo(case.dtype).eps / torch.finfo(dtype).eps
+    through_out, whole = size(by_scores[f"d{name}"]), Size()
+    if ratio > 1:
+        whole = size_in_finer_band(size(oracle[f"d{name}"]), case.dtype, dtype)
+    return Size(*(ratio * part + result for part, result in zip(through_out, whole)))
 
 
 def with_arguments(case: AttentionCase, **arguments: Any) -> AttentionCase:

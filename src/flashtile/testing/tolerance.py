@@ -42,6 +42,13 @@ def size(tensor: Tensor) -> Size:
     return Size(finite.abs().max().item(), finite.square().mean().sqrt().item())
 
 
+def size_in_finer_band(rounded: Size, coarse: torch.dtype, fine: torch.dtype) -> Size:
+    """The size that has the band in `fine` that `rounded` has in `coarse`."""
+    of_coarse, of_fine = _BAND_ULPS[coarse], _BAND_ULPS[fine]
+    ratio = torch.finfo(coarse).eps / torch.finfo(fine).eps
+    return Size(*(ratio * part * wide / narrow for part, wide, narrow in zip(rounded, of_coarse, of_fine)))
+
+
 def error(actual: Tensor, oracle: Tensor) -> float:
     """Largest absolute difference over finite oracle elements, in float64."""
     return _error(actual, oracle).largest

@@ -127,7 +127,7 @@ def _check(case: AttentionCase, backend: str, cuts: tuple, device: str = "cpu") 
     inputs = make_inputs(case, device)
     actual = _in_parts(case, inputs, backend, *cuts)
     oracle, eager = run(case, inputs, "reference", torch.float64), run(case, inputs, "reference")
-    cancelled = cancelled_sizes(case, inputs, oracle["out"])
+    cancelled = cancelled_sizes(case, inputs, oracle)
     for name, value in actual.items():
         assert_close(f"{case}: {name}", value, oracle[name], eager[name], cancelled.get(name, Size()))
 
