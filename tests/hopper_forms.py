@@ -3,15 +3,19 @@ the tests of that code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 import flashtile
 from flashtile.bench import functions as bench_functions
 from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.backward_launch import function_of_call
+from flashtile.ops.attention.hopper.backward_variant import NO_FUNCTION, BackwardVariant
 from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, SideShape
+from flashtile.ops.attention.plans import PLAIN_SIDE, BlockSizes, CapturedShape, SideShape
 from flashtile.ops.attention.spec import AttentionSpec, Origin, Table
 from machine_code import Call
 
@@ -186,12 +190,21 @@ def _backward(
     side: SideShape = PLAIN_SIDE,
     slope_sums: bool = False,
     stored_bias: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    covered: bool = False,
 ) -> BackwardVariant:
-    modified = side.dropout or table_bytes(side.bias, side.mask) > 1
+    program, function = None, NO_FUNCTION
+    if score_mod is not None:
+        program, captured, _ = flashtile.trace_score_mod(score_mod)
+        side = side._replace(captured=tuple(CapturedShape(of.dtype, tuple(of.shape)) for of in captured))
+        shapes = tuple(torch.Size((2, 4096, 4, width)) for width in (head_dim, head_dim, head_dim_v))
+        function = function_of_call(program, 2, shapes, side, covered)
+    modified = side.dropout or table_bytes(side.bias, side.mask) > 1 or program is not None
+    derivatives = softcap or function.FUNCTION_DERIVATIVE
     config = choose_backward_config(
-        head_dim, head_dim_v, softcap, block_tile is not None, left, ordered=ordered, modified=modified,
-        derivatives_apart=softcap and slope_sums, moved_bias=moves_by_tma(side.bias, torch.bfloat16),
-        own_bias=stored_bias,
+        head_dim, head_dim_v, derivatives, block_tile is not None, left, ordered=ordered, modified=modified,
+        derivatives_apart=(derivatives and slope_sums) or (function.FUNCTION_DERIVATIVE and side.dropout),
+        moved_bias=moves_by_tma(side.bias, torch.bfloat16), own_bias=stored_bias,
     )  # fmt: skip
     block_shape = None if block_tile is None else (1, 1, *block_tile)
     spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)
@@ -203,7 +216,7 @@ def _backward(
         torch.bfloat16, head_dim, head_dim_v, config, packed, left, right, False, False, ordered, softcap,
         side_of_call(changes, spec, 4, covered=False, by_column=True),
         has_empty_rows=packed or block_tile is not None or side not in (PLAIN_SIDE, _ALIBI),
-        row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums,
+        row_statistics=side.bias is not None and not stored_bias, slope_sums=slope_sums, function=function,
         reverses_lines=ordered and right and block_tile is None,
     )  # fmt: skip
 
@@ -383,6 +396,21 @@ BACKWARD_FEATURE_FORMS = {
     "128-all-ordered": _backward(128, 128, False, False, True, side=_ALL),
     "256-all": _backward(256, 256, False, False, False, side=_ALL),
 }
+#: The backward with functions of scores: some have derivatives, and these are handed on apart or with the weights.
+BACKWARD_FUNCTION_FORMS = {
+    "64-alibi": _backward(64, 64, False, False, False, score_mod=_ALIBI_FUNCTION, covered=True),
+    "64-capped-fp16": _backward(64, 64, False, False, False, score_mod=_CAPPED)._replace(dtype=torch.float16),
+    "64-waves-dropout": _backward(64, 64, False, False, False, score_mod=_WAVES, side=_DROPOUT),
+    "128-relative": _backward(128, 128, False, False, False, score_mod=_RELATIVE, covered=True),
+    "128-relative-packed-ordered": _backward(128, 128, True, True, True, score_mod=_RELATIVE),
+    "128-capped-bias": _backward(128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)),
+    "192x128-capped-blocks": _backward(192, 128, False, False, False, score_mod=_CAPPED, block_tile=(128, 128)),
+    "256-waves": _backward(256, 256, False, False, False, score_mod=_WAVES),
+    "256-capped-learned-slopes-dropout": _backward(
+        256, 256, False, False, False, softcap=True, score_mod=_CAPPED, slope_sums=True,
+        side=SideShape(alibi=1, dropout=True),
+    ),
+}  # fmt: skip
 #: The gradient of a bias that scores share: each cut, and what changes its code.
 BIAS_GRADIENT_FORMS = {
     "64-causal": _backward(64, 64, False, False, False, side=SideShape(bias=_BIAS)),

@@ -24,6 +24,7 @@ from flashtile.ops.attention.hopper.backward_source import backward_source
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
+    BACKWARD_FUNCTION_FORMS,
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
     FEATURE_FORMS,
@@ -65,7 +66,7 @@ def main() -> int:
     forms = FORMS | SCORE_FORMS | BLOCK_FORMS | FP8_FORMS | FEATURE_FORMS
     problems = sum(report(f"forward {name}", hopper_plan(call).kernel.source) for name, call in forms.items())
     # A loop of their own for cut steps only those versions have whose ptxas makes no product wait for it.
-    every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS
+    every = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
     backward = {name: of for name, of in every.items() if SUMS_PASS_LOOPS or not of.masks_last}
     for name, variant in backward.items():
         for kernel in ("begin", "main", "end"):

@@ -31,7 +31,7 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
         learned_captured: bool = False,
     ) -> Any:  # fmt: skip
         wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
-        if backend == "hopper" and phase == "backward" and (wide or spec.score_program is not None):
+        if backend == "hopper" and phase == "backward" and (wide or learned_captured):
             backend = "cpu"  # any backward follows any forward
         if backend != "hopper":
             return _serve(phase, q, k, v, side, spec, backend, learned_slopes, learned_captured)

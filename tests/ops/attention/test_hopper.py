@@ -51,6 +51,7 @@ from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideI
 from hopper_forms import (
     BACKWARD_FEATURE_FORMS,
     BACKWARD_FORMS,
+    BACKWARD_FUNCTION_FORMS,
     BACKWARD_REPEATS,
     BIAS_GRADIENT_FORMS,
     BLOCK_FORMS,
@@ -977,7 +978,7 @@ def test_a_form_that_is_not_compiled_repeats_others() -> None:
 
 
 _EVERY_FORWARD = _ALL_FORMS | FEATURE_FORMS | FUNCTION_FORMS
-_EVERY_BACKWARD = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS
+_EVERY_BACKWARD = BACKWARD_FORMS | BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS
 
 
 @pytest.mark.parametrize("form", _forward_forms(_ALL_FORMS))
@@ -1198,19 +1199,19 @@ def _check_backward(binary: Binary, limits: _Limits, serialised: bool) -> None:
 
 
 #: Spilled bytes of a thread in the backward with heads of 256: a bias has a register for each score. With all features
-#: at once a mask and random words have theirs too.
+#: at once a mask and random words have theirs too, and so have the steps of a score function.
 _SPILLS_OF_WIDE_FEATURES, _SPILLS_OF_ALL_FEATURES = 256, 600
 _MANY_FEATURES = ("256-all", "256-softcap-learned-slopes", "256-softcap-learned-slopes-ordered")
 
 
-@pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS))
+@pytest.mark.parametrize("form", _backward_forms(BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS))
 def test_machine_code_of_features_of_the_backward(form: str) -> None:
-    variant = BACKWARD_FEATURE_FORMS[form]
+    variant = (BACKWARD_FEATURE_FORMS | BACKWARD_FUNCTION_FORMS)[form]
     heads = (variant.head_dim, variant.head_dim_v)
-    apart = variant.softcap and variant.slope_sums
-    memory = backward_configs.backward_shared_memory(variant.config, *heads, apart)
+    memory = backward_configs.backward_shared_memory(variant.config, *heads, variant.score_change.DERIVATIVES_APART)
     assert memory <= _LIMIT
-    wide = _SPILLS_OF_ALL_FEATURES if form in _MANY_FEATURES else _SPILLS_OF_WIDE_FEATURES
+    many = variant.has_function or form in _MANY_FEATURES
+    wide = _SPILLS_OF_ALL_FEATURES if many else _SPILLS_OF_WIDE_FEATURES
     limits = _Limits(memory, wide if max(heads) > 128 else _BACKWARD_SPILLS)
     assert not (variant.side.has("dropout_seed") and variant.config.statistics_multiplied)
     additions = None

@@ -255,6 +255,38 @@ def test_pairs_of_features(hopper: Callable, case: AttentionCase) -> None:
     check(case, "hopper")
 
 
+_WITH_A_FUNCTION = {
+    "causal": {"dtype": torch.float16, "arguments": {"causal": True}},
+    "in order, dropout": {"arguments": {"deterministic": True, "dropout_p": 0.2, "causal": True}},
+    "slopes behind a soft cap": {"alibi_slopes": "h", "arguments": {"softcap": 3.0}},
+    "shared bias": {"bias": "1hqk", "dtype": torch.float16, "arguments": {"dropout_p": 0.2, "window": (90, 20)}},
+    "own bias": {"bias": "bhqk"},
+    "packed": {"batch": 3, "lengths_q": (5, 0, 137), "lengths_k": (133, 4, 220), "arguments": {"causal": True}},
+    "blocks": {"block_mask": (128, 128), "key_lengths": (300,)},
+}
+
+
+@pytest.mark.parametrize(
+    "heads, name",
+    [
+        ((64, 64), "causal"),
+        ((64, 64), "own bias"),
+        ((128, 128), "packed"),
+        ((128, 128), "in order, dropout"),
+        ((192, 128), "slopes behind a soft cap"),
+        ((192, 128), "blocks"),
+        ((256, 256), "shared bias"),
+        ((256, 256), "slopes behind a soft cap"),
+    ],
+    ids=str,
+)
+def test_derivatives_of_a_score_function(hopper: Callable, heads: tuple[int, int], name: str) -> None:
+    machine = hopper()
+    case = replace(_SMALL, head_dim=heads[0], head_dim_v=heads[1], score_mod=True, constant=("score_mod",))
+    check(replace(case, **_WITH_A_FUNCTION[name]), "hopper")
+    assert "attention_backward_kernel" in machine.launched
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_reads_of_a_score_function_that_stay_within(hopper: Callable, head_dim: int) -> None:
     """Tiles divide the call, so reads have no checks, and addresses in parts of rows and of columns."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import flashtile
-from attention_cases import PAIRS, SCORE_MOD_PAIRS, parameters
+from attention_cases import CONSTANT_SCORE_MOD_PAIRS, PAIRS, SCORE_MOD_PAIRS, parameters
 from flashtile.testing import AttentionCase, Size, assert_close, check, make_inputs, with_arguments
 from flashtile.testing.cases import Inputs
 
@@ -143,7 +143,7 @@ def _pairs() -> dict[str, AttentionCase]:
     """In sizes of several tiles."""
     lengths = {"key_lengths": (600, 17, 0), "lengths_q": (5, 0, 337), "lengths_k": (333, 4, 520)}
     cases = {}
-    for number, (name, case) in enumerate((PAIRS | SCORE_MOD_PAIRS).items()):
+    for number, (name, case) in enumerate((PAIRS | SCORE_MOD_PAIRS | CONSTANT_SCORE_MOD_PAIRS).items()):
         here: dict[str, Any] = {field: value for field, value in lengths.items() if getattr(case, field)}
         if "key_lengths" in here:
             here["key_lengths"] = here["key_lengths"][: case.batch]
@@ -159,6 +159,22 @@ def _pairs() -> dict[str, AttentionCase]:
 @pytest.mark.parametrize("case", parameters(_pairs()))
 def test_pairs_of_features(case: AttentionCase) -> None:
     check(case, "hopper", "cuda")
+
+
+@pytest.mark.parametrize("dtype", [_BF16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("heads", [(32, 32), (64, 64), (96, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_q": 512, "seq_k": 640, "arguments": {"causal": True}},
+        {"alibi_slopes": "h", "arguments": {"softcap": 3.0, "deterministic": True}},
+        {"bias": "bhqk", "arguments": {"dropout_p": 0.2}},
+    ],
+    ids=["causal, whole tiles", "softcap and slopes", "bias and dropout"],
+)
+def test_derivatives_of_a_score_function(heads: tuple[int, int], change: dict, dtype: torch.dtype) -> None:
+    base = replace(_BASE, head_dim=heads[0], head_dim_v=heads[1], dtype=dtype, score_mod=True, constant=("score_mod",))
+    check(_case(change, base), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -6,7 +6,7 @@ import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -199,16 +199,19 @@ class ScoreGradient(NamedTuple):
         score: the value that is the gradient of the score; None = 0.
         loads: for each read of a captured tensor of floating point that has an influence: the number of the tensor,
             the names of the indices, and the value that is its gradient.
+        result: the value that is the result of the function; None where that was not asked for.
     """
 
     program: ScoreProgram
     score: str | None
     loads: tuple[tuple[int, tuple[str, ...], str], ...]
+    result: str | None = None
 
 
 @functools.lru_cache(maxsize=1024)
-def derivative(text: str, dtype: torch.dtype) -> ScoreGradient:
-    """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores."""
+def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -> ScoreGradient:
+    """The derivative of a program, from PyTorch's own derivatives of its operations. `dtype`: of the scores.
+    `of_score_alone`: nothing for captured tensors, but the result beside it."""
     program = parse(text)
     recorder = Recorder(of_derivative=True)
     recorder.captured = [torch.empty((1,) * dims, dtype=getattr(torch, of)) for of, dims in program.captured]
@@ -237,10 +240,13 @@ def derivative(text: str, dtype: torch.dtype) -> ScoreGradient:
             found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
     of_score, *of_loads = (None if gradient is None else gradient.value for gradient in found)
     used = [(step, names, value) for (_, step, names), value in zip(leaves, of_loads) if value is not None]
+    used = [] if of_score_alone else used
     needed = [*(name for _, names, value in used for name in (*names, value)), *([of_score] if of_score else [])]
-    traced_program, renamed = recorder.program(needed)
+    found_result = cast("Symbol", result).value if of_score_alone else None
+    traced_program, renamed = recorder.program([*needed, *([found_result] if found_result else [])])
     loads = tuple(
         (step.arguments[0], tuple(renamed.get(name, name) for name in names), renamed.get(value, value))
         for step, names, value in used
     )
-    return ScoreGradient(traced_program, of_score and renamed.get(of_score, of_score), loads)
+    of_score, found_result = (name and renamed.get(name, name) for name in (of_score, found_result))
+    return ScoreGradient(traced_program, of_score, loads, found_result)

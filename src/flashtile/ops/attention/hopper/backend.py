@@ -63,9 +63,9 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     if call.spec.returns_max_scores:
         return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
     if call.spec.score_program is not None:
-        if call.phase == "backward":
-            return "it has no derivatives of score functions"
-        operation = unsupported_operation(call.spec.score_program, with_derivative=False)
+        if call.phase == "backward" and call.learned_captured:
+            return "it has no gradients of the tensors that a score function reads"
+        operation = unsupported_operation(call.spec.score_program, with_derivative=call.phase == "backward")
         if operation is not None:
             return f"its kernels have no {operation}, which score_mod uses; write it with other operations"
     origin = call.spec.origin
@@ -123,13 +123,14 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
         own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
         cut = backward_configs.backward_config_of(*heads, spec, tables, call.learned_slopes, moved, own)
-        memory = backward_configs.backward_shared_memory(cut, *heads, call.learned_slopes and spec.softcap > 0)
+        apart = backward_configs.derivatives_apart(spec, call.learned_slopes)
+        memory = backward_configs.backward_shared_memory(cut, *heads, apart)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)
         main = KernelChoice("backward", cut, memory, "hopper", summary=summary)
         if not learns or cut.bias_stored:
             return (main,)
-        if backward_configs.serves_bias_gradient(cut, moved, packed, spec.block_shape is not None):
+        if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
             return main, _describe_bias_gradient(*heads, call.mask or spec.dropout_p > 0)
         return main, *describe_bias_gradient(call)
     left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None

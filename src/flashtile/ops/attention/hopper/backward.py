@@ -76,7 +76,7 @@ from flashtile.ops.attention.hopper.backward_pieces import (
 )
 from flashtile.ops.attention.hopper.backward_scores import (
     add_to_slope_sums,
-    cap_derivatives,
+    derivatives_of,
     gradient_factors,
     load_tables,
     score_gradients,
@@ -222,7 +222,11 @@ def attention_backward_kernel(
         KEY_LENGTHS=problem.side.key_lengths is not None,
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
-        DERIVATIVES_APART=problem.units.cap_scale is not None and problem.slope_sums_ptr is not None,
+        SCORE_FUNCTION=problem.score_change.SCORE_FUNCTION,
+        SCORE_READS=problem.score_change.SCORE_READS,
+        FUNCTION_DERIVATIVE=problem.score_change.FUNCTION_DERIVATIVE,
+        DERIVATIVES=problem.score_change.DERIVATIVES,
+        DERIVATIVES_APART=problem.score_change.DERIVATIVES_APART,
     )
     blocks = BlockLists(problem.side.block_lists, problem.numbers.blocks)
     descriptors = Descriptors(
@@ -539,7 +543,7 @@ def _add_step(
                 step, kind = listed_step(count, config, shared)
         tables = load_tables(keys.first, slot, step, part, work, shared.bias, problem, config, WHICH)
         s = warpgroup_mma_wait(0, [s])
-        p, tanh = weights_of(
+        p, inner = weights_of(
             s, lse, keys.positions, keys.first, step, kind, tables, part, work, config, problem, blocks,
             MASK,
         )  # fmt: skip
@@ -547,16 +551,16 @@ def _add_step(
         probs = pack(weights, dtype)
         if config.STATISTICS_MULTIPLIED and not MASK:
             probs = pin_pairs_before_product(probs)
-        factors = gradient_factors(p, tanh, probs, problem, config)
+        factors = gradient_factors(p, inner, probs, problem, config)
         if config.DERIVATIVES_APART:
-            derivatives = cap_derivatives(tanh, dtype)
+            derivatives = pack(derivatives_of(inner, config), dtype)
         if part == 0:
             dout.acquire(slot)
         dp = start_transposed(keys.v, dout_tile, part * QUERIES, zeros, dout.TAIL)  # [64, QUERIES]
         dp, delta = subtract_statistic(dp, shared.statistics, slot, DELTA, part * QUERIES, QUERIES, config)
         dv = start_sum(probs, dout_tile, part * QUERIES, dv, dout.TAIL)
         dp = warpgroup_mma_wait(products_of_sum(dout), [dp])
-        ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem)
+        ds = score_gradients(unpack(factors, dtype), dp, delta, dtype, problem, config)
         if problem.slope_sums_ptr is not None:
             add_to_slope_sums(ds, keys.positions, step, part, work, config, problem)
         if config.DERIVATIVES_APART:
@@ -611,7 +615,7 @@ def sum_dv(config, shared, descriptors, problem, blocks):
                 step, kind = listed_step(steps_done + index, config, shared)
             tables = load_tables(work.first_key, slot, step, 0, work, shared.bias, problem, config, 0)
             s = warpgroup_mma_wait(0, [s])
-            p, tanh = weights_of(
+            p, inner = weights_of(
                 s, lse, positions, work.first_key, step, kind, tables, 0, work, config, problem, blocks,
                 config.MASKS,
             )  # fmt: skip
@@ -619,9 +623,9 @@ def sum_dv(config, shared, descriptors, problem, blocks):
             kept, p = with_dropout(p, work.first_key, step, 0, work, config, problem)
             weights = pack(kept, dtype)
             probs.wait_empty(probs_slot)
-            probs.tile(probs_slot).store(gradient_factors(p, tanh, weights, problem, config))
+            probs.tile(probs_slot).store(gradient_factors(p, inner, weights, problem, config))
             if config.DERIVATIVES_APART:
-                shared.derivatives.index(probs_slot.place).store(cap_derivatives(tanh, dtype))
+                shared.derivatives.index(probs_slot.place).store(pack(derivatives_of(inner, config), dtype))
             probs.publish(probs_slot)
             dout.acquire(slot)
             dout_tile = dout.operand(slot)
@@ -679,7 +683,7 @@ def sum_dk(config, shared, descriptors, problem):
             if config.DERIVATIVES_APART:
                 derivatives = shared.derivatives.index(ds_slot.place).load(s_layout).to(gl.float32)
             probs.release(ds_slot)
-            ds = score_gradients(p, dp, delta, dtype, problem)
+            ds = score_gradients(p, dp, delta, dtype, problem, config)
             if problem.slope_sums_ptr is not None:
                 if config.TILE_K > 0:
                     step, _ = listed_step(steps_done + index, config, shared)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from flashtile._backends.allocate import contiguous_strides
 from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, OVERHEAD, SHARED_MEMORY
 from flashtile.ops.attention.spec import AttentionSpec
+from flashtile.ops.attention.triton.score_source import adds_to_score
 
 #: Columns of statistics that are operands, the least that a product takes.
 STATISTIC_COLUMNS = 16
@@ -97,8 +98,10 @@ _BACKWARD_ROWS = (
     )),
 )
 
-#: The rows with a soft cap, which needs registers for its derivative too, and with dropout and full tables.
-#: Milliseconds with a soft cap at 8,192 tokens, full.
+#: The rows with a soft cap or a score function, whose derivatives need registers too, and with dropout and full tables.
+#: None multiplies statistics, because a function takes scores from which lse has not been subtracted. Milliseconds with
+#: a soft cap at 8,192 tokens, full. With ALiBi as a score function, which has no derivatives, causal on an H100: 0.89
+#: and 1.69; with the rows of the plain call, whose statistics are not multiplied then, 2.44 and 2.59.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
     (64, 64, BackwardConfig(
@@ -135,7 +138,7 @@ _LEAST_SCALE = 2.0**-64
 def choose_backward_config(
     head_dim: int,
     head_dim_v: int,
-    softcap: bool = False,
+    derivatives: bool = False,
     blocks: bool = False,
     left: bool = False,
     scale: float = 1.0,
@@ -145,15 +148,15 @@ def choose_backward_config(
     moved_bias: bool = False,
     own_bias: bool = False,
 ) -> BackwardConfig:
-    """The row of a call: the first that holds the head. `blocks`: of a block mask a producer reads the lists. `left`:
-    a window ends on the left. Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which
-    takes TMA, whose additions can be awaited without a fence (`backward_pieces.pass_dq_turn`).
-    `modified`: there is dropout, or a bias or a mask with rows and columns. Their tiles and random words need registers
-    as a soft cap's derivative does, and dropped weights need delta apart from `dpᵀ`. `derivatives_apart`: as in
-    `backward_tiles.KernelConfig`. The widest heads have room for them and for additions by TMA only if these take fewer
-    columns. `moved_bias`: TMA can bring the bias, and does if its tiles fit. `own_bias`: the
-    gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
-    rows = _BACKWARD_CAPPED_ROWS if softcap or modified else _BACKWARD_ROWS
+    """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
+    `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
+    these take fewer columns. `blocks`: of a block mask a producer reads the lists. `left`: a window ends on the left.
+    Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
+    can be awaited without a fence (`backward_pieces.pass_dq_turn`). `modified`: there is dropout, a score function, or
+    a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
+    dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
+    `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
+    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else _BACKWARD_ROWS
     row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
@@ -173,14 +176,26 @@ def backward_config_of(
     moved_bias: bool = False, own_bias: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
-    With a soft cap, after which a bias is added, the gradient of the scores is not that of the bias."""
-    capped = spec.softcap > 0
+    A bias is added after a soft cap and a function, so with their derivatives its gradient is not that of the
+    scores."""
+    derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
     blocks, left = spec.block_shape is not None, spec.window_left is not None
-    modified = spec.dropout_p > 0 or tables > 1
+    modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
     return choose_backward_config(
-        head_dim, head_dim_v, capped, blocks, left, spec.scale, spec.deterministic, modified,
-        capped and learned_slopes, moved_bias, own_bias and not capped,
+        head_dim, head_dim_v, derivatives, blocks, left, spec.scale, spec.deterministic, modified,
+        derivatives_apart(spec, learned_slopes), moved_bias, own_bias and not derivatives,
     )  # fmt: skip
+
+
+def has_function_derivative(score_program: str | None) -> bool:
+    """Whether there is a score function that does more than add to the scores."""
+    return score_program is not None and not adds_to_score(score_program)
+
+
+def derivatives_apart(spec: AttentionSpec, learned_slopes: bool) -> bool:
+    """DERIVATIVES_APART of `backward_tiles.KernelConfig`."""
+    of_function = has_function_derivative(spec.score_program)
+    return (learned_slopes and (of_function or spec.softcap > 0)) or (spec.dropout_p > 0 and of_function)
 
 
 def backward_shared_memory(
@@ -245,11 +260,12 @@ def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: in
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 
-def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, packed: bool, block_mask: bool) -> bool:
+def serves_bias_gradient(config: BackwardConfig, moved_bias: bool, packed: bool, spec: AttentionSpec) -> bool:
     """Whether the Hopper kernel for it computes the gradient of a bias, unless the main one stores it; else the
     portable one does. Its queries come in the tiles of the main kernel, whose `config` this is. `moved_bias`: TMA can
     bring the bias."""
-    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and not (packed or block_mask)
+    plain = not packed and spec.block_shape is None and spec.score_program is None
+    return moved_bias and not config.bias_stored and config.block_m == BIAS_QUERIES and plain
 
 
 def padded_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

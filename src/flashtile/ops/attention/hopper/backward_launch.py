@@ -21,11 +21,21 @@ from flashtile._backends.launch import (
     pointer,
     values_of,
 )
-from flashtile.ops.attention.hopper.backward_configs import backward_config_of, padded_strides, serves_bias_gradient
+from flashtile.ops.attention.hopper.backward_configs import (
+    backward_config_of,
+    has_function_derivative,
+    padded_strides,
+    serves_bias_gradient,
+)
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
 from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of, slope_sums_parameter
-from flashtile.ops.attention.hopper.backward_tiles import Problem
-from flashtile.ops.attention.hopper.backward_variant import BackwardVariant, has_single_key_tile, with_loops
+from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
+from flashtile.ops.attention.hopper.backward_variant import (
+    NO_FUNCTION,
+    BackwardVariant,
+    has_single_key_tile,
+    with_loops,
+)
 from flashtile.ops.attention.hopper.bias_gradient_launch import (
     BiasGradientPlan,
     plan_bias_gradient,
@@ -40,6 +50,7 @@ from flashtile.ops.attention.hopper.parameters import (
     whole_tiles,
     with_aligned_lists,
 )
+from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.plans import (
     Layout,
     SideShape,
@@ -55,7 +66,8 @@ from flashtile.ops.attention.plans import (
 )
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
-from flashtile.ops.attention.triton.launch import backward_bias, slope_gradient
+from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
+from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
 
 class BackwardPlan(NamedTuple):
@@ -110,11 +122,13 @@ def backward(
     """Runs the kernels. The portable one computes the gradient of a bias that the Hopper one does not serve. The sums
     of dq, and where walks meet dk and dv, are added up in no fixed order unless `spec.deterministic`. Of `wanted` they
     serve all but tensors of score functions (`backend.unsupported_reason`)."""
+    nothing_captured = (None,) * len(side.captured)
     if not q.numel() or not k.numel() or not v.numel():
         dsinks = _sink_gradient_without_keys(dlse, lse, side.sinks) if wanted.sinks else None
         dbias = torch.zeros_like(side.bias) if wanted.bias and side.bias is not None else None
         dslopes = torch.zeros_like(side.alibi_slopes) if wanted.alibi_slopes and side.alibi_slopes is not None else None
-        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dslopes, dsinks)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return Gradients(dq, dk, dv, dbias, dslopes, dsinks, nothing_captured)
     sign = 1
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
@@ -138,7 +152,7 @@ def backward(
             dbias.zero_()
     dq, dk, dv, scratch = _launch(
         plan, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(),
-        side_pointers(side), pointer(row_statistics), pointer(slope_sums), pointer(dbias),
+        side_pointers(side), pointer(row_statistics), pointer(slope_sums), pointer(dbias), captured_pointers(side),
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:
@@ -154,7 +168,7 @@ def backward(
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
         dbias = backward_bias(dout_read, q, k, v, row_statistics, side, spec)
     dslopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_k)
-    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dslopes, dsinks)
+    return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dslopes, dsinks, nothing_captured)
 
 
 def prepare_backward(
@@ -180,7 +194,7 @@ def _plan_for(
 def _launch(
     plan: BackwardPlan, dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int,
     side: SidePointers = NO_SIDE, row_statistics: int = 0, slope_sums: int = 0,
-    bias_gradient: int = 0,
+    bias_gradient: int = 0, captured: tuple = NO_CAPTURED,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Enqueues the three kernels, from addresses; 0 stands for a tensor that is not there. Returns dq, dk, dv and the
     scratch."""
@@ -199,7 +213,7 @@ def _launch(
         q, k, v, masked_dout or dout, statistics, sums, dq.data_ptr(), dk.data_ptr(), dv.data_ptr(), side.bias,
         bias_gradient,
     )  # fmt: skip
-    plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums)
+    plan.main.launch(*descriptors, dq_sums, turns, counter, *side, slope_sums, *captured)
     if plan.end is not None:
         plan.end.launch(sums, dq.data_ptr(), side.cu_seqlens_q)
     if plan.shares > 1:
@@ -218,6 +232,24 @@ def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor 
 def _readable(tensor: Tensor) -> Tensor:
     """A gradient comes from whatever followed; where TMA cannot read it as it lies, a copy is read."""
     return tensor if aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def function_of_call(
+    score_program: str | None, batch: int, shapes: tuple[torch.Size, ...], side: SideShape, covered: bool
+) -> ScoreChange:
+    """The score function of a call. `covered`: tiles divide its queries and keys, so its indices are known to be
+    theirs."""
+    if score_program is None:
+        return NO_FUNCTION
+    bounds = score_bounds(batch, shapes, side) if covered else None
+    read = captured_parameters(side.captured)
+    return NO_FUNCTION._replace(
+        captured=read["captured"],
+        sizes=read["captured_sizes"],
+        SCORE_FUNCTION=with_derivative_of(score_program, bounds),
+        SCORE_READS=reads_of(score_program, bounds, with_derivative=True),
+        FUNCTION_DERIVATIVE=has_function_derivative(score_program),
+    )
 
 
 @plan_cache
@@ -261,6 +293,7 @@ def _plan(
         side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
         slope_sums=wanted.alibi_slopes,
+        function=function_of_call(spec.score_program, batch, shapes, side, covered),
     )
     query_tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     key_tiles = tiles_of(whole_keys, config.block_n, batch, packed)
@@ -277,7 +310,7 @@ def _plan(
     of_rows = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
     wide = max(of_rows) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
-    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec.block_shape is not None)
+    sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec)
     begins = variant._replace(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
@@ -289,6 +322,7 @@ def _plan(
     problem = Problem(
         side=variant.side.pointers,
         slope_sums_ptr=slope_sums_parameter(variant),
+        score_change=variant.score_change,
         batch=int32(batch),
         heads_kv=int32(heads_kv * shares),
         group=int32(group),

@@ -29,16 +29,29 @@ from flashtile.ops.attention.hopper.tables import (
 #: float16 weights below 2⁻¹⁴ lose bits, which a sum over all of them shows: for slopes they are handed on larger.
 _LARGER = gl.constexpr(2.0**14)
 
+#: So are weights times the derivatives of a score function, which may be small, but large too.
+_LARGER_WITH_DERIVATIVE = gl.constexpr(2.0**6)
+
 
 @gluon.jit
-def modified_scores(s, key, first_query, head, tables, work, problem):
-    """Scores `sᵀ` with what changes them, and the tanh of the soft cap, whose derivative is `1 - tanh²`. `tables`: the
-    tiles of bias and mask that belong to the scores."""
+def modified_scores(s, key, first_query, first_key, head, tables, work, problem, config):
+    """Scores `sᵀ` with what changes them, and what `derivatives_of` takes: the tanh of the soft cap, or if
+    FUNCTION_DERIVATIVE the derivatives. `tables`: what `load_tables` returns."""
     side = problem.side
     units = problem.units
     if units.cap_scale is not None:
         s = capped(s, units.cap_scale)
-    tanh = s
+    inner = s
+    if config.SCORE_FUNCTION is not None:
+        query = first_query + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        s, derivatives = config.SCORE_FUNCTION(
+            s * units.function_scale, work.sequence, work.first_head + head, query[None, :], key[:, None], first_query,
+            first_key, problem.score_change.captured, problem.score_change.sizes, tables.read,
+        )  # fmt: skip
+        if config.FUNCTION_DERIVATIVE:
+            if units.cap_scale is not None:
+                derivatives *= 1.0 - inner * inner
+            inner = derivatives
     if side.bias is not None:
         s = add_bias(s, tables.bias, LOG2_E / units.scale_log2)
     if side.alibi_slopes is not None:
@@ -47,7 +60,7 @@ def modified_scores(s, key, first_query, head, tables, work, problem):
         s = lowered_by_distance(s, key, first_query + diagonal, slope)
     if side.mask is not None:
         s = hide_by_mask(s, tables.mask)
-    return s, tanh
+    return s, inner
 
 
 @gluon.jit
@@ -55,12 +68,12 @@ def weights_of(
     s, lse, positions, first_key, step, kind, tables, part: gl.constexpr, work, config, problem, blocks,
     MASK: gl.constexpr,
 ):  # fmt: skip
-    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and the tanh of the soft cap. `lse` is still to be subtracted from
-    the products `s`. `kind`: of the tile in the block mask. `tables`: as `load_tables` returns them."""
+    """`pᵀ` `[64, QUERIES]` of part `part` of a step, and what `derivatives_of` takes. `lse` is still to be subtracted
+    from the products `s`. `kind`: of the tile in the block mask. `tables`: as `load_tables` returns them."""
     QUERIES: gl.constexpr = config.M // config.PARTS
     query = step.tile * config.M + part * QUERIES
     visited = visited_tile(work, step.tile, config) * config.M + part * QUERIES
-    s, tanh = modified_scores(s, positions, visited, step.head, tables, work, problem)
+    s, inner = modified_scores(s, positions, visited, first_key, step.head, tables, work, problem, config)
     if config.TILE_K > 0:
         if kind != FULL:
             column = step.tile * config.PARTS + part
@@ -70,10 +83,12 @@ def weights_of(
     if MASK:
         if (step.tile < work.full_begin) | (step.tile >= work.full_end):
             p = mask_probs(p, positions, query, work, problem, config)
-    if problem.side.bias is not None:
+    if problem.side.bias is not None or config.SCORE_FUNCTION is not None:
         if visited + QUERIES > work.seq_q:
             p = without_rows_past_end(p, visited, work)
-    return p, tanh
+    if config.FUNCTION_DERIVATIVE:
+        inner = gl.where(p == 0.0, 0.0, inner)  # what a function says of pairs that nobody sees does not count
+    return p, inner
 
 
 @gluon.jit
@@ -81,7 +96,7 @@ def load_tables(
     first_key, slot, step, part: gl.constexpr, work, bias_tiles, problem, config, WHICH: gl.constexpr
 ):  # fmt: skip
     """The tiles of bias and mask that belong to `sᵀ` of part `part` of a step, whose queries lie in `slot`, and of the
-    `WHICH`-th 64 keys. `bias_tiles`: those that TMA brought, or None."""
+    `WHICH`-th 64 keys, and what a score function reads for them. `bias_tiles`: those that TMA brought, or None."""
     QUERIES: gl.constexpr = config.M // config.PARTS
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     side = problem.side
@@ -96,7 +111,16 @@ def load_tables(
         )
     if side.mask is not None:
         mask = _load_table(side.mask, problem.numbers.mask, config.MASK_COLUMN, first_key, step, part, work, config, 0)
-    return TableTiles(bias, mask, 0)
+    read = 0
+    if config.SCORE_READS is not None:
+        first_query = visited_tile(work, step.tile, config) * config.M + part * QUERIES
+        query = first_query + gl.arange(0, QUERIES, gl.SliceLayout(0, s_layout))
+        key = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
+        read = config.SCORE_READS(
+            work.sequence, work.first_head + step.head, query[None, :], key[:, None], first_query, first_key,
+            problem.score_change.captured, problem.score_change.sizes,
+        )  # fmt: skip
+    return TableTiles(bias, mask, read)
 
 
 @gluon.jit
@@ -129,13 +153,15 @@ def without_rows_past_end(p, first_query, work):
 
 
 @gluon.jit
-def gradient_factors(p, tanh, probs, problem, config):
-    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap `pᵀ · (1 - tanh²)`. If DERIVATIVES_APART the
-    second factor is no part of them, because slopes come after the soft cap (`cap_derivatives`). `probs`: the weights
-    for dv, rounded."""
+def gradient_factors(p, inner, probs, problem, config):
+    """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · derivatives_of(inner)`. If
+    DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
     factors = probs
-    if problem.units.cap_scale is not None and not config.DERIVATIVES_APART:
-        factors = pack(p * (1.0 - tanh * tanh), probs.dtype)
+    if config.DERIVATIVES and not config.DERIVATIVES_APART:
+        products = p * derivatives_of(inner, config)
+        if config.FUNCTION_DERIVATIVE and probs.dtype == gl.float16:
+            products *= _LARGER_WITH_DERIVATIVE
+        factors = pack(products, probs.dtype)
     elif problem.slope_sums_ptr is not None and probs.dtype == gl.float16:
         factors = pack(p * _LARGER, probs.dtype)
     elif problem.side.dropout_seed is not None:
@@ -144,9 +170,11 @@ def gradient_factors(p, tanh, probs, problem, config):
 
 
 @gluon.jit
-def cap_derivatives(tanh, dtype: gl.constexpr):
-    """The derivatives of a soft cap in 16 bits."""
-    return pack(1.0 - tanh * tanh, dtype)
+def derivatives_of(inner, config):
+    """The derivatives of scores by products, without the scale. `inner`: as `modified_scores` returns it."""
+    if not config.FUNCTION_DERIVATIVE:
+        inner = 1.0 - inner * inner
+    return inner
 
 
 @gluon.jit
@@ -161,11 +189,13 @@ def signed_by_dropout(p, first_query, first_key, head, work, problem):
 
 
 @gluon.jit
-def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem):
+def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
     """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops.
     `dtype`: in which the factors were handed on."""
     if problem.slope_sums_ptr is not None and dtype == gl.float16:
         factors *= 1.0 / _LARGER
+    elif config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART and dtype == gl.float16:
+        factors *= 1.0 / _LARGER_WITH_DERIVATIVE
     if problem.side.dropout_seed is not None:
         kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
         ds = gl.abs(factors) * (kept - delta[None, :])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from flashtile._backends.launch import ABSENT, KernelSource, Parameter, optional, pointer_to, specialise
+from flashtile._backends.launch import KernelSource, Parameter, optional, pointer_to, specialise
 from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_configs import (
@@ -119,10 +119,11 @@ def parameters_of(variant: BackwardVariant) -> dict[str, Any]:
         "problem": Problem(
             variant.side.pointers,
             slope_sums_parameter(variant),
+            variant.score_change,
             *(INT32,) * 8,
             window=Window(INT32, INT32),
             scale=FLOAT32,
-            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), ABSENT),
+            units=ScoreUnits(FLOAT32, optional(variant.softcap, FLOAT32), optional(variant.has_function, FLOAT32)),
             numbers=variant.side.numbers,
             k_rows_apart=rows_apart,
             v_rows_apart=rows_apart,

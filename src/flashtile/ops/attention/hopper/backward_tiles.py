@@ -51,8 +51,11 @@ class KernelConfig:
     SINGLE_KEY_TILE: all keys of a sequence are one tile, and each query tile visits it, so its product is dq.
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
-    MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. DERIVATIVES_APART: those of a soft cap are no
-    part of the weights, because slopes that learn come after the soft cap.
+    MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. SCORE_FUNCTION, SCORE_READS: the user's, which
+    returns its derivative too, and what it reads (`score_functions`); None without one. FUNCTION_DERIVATIVE: it returns
+    one, because it does more than add to the scores. DERIVATIVES: by products scores have others than the scale, those
+    of a soft cap or of a function. DERIVATIVES_APART: they are no part of the weights, because slopes that learn come
+    after them, or because the sign of the weights says what dropout drops, and a function's derivative has one too.
     """
 
     KEYS: gl.constexpr
@@ -81,6 +84,10 @@ class KernelConfig:
     KEY_LENGTHS: gl.constexpr
     BIAS_COLUMN: gl.constexpr
     MASK_COLUMN: gl.constexpr
+    SCORE_FUNCTION: gl.constexpr
+    SCORE_READS: gl.constexpr
+    FUNCTION_DERIVATIVE: gl.constexpr
+    DERIVATIVES: gl.constexpr
     DERIVATIVES_APART: gl.constexpr
 
     @gluon.constexpr_function
@@ -101,6 +108,19 @@ class Loops(NamedTuple):
     SINGLE_KEY_TILE: Any
 
 
+class ScoreChange(NamedTuple):
+    """What a soft cap and a score function make of products. `captured`, `sizes`: addresses and sizes of the tensors
+    that the function reads, None without any. The others are constants, with the meanings of `KernelConfig`."""
+
+    captured: Any
+    sizes: Any
+    SCORE_FUNCTION: Any
+    SCORE_READS: Any
+    FUNCTION_DERIVATIVE: Any
+    DERIVATIVES: Any
+    DERIVATIVES_APART: Any
+
+
 class Problem(NamedTuple):
     """What every role knows of the call, in rows, heads and tiles.
 
@@ -108,6 +128,7 @@ class Problem(NamedTuple):
         side, numbers: the side inputs (`side_parameters`).
         slope_sums_ptr: float32 `[batch, heads, rows_k]`, packed `[heads, rows_k]`, zeros at the start: minus what each
             key adds to the gradient of a slope; None where nobody wants that.
+        score_change: a `ScoreChange`.
         heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them,
             which has dk and dv of its own.
         key_tiles: (packed: slots) on each line of such a head, `query_tiles` likewise of a query head.
@@ -116,6 +137,7 @@ class Problem(NamedTuple):
 
     side: Any
     slope_sums_ptr: Any
+    score_change: Any
     batch: Any
     heads_kv: Any
     group: Any

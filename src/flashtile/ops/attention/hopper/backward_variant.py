@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
+from flashtile._backends.launch import ABSENT, int32
 from flashtile.ops.attention.hopper.backward_configs import BackwardConfig
+from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.plans import band_hides_rows
 from flashtile.ops.attention.side_parameters import SideParameters
@@ -25,11 +27,15 @@ WALK_BEYOND_CACHE = 2**18
 _LONG_WALK = 8192
 
 
+#: That of a call without a score function.
+NO_FUNCTION = ScoreChange(ABSENT, int32(None), None, None, False, False, False)
+
+
 class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not lengths, batch or heads. `wide_strides`: the
     strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
     which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
-    `bias_shared_by_heads`: it has one head for several.
+    `bias_shared_by_heads`: it has one head for several. `function`: the `ScoreChange` of a score function alone.
     `masks` and the fields after it: as in `backward_tiles.KernelConfig`."""
 
     dtype: torch.dtype
@@ -51,6 +57,7 @@ class BackwardVariant(NamedTuple):
     bias_in_parts: bool = False
     bias_shared_by_heads: bool = False
     slope_sums: bool = False
+    function: ScoreChange = NO_FUNCTION
     masks: bool = True
     masks_last: bool = False
     reverses_walks: bool = False
@@ -63,6 +70,19 @@ class BackwardVariant(NamedTuple):
     def bounded(self) -> bool:
         """Whether in k, v and their gradients the keys of each sequence end where its length says."""
         return self.packed or self.side.has("key_lengths")
+
+    @property
+    def has_function(self) -> bool:
+        """Whether there is a score function."""
+        return self.function.SCORE_FUNCTION is not None
+
+    @property
+    def score_change(self) -> ScoreChange:
+        """What the soft cap and the score function make of products."""
+        of_function = self.function.FUNCTION_DERIVATIVE
+        derivatives = self.softcap or of_function
+        apart = (derivatives and self.slope_sums) or (of_function and self.side.has("dropout_seed"))
+        return self.function._replace(DERIVATIVES=derivatives, DERIVATIVES_APART=apart)
 
     @property
     def hides_or_drops(self) -> bool:
@@ -118,6 +138,7 @@ def _may_mask_last(variant: BackwardVariant) -> bool:
     they_are_few = config.block_m < config.block_n
     registers_suffice = config.producer and not variant.packed and not variant.side.has("alibi_slopes")
     registers_suffice = registers_suffice and not any(map(variant.side.has, ("bias", "mask", "dropout_seed")))
+    registers_suffice = registers_suffice and not variant.has_function
     return they_are_last and they_are_few and registers_suffice and config.key_stages == 1 and SUMS_PASS_LOOPS
 
 

@@ -90,6 +90,10 @@ def attention_bias_gradient_kernel(
         KEY_LENGTHS=problem.side.key_lengths is not None,
         BIAS_COLUMN=constants.BIAS_COLUMN,
         MASK_COLUMN=constants.MASK_COLUMN,
+        SCORE_FUNCTION=None,
+        SCORE_READS=None,
+        FUNCTION_DERIVATIVE=False,
+        DERIVATIVES=False,
         DERIVATIVES_APART=False,
     )
     descriptors = Descriptors(
@@ -287,7 +291,7 @@ def _score_gradients(
     dp = warpgroup_mma_wait(0, [dp])
     dout.release(slot)
     q.release(slot)
-    return score_gradients(p, dp, delta, dtype, problem)
+    return score_gradients(p, dp, delta, dtype, problem, config)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from flashtile.ops.attention.plans import Layout, SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
 from flashtile.ops.attention.triton.bias_work import BiasWork
+from flashtile.ops.attention.triton.launch import NO_CAPTURED
 
 #: Parts of a bias at most: each costs a write and a read of the whole bias in float32.
 _MOST_PARTS = 8
@@ -45,7 +46,7 @@ def run_bias_gradient(
     """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and `dtype`."""
     sums = empty(*plan.sums, plan.kernel.device)
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
-    plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0)
+    plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
     return sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
 
 

@@ -8,7 +8,12 @@ from typing import Any
 from flashtile._backends.gluon import gl, gluon
 from flashtile.ops.attention.triton.score_functions import compiled
 from flashtile.ops.attention.triton.score_ranges import ScoreBounds
-from flashtile.ops.attention.triton.score_source import SINE_SOURCE, function_source, reads_source
+from flashtile.ops.attention.triton.score_source import (
+    SINE_SOURCE,
+    function_source,
+    reads_source,
+    with_derivative_source,
+)
 
 
 @gluon.jit
@@ -42,7 +47,13 @@ def function_of(text: str, bounds: ScoreBounds | None) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def reads_of(text: str, bounds: ScoreBounds | None) -> Any:
+def with_derivative_of(text: str, bounds: ScoreBounds | None) -> Any:
+    """The same with its derivative: see `score_source.with_derivative_source`."""
+    return compiled(with_derivative_source(text, bounds), gluon.jit, _NAMES)
+
+
+@functools.lru_cache(maxsize=1024)
+def reads_of(text: str, bounds: ScoreBounds | None, with_derivative: bool = False) -> Any:
     """The `@gluon.jit` function of its reads before the scores are there; None where there are none."""
-    source = reads_source(text, bounds)
+    source = reads_source(text, bounds, with_derivative)
     return None if source is None else compiled(source, gluon.jit, _NAMES)
