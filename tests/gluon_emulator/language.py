@@ -177,7 +177,7 @@ def _access(pointer: Value, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _load(pointer: Value, mask: Any = True, other: Any = None, volatile: bool = False) -> Value:
     if volatile:
-        current().let_others_run()
+        current().watch(int(pointer.data))
     addresses, where = _access(pointer, mask)
     dtype = pointer.dtype.element_ty
     data = current().machine.memory.load(addresses, dtype, where)

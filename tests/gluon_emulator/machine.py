@@ -21,7 +21,7 @@ from gluon_emulator.memory import Descriptor, Memory, Shared
 from gluon_emulator.values import InFlight, Value, bfloat16, float8e4nv, float16, float32
 
 #: How often a crew goes on where it could let others run, and how many crews are slow: they never do, and are seldom
-#: drawn.
+#: drawn. So are those that look at a place in device memory until it changes.
 _GOES_ON, _SLOW, _SELDOM = 0.6, 0.3, 0.05
 #: How many copies and stores are late: they happen when nobody else can go on, or at last, for who waits may be awake.
 _LATE, _AFTER_ALL = 0.3, 0.02
@@ -141,10 +141,13 @@ class Crew:
         self.machine, self.program, self.name, self.warps = machine, program, name, warps
         self.waits_for: Callable[[], bool] | None = None
         self.waits_where = ""
-        self.baton = threading.Semaphore(0)
+        self.looks_again = False
+        self._watched: int | None = None
+        self.baton = threading.Lock()
+        self.baton.acquire()
         self.products: list[Product] = []
         self.stores: list[Store] = []
-        self.unfenced: list[torch.Tensor] = []
+        self.unfenced: list[Shared] = []
         self.flags: dict[str, int | None] = {}
         self.over = False
         self.slow = machine.lots.random() < _SLOW
@@ -172,6 +175,7 @@ class Crew:
 
     def wait(self, condition: Callable[[], bool], where: str) -> None:
         """Until the condition holds; others may run before in any case."""
+        self._watched = None
         if not self.slow and condition() and self.machine.lots.random() < _GOES_ON:
             return
         self.waits_for, self.waits_where = condition, where
@@ -179,7 +183,20 @@ class Crew:
         self.waits_for = None
 
     def let_others_run(self) -> None:
-        self.wait(lambda: True, "")
+        self._watched = None
+        if self.slow or self.machine.lots.random() >= _GOES_ON:
+            self.machine.switch(self)
+
+    def watch(self, address: int) -> None:
+        """Others may run before this crew looks at a place in device memory. One that has looked there before, and has
+        done nothing since, waits for it."""
+        self.looks_again = address == self._watched
+        if self.looks_again:
+            self.machine.switch(self)
+            self.looks_again = False
+        else:
+            self.let_others_run()
+        self._watched = address
 
     def start_product(self, a: Any, b: Shared, acc: Any, use_acc: bool) -> InFlight:
         _check_operands(a, b)
@@ -223,13 +240,15 @@ class Crew:
 
     def fence(self) -> None:
         for part in self.unfenced:
-            part.fill_(False)
+            part.unfenced.fill_(False)
+            part.stores.pop()
         self.unfenced.clear()
 
     def write(self, place: Shared, value: torch.Tensor) -> None:
         place.data.copy_(value)
         place.unfenced.fill_(True)
-        self.unfenced.append(place.unfenced)
+        place.stores.append(None)
+        self.unfenced.append(place)
 
 
 def _check_operands(a: Any, b: Shared) -> None:
@@ -241,7 +260,8 @@ def _check_operands(a: Any, b: Shared) -> None:
 
 
 def check_fenced(tile: Shared) -> None:
-    assert not tile.unfenced.any(), "TMA or a product reads what was stored without fence_async_shared"
+    if tile.stores:
+        assert not tile.unfenced.any(), "TMA or a product reads what was stored without fence_async_shared"
 
 
 class Program:
@@ -331,7 +351,8 @@ class Machine:
                 return self._crews[0]
             self._steps += 1
             ready = [crew for crew in self._crews if crew.waits_for is None or crew.waits_for()]
-            events = self._late if not ready or self.lots.random() < _AFTER_ALL else []
+            idle = all(crew.looks_again for crew in ready)
+            events = self._late if idle or self.lots.random() < _AFTER_ALL else []
             events = self._soon or events
             if self._steps > _TOO_MANY:
                 self.error = AssertionError("programs wait for one another without an end")
@@ -339,7 +360,7 @@ class Machine:
                 where = "; ".join(f"{crew.name} waits for {crew.waits_where}" for crew in self._crews)
                 self.error = AssertionError(f"deadlock: {where}")
             else:
-                weights = [_SELDOM if crew.slow else 1 for crew in ready] + [1] * len(events)
+                weights = [_SELDOM if crew.slow or crew.looks_again else 1 for crew in ready] + [1] * len(events)
                 (drawn,) = self.lots.choices([*ready, *events], weights)
                 if isinstance(drawn, Crew):
                     return drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 from gluon_emulator.values import BY_TORCH, DType, Value, as_value
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: By how many bits an address is shifted for the number of its word.
+_SHIFTS = {1: 0, 2: 1, 4: 2, 8: 3}
 
 
 class Memory(TorchDispatchMode):
@@ -70,8 +73,11 @@ class Memory(TorchDispatchMode):
                 word = _WORDS[dtype.itemsize]
                 words = torch.empty(0, dtype=word).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))  # type: ignore[call-overload]
                 places = addresses - storage.data_ptr()
-                assert not (places % dtype.itemsize).any(), "an address that is no multiple of its element's size"
-                return words, places // dtype.itemsize
+                if dtype.itemsize > 1:
+                    within = places & (dtype.itemsize - 1)
+                    assert not within.any(), "an address that is no multiple of its element's size"
+                    places = places >> _SHIFTS[dtype.itemsize]
+                return words, places
         raise AssertionError(f"access outside of all tensors: {dtype.name} from {first:#x} to {last:#x}")
 
 
@@ -96,27 +102,41 @@ class Descriptor:
     def places(self, coordinates: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """Addresses of a box, and which of them are inside of the tensor. Sums wrap around 64 bits."""
         assert len(coordinates) == len(self.shape)
-        addresses = torch.full((), self.address, dtype=torch.int64)
-        inside = torch.ones((), dtype=torch.bool)
-        for axis, (first, size) in enumerate(zip(coordinates, self.block_shape)):
-            along = [1] * len(self.shape)
-            along[axis] = size
-            index = (int(as_value(first).data) + torch.arange(size)).view(along)
-            addresses = addresses + index * self.strides[axis] * self.dtype.itemsize
-            inside = inside & (index >= 0) & (index < self.shape[axis])
-        return addresses, inside
+        begin, inside = self.address, torch.ones(self.block_shape, dtype=torch.bool)
+        for axis, (coordinate, size) in enumerate(zip(coordinates, self.block_shape)):
+            first = int(as_value(coordinate).data)
+            begin += first * self.strides[axis] * self.dtype.itemsize
+            before, within = max(-first, 0), max(self.shape[axis] - first, 0)
+            if before:
+                inside.narrow(axis, 0, min(before, size)).fill_(False)
+            if within < size:
+                inside.narrow(axis, within, size - within).fill_(False)
+        begin = (begin + 2**63) % 2**64 - 2**63
+        return _offsets(tuple(self.block_shape), self.strides, self.dtype.itemsize) + begin, inside
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(box: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Tensor:
+    """Where the elements of a box are, in bytes from its first one."""
+    offsets = torch.zeros(box, dtype=torch.int64)
+    for axis, (size, stride) in enumerate(zip(box, strides)):
+        along = [1] * len(box)
+        along[axis] = size
+        offsets += torch.arange(size).view(along) * stride * itemsize
+    return offsets
 
 
 class Shared:
-    """A part of shared memory. `unfenced`: what threads have stored there that TMA and products may not see yet."""
+    """A part of shared memory. `unfenced`: what threads have stored there that TMA and products may not see yet;
+    `stores`: as many entries as such stores are in all that was allocated with it."""
 
-    def __init__(self, data: Tensor, unfenced: Tensor, dtype: DType, layout: Any) -> None:
-        self.data, self.unfenced, self.dtype, self.layout = data, unfenced, dtype, layout
+    def __init__(self, data: Tensor, unfenced: Tensor, stores: list[None], dtype: DType, layout: Any) -> None:
+        self.data, self.unfenced, self.stores, self.dtype, self.layout = data, unfenced, stores, dtype, layout
 
     @staticmethod
     def allocate(dtype: DType, shape: Sequence[int], layout: Any) -> Shared:
         data = torch.empty(list(map(int, shape)), dtype=dtype.held_as)
-        shared = Shared(data, torch.zeros(data.shape, dtype=torch.bool), dtype, layout)
+        shared = Shared(data, torch.zeros(data.shape, dtype=torch.bool), [], dtype, layout)
         shared.poison()
         return shared
 
@@ -132,7 +152,7 @@ class Shared:
             self.data.fill_(torch.iinfo(self.data.dtype).max)
 
     def _viewed(self, function: Any, layout: Any = None) -> Shared:
-        return Shared(function(self.data), function(self.unfenced), self.dtype, layout)
+        return Shared(function(self.data), function(self.unfenced), self.stores, self.dtype, layout)
 
     def index(self, place: Any) -> Shared:
         place = int(as_value(place).data)

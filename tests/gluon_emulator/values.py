@@ -182,23 +182,29 @@ def common_dtype(a: Any, b: Any) -> DType:
 
 def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool = False) -> Value:
     """`function` of two operands in their common type; `real`: at least in float32."""
-    for pointer, other in ((a, b), (b, a)):
-        if isinstance(pointer, Value) and isinstance(pointer.dtype, Pointer):
-            assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
-            moved = pointer.data + as_value(other).data.to(torch.int64) * pointer.dtype.element_ty.itemsize
-            return Value(moved, pointer.dtype, layout_of(pointer, other))
-    dtype = common_dtype(a, b)
+    left, right = (operand.dtype if isinstance(operand, Value) else None for operand in (a, b))
+    if type(left) is Pointer or type(right) is Pointer:
+        pointer, other = (a, b) if type(left) is Pointer else (b, a)
+        assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
+        moved = pointer.data + as_value(other).data.to(torch.int64) * pointer.dtype.element_ty.itemsize
+        return Value(moved, pointer.dtype, layout_of(pointer, other))
+    dtype = left if left is right and left is not None else common_dtype(a, b)
     if real and not dtype.is_floating:
         dtype = float32
-    left, right = as_value(a, dtype).data, as_value(b, dtype).data
-    result = function(left, right)
+    # Two values of one type are most of all operands.
+    result = function(
+        a.data if left is dtype else as_value(a, dtype).data, b.data if right is dtype else as_value(b, dtype).data
+    )
     return Value(_wrapped(result, gives or dtype), gives or dtype, layout_of(a, b))
 
 
 def layout_of(*operands: Any) -> Any:
-    """The layout of the operand with the most dimensions."""
-    values = [each for each in operands if isinstance(each, Value) and each._layout is not None]
-    return max(values, key=lambda value: value.data.dim())._layout if values else None
+    """The layout of the first operand with the most dimensions."""
+    layout, most = None, -1
+    for each in operands:
+        if isinstance(each, Value) and each._layout is not None and each.data.dim() > most:
+            layout, most = each._layout, each.data.dim()
+    return layout
 
 
 class InFlight(Value):
