@@ -250,8 +250,10 @@ def cancelled_sizes(case: AttentionCase, inputs: Inputs, oracle: dict[str, Tenso
         tensors=tensors,
     )
     weighted = run(replace(case, arguments=arguments), probe, "reference", torch.float64)["dv"]
-    rows = replace(probe, v=inputs.v, dout=torch.zeros_like(inputs.dout), dlse=delta.squeeze(-1).transpose(-1, -2))
-    by_scores = run(replace(case, arguments=arguments), rows, "reference", torch.float64)
+    by_scores = {}
+    if case.learned:
+        rows = replace(probe, v=inputs.v, dout=torch.zeros_like(inputs.dout), dlse=delta.squeeze(-1).transpose(-1, -2))
+        by_scores = run(replace(case, arguments=arguments), rows, "reference", torch.float64)
     scale = abs(case.arguments.get("scale", case.head_dim**-0.5))
     return {
         "lse": Size(1, 1),
