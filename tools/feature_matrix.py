@@ -10,6 +10,7 @@ serves the forward and whose kernels compute the gradients. A test holds the doc
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -115,30 +116,35 @@ FEATURES = (
 )
 
 
+@functools.cache
 def device_of(backend: str) -> str:
     """The device on which a backend is asked about: the CPU if it serves a plain call there."""
     x = torch.empty(1, 8, 1, 64, device="meta")
     return "cpu" if flashtile.explain(x, x, x, backend=backend, device="cpu").backend else GPU
 
 
-def served(case: AttentionCase, backend: str) -> str:
-    """What a backend does of a call, asked for by name."""
+def served(case: AttentionCase) -> dict[str, str]:
+    """What each backend does of a call, asked for by name."""
     inputs = make_inputs(case)
     for name in case.learned:
         learned_tensor(inputs.tensors[name]).requires_grad_()
-    given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": device_of(backend)}
-    answer = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
-    if answer.backend != backend:
-        return NOTHING
-    # The reference has one entry for both directions, which names no backend. The Hopper backward runs the portable
-    # kernel of a bias's gradient itself.
-    others = {kernel.name for kernel in answer.kernels if kernel.backend not in ("", backend)}
-    return EVERYTHING if others <= {"dbias"} else FORWARD
+
+    def served_by(backend: str) -> str:
+        given = {**inputs.tensors, **case.keywords(), "backend": backend, "device": device_of(backend)}
+        answer = flashtile.explain(inputs.q, inputs.k, inputs.v, **given)
+        if answer.backend != backend:
+            return NOTHING
+        # The reference has one entry for both directions, which names no backend. The Hopper backward runs the portable
+        # kernel of a bias's gradient itself.
+        others = {kernel.name for kernel in answer.kernels if kernel.backend not in ("", backend)}
+        return EVERYTHING if others <= {"dbias"} else FORWARD
+
+    return {backend: served_by(backend) for backend in BACKENDS.by_name}
 
 
 def cells(feature: Feature) -> list[str]:
     """A row: what each backend does."""
-    rows = [[served(change(BASE), backend) for backend in BACKENDS.by_name] for change in feature.changes]
+    rows = [list(served(change(BASE)).values()) for change in feature.changes]
     assert all(row == rows[0] for row in rows), f"{feature.label}: split the row, its calls differ: {rows}"
     return rows[0]
 
