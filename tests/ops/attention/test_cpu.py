@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -519,41 +520,47 @@ def test_values_out_of_sight_do_not_matter():
     assert_same(clean, dirty)
 
 
-#: The peak is that of this program alone: `getrusage` counts what the process was before it, too.
-_MEASURE_PEAK = """
-import re, sys, torch, flashtile
+#: Each call runs in a process of its own, whose peak is that of the call: `getrusage` counts what the process was
+#: before it, too. These begin as copies of one that has imported flashtile.
+_MEASURE_PEAKS = """
+import os, re, sys, torch, flashtile
 
 def peak():
-    return int(re.search("VmHWM:\\\\s+(\\\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+    return int(re.search("VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-seq, heads_kv, arguments = int(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
-
-def step(seq):
+def step(seq, heads_kv, arguments):
     q, k, v = (torch.randn(1, seq, heads, 16, requires_grad=True) for heads in (2, heads_kv, heads_kv))
     flashtile.attention(q, k, v, backend="cpu", **arguments).sum().backward()
 
-step(512)
-before = peak()
-step(seq)
-print(peak() - before)
+for seq, heads_kv, arguments in eval(sys.argv[1]):
+    if not (child := os.fork()):
+        step(512, heads_kv, arguments)
+        before = peak()
+        step(seq, heads_kv, arguments)
+        print(peak() - before, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
-
-@pytest.mark.unpoisoned
-@pytest.mark.parametrize("seq, heads_kv, arguments", [
+_LONG_CALLS: list[tuple[int, int, dict[str, Any]]] = [
     (8192, 2, {}),
     (8192, 1, {}),
     (8192, 1, {"causal": True}),
     (4096, 1, {"dropout_p": 0.2}),
     (32768, 1, {"window": (300, 5)}),
-], ids=str)  # fmt: skip
-def test_memory_is_linear(seq, heads_kv, arguments):
+]
+
+
+@pytest.mark.unpoisoned
+def test_memory_is_linear():
     """The peak of forward and backward over that of a short call: a few copies of the inputs, and tiles."""
-    command = [sys.executable, "-c", _MEASURE_PEAK, str(seq), str(heads_kv), repr(arguments)]
-    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    inputs = 3 * seq * 2 * 16 * 4
-    # One byte for each score, the least that anything of queries × keys takes, would not fit.
-    assert peak < 6 * inputs + 12 * 2**20 < 2 * seq**2
+    command = [sys.executable, "-c", _MEASURE_PEAKS, repr(_LONG_CALLS)]
+    peaks = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    for call, peak in zip(_LONG_CALLS, peaks, strict=True):
+        seq = call[0]
+        inputs = 3 * seq * 2 * 16 * 4
+        # One byte for each score, the least that anything of queries × keys takes, would not fit.
+        assert int(peak) < 6 * inputs + 12 * 2**20 < 2 * seq**2, call
 
 
 def test_long_sequences():
