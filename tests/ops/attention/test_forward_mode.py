@@ -127,7 +127,8 @@ CHECKED = {
 
 def problem(name: str) -> tuple[Callable[..., tuple[Tensor, Tensor]], list[Tensor]]:
     """A small float64 call as a function of all that learns, and its inputs."""
-    case = replace(CHECKED[name], seq_q=4, seq_k=3, heads=4, head_dim=3, head_dim_v=2, dtype=torch.float64)
+    sizes = {"seq_q": 4, "seq_k": 3, "heads": 2, "heads_kv": 1, "head_dim": 3, "head_dim_v": 2}
+    case = replace(CHECKED[name], **sizes, dtype=torch.float64)
     inputs = make_inputs(case)
     leaves, _ = leaves_of(case, inputs, torch.float64)
     leaves = {key: t.masked_fill(t.isinf(), -1).clone().requires_grad_() for key, t in leaves.items()}
