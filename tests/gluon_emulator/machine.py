@@ -56,9 +56,9 @@ class Barrier:
         self.bytes -= count
         self._complete()
 
-    def passed(self, parity: int) -> bool:
-        """Whether the phase of this parity is complete: the one before the present one has the other parity."""
-        return self.phase % 2 != parity
+    def passed(self, parity: int) -> Callable[[], bool]:
+        """Tells whether the phase of this parity is complete: the one before the present one has the other parity."""
+        return lambda: self.phase % 2 != parity
 
     def _complete(self) -> None:
         if not self.missing and not self.bytes:

@@ -182,7 +182,8 @@ def common_dtype(a: Any, b: Any) -> DType:
 
 def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool = False) -> Value:
     """`function` of two operands in their common type; `real`: at least in float32."""
-    left, right = (operand.dtype if isinstance(operand, Value) else None for operand in (a, b))
+    left = a.dtype if isinstance(a, Value) else None
+    right = b.dtype if isinstance(b, Value) else None
     if type(left) is Pointer or type(right) is Pointer:
         pointer, other = (a, b) if type(left) is Pointer else (b, a)
         assert function is torch.add and not isinstance(getattr(other, "dtype", None), Pointer)
@@ -191,11 +192,10 @@ def binary(function: Any, a: Any, b: Any, gives: DType | None = None, real: bool
     dtype = left if left is right and left is not None else common_dtype(a, b)
     if real and not dtype.is_floating:
         dtype = float32
-    # Two values of one type are most of all operands.
-    result = function(
-        a.data if left is dtype else as_value(a, dtype).data, b.data if right is dtype else as_value(b, dtype).data
-    )
-    return Value(_wrapped(result, gives or dtype), gives or dtype, layout_of(a, b))
+    left_data = a.data if left is dtype else as_value(a, dtype).data
+    right_data = b.data if right is dtype else as_value(b, dtype).data
+    gives = gives or dtype
+    return Value(_wrapped(function(left_data, right_data), gives), gives, layout_of(a, b))
 
 
 def layout_of(*operands: Any) -> Any:
