@@ -504,8 +504,8 @@ _VALUES = ("normal", "rising", "large", "sink", "spike")
 
 
 def _heads_and_values() -> list[tuple[int, torch.dtype, str]]:
-    """All values in both dtypes; in other heads, which have tiles of other sizes, those that rise most."""
-    narrow = [(64, dtype, values) for dtype in (torch.bfloat16, torch.float16) for values in _VALUES]
+    """All values that rise in both dtypes; in other heads, which have tiles of other sizes, those that rise most."""
+    narrow = [(64, dtype, values) for dtype in (torch.bfloat16, torch.float16) for values in _VALUES[1:]]
     heads = ((128, torch.bfloat16), (192, torch.float16), (512, torch.bfloat16))
     return narrow + [(*head, values) for head in heads for values in ("rising", "spike")]
 
@@ -581,16 +581,16 @@ def test_8_bit_factors_whose_product_is_0(hopper: Callable) -> None:
     assert_close("out", out, oracle, eager)
 
 
-@pytest.mark.parametrize("seed", range(1, 4))
-def test_events_in_another_order(hopper: Callable, seed: int) -> None:
+def test_events_in_another_order(hopper: Callable) -> None:
     """What programs add up in order has the same bits in any order of events."""
     case = replace(_SMALL, heads=4, heads_kv=2, seq_q=260, seq_k=390, head_dim=128, head_dim_v=128)
     case = with_arguments(case, causal=True, deterministic=True)
     hopper(seed=0)
     first = check(case, "hopper")
-    hopper(seed=seed)
-    again = run(case, make_inputs(case), "hopper")
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    for seed in range(1, 4):
+        hopper(seed=seed)
+        again = run(case, make_inputs(case), "hopper")
+        assert all(torch.equal(first[name], again[name]) for name in first), seed
 
 
 @pytest.mark.parametrize("seed", range(2))
