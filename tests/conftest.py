@@ -37,12 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist share the cores instead of each starting a thread on every one. Triton's interpreter is
-    sped up. Checks of machine code are remembered."""
+    """Workers of pytest-xdist and the processes that their tests start share the cores, instead of each starting a
+    thread on every one. Triton's interpreter is sped up. Checks of machine code are remembered."""
     config.pluginmanager.register(remembered_checks)
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+        threads = max(1, torch.get_num_threads() // workers)
+        torch.set_num_threads(threads)
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if os.environ.get("TRITON_INTERPRET") == "1":
         from interpreter_speed import skip_needless_work
 
