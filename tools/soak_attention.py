@@ -119,6 +119,8 @@ def _with_features(case: AttentionCase, generator: random.Random) -> AttentionCa
         sinks=generator.random() < 0.33,
         key_lengths=key_lengths,
         block_mask=maybe((64, 64), (128, 128), (16, 256), (192, 64)),
+        score_mod=generator.random() < 0.33,
+        constant=("score_mod",) if generator.random() < 0.7 else (),
     )
     arguments = {"softcap": maybe(2.0, 30.0), "dropout_p": maybe(0.1, 0.5), "scale": maybe(-0.2, 0.3)}
     arguments["deterministic"] = maybe(True)

@@ -40,6 +40,8 @@ _EVEN_WIDTHS = (
 )
 _LAYOUTS = (ODD_STRIDE, ODD_ADDRESS)
 _CAUSAL = AttentionCase(seq_q=150, seq_k=210, arguments={"causal": True})
+#: All queries and all keys of a sequence are one tile.
+_ONE_TILE = replace(_CAUSAL, seq_q=36, seq_k=40, bias="1hqk")
 
 
 Call = Callable[[Tensor, str], Tensor]
@@ -83,13 +85,17 @@ def kernel_checks(backend: str, dtype: torch.dtype = torch.bfloat16) -> list[Ker
 
 
 def _cases(backend: str) -> list[AttentionCase]:
-    """Mixes of the widths of heads."""
+    """Mixes of the widths of heads, and kernels that only some calls have."""
     even = [replace(_CAUSAL, head_dim=d, head_dim_v=e) for d, e in _EVEN_WIDTHS]
     if backend == "hopper":
-        return even
+        # A kernel of its own for the gradient of a bias that scores share, and one that stores it where they do not.
+        wide = replace(_CAUSAL, seq_k=208, head_dim=128, head_dim_v=128)
+        changed = replace(wide, score_mod=True, constant=("score_mod",))
+        return [*even, replace(wide, bias="1hqk"), replace(wide, bias="bhqk"), changed]
     packed = replace(_CAUSAL, lengths_q=(70, 0, 5), lengths_k=(90, 33, 5))
     return [
         *even,
+        *(replace(_ONE_TILE, head_dim=width, head_dim_v=width) for width in (64, 128, 512)),
         *(replace(_CAUSAL, head_dim=d, head_dim_v=e) for d, e in product(_ODD_WIDTHS, repeat=2)),
         *(replace(packed, head_dim=d, head_dim_v=e) for d, e in product(_ODD_WIDTHS[:3], repeat=2) if d != e),
     ]

@@ -34,6 +34,19 @@ def test_every_known_architecture_is_served_by_the_portable_kernels(arch: str) -
     assert "the tensors are on cuda" in automatic.rejected["cpu"]
 
 
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_backward_of_a_function_is_portable_if_what_it_reads_learns(learns: bool) -> None:
+    table = torch.zeros(8191, device="meta", requires_grad=learns)
+
+    def relative(score, batch, head, q_index, k_index):
+        return score * table[q_index - k_index + 4095]
+
+    found = _explain(score_mod=relative, device="sm_90")
+    assert found.backend == "hopper" and found.kernels[0].backend == "hopper"
+    names = [kernel.name for kernel in found.kernels if kernel.backend == ("triton" if learns else "hopper")]
+    assert names == (["dq", "dkdv"] if learns else ["forward", "backward"])
+
+
 @pytest.mark.parametrize(
     "seq, head_dim, bias, forward, backward",
     [
