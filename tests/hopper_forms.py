@@ -398,15 +398,17 @@ BACKWARD_FEATURE_FORMS = {
 }
 #: The backward with functions of scores: some have derivatives, and these are handed on apart or with the weights.
 BACKWARD_FUNCTION_FORMS = {
-    "64-alibi": _backward(64, 64, False, False, False, score_mod=_ALIBI_FUNCTION, covered=True),
-    "64-capped-fp16": _backward(64, 64, False, False, False, score_mod=_CAPPED)._replace(dtype=torch.float16),
-    "64-waves-dropout": _backward(64, 64, False, False, False, score_mod=_WAVES, side=_DROPOUT),
-    "128-relative": _backward(128, 128, False, False, False, score_mod=_RELATIVE, covered=True),
-    "128-relative-packed-ordered": _backward(128, 128, True, True, True, score_mod=_RELATIVE),
-    "128-capped-bias": _backward(128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)),
-    "192x128-capped-blocks": _backward(192, 128, False, False, False, score_mod=_CAPPED, block_tile=(128, 128)),
-    "256-waves": _backward(256, 256, False, False, False, score_mod=_WAVES),
-    "256-capped-learned-slopes-dropout": _backward(
+    "64-alibi-function": _backward(64, 64, False, False, False, score_mod=_ALIBI_FUNCTION, covered=True),
+    "64-capped-fp16-function": _backward(64, 64, False, False, False, score_mod=_CAPPED)._replace(dtype=torch.float16),
+    "64-waves-dropout-function": _backward(64, 64, False, False, False, score_mod=_WAVES, side=_DROPOUT),
+    "128-relative-function": _backward(128, 128, False, False, False, score_mod=_RELATIVE, covered=True),
+    "128-relative-packed-ordered-function": _backward(128, 128, True, True, True, score_mod=_RELATIVE),
+    "128-capped-bias-function": _backward(128, 128, False, False, False, score_mod=_CAPPED, side=SideShape(bias=_BIAS)),
+    "192x128-capped-blocks-function": _backward(
+        192, 128, False, False, False, score_mod=_CAPPED, block_tile=(128, 128)
+    ),
+    "256-waves-function": _backward(256, 256, False, False, False, score_mod=_WAVES),
+    "256-capped-learned-slopes-dropout-function": _backward(
         256, 256, False, False, False, softcap=True, score_mod=_CAPPED, slope_sums=True,
         side=SideShape(alibi=1, dropout=True),
     ),

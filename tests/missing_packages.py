@@ -24,5 +24,6 @@ def run_without(names: Iterable[str], folder: Path, *arguments: str | Path) -> s
     """Runs Python with some arguments in a folder, which gets the file that hides the packages."""
     (folder / "sitecustomize.py").write_text(_HIDES.format(names=set(names)), "utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(SOURCE)]), "COLUMNS": "80"}
-    command = [sys.executable, *map(str, arguments)]
+    # Bytecode of that file might be taken for the one of another test in the same second, if both are as long.
+    command = [sys.executable, "-B", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=folder)

@@ -109,7 +109,9 @@ FEATURES = (
         (lambda case: replace(case, block_mask=(64, 64)), lambda case: replace(case, block_mask=(64, 256))),
     ),
     Feature("`score_mod`", (lambda case: replace(case, score_mod=True, constant=("score_mod",)),)),
-    Feature("`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True),)),
+    Feature(
+        "`score_mod`, with gradients of captured tensors", (lambda case: replace(case, score_mod=True, constant=()),)
+    ),
     Feature("`dropout_p`", (_arguments(dropout_p=0.1),)),
     Feature("`return_max_scores=True`", (_arguments(return_max_scores=True),)),
     Feature("`deterministic=True`", (_arguments(deterministic=True),)),

@@ -157,7 +157,8 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
     assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
-    assert _chosen("backward", "hopper", score_program=UNCHANGED) == "triton"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED) == "hopper"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED, learned_captured=True) == "triton"
     assert _chosen("backward", "hopper", learned_slopes=True) == "hopper"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=36) == "hopper"
@@ -835,6 +836,7 @@ def _problem(
     return backward_tiles.Problem(
         side=SidePointers(*(None,) * len(SidePointers._fields)),
         slope_sums_ptr=None,
+        score_change=None,
         batch=batch,
         heads_kv=heads_kv,
         group=group,
