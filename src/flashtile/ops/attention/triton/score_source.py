@@ -1,72 +1,28 @@
 """Score programs written out as Triton source, which is Gluon source too. Strings only: no Triton here.
 
-A program becomes a function of a tile: every step is a line, and reads are masked loads. Shapes broadcast: the score is
-a tile, `q_index` and `k_index` have a dimension of 1, `batch` and `head` have none; `first_q` and `first_k` are where
-the tile begins. `captured` has the addresses of the
-tensors that are read, `sizes` their sizes, `sums` where their gradients are added up. `tl` is the language, Triton or
-Gluon; `constant`, `hyperbolic_tangent` and `sine` are functions that each of them has of its own.
+A program becomes a function of a tile: every step is a line (`score_writer`), and reads are masked loads. Shapes
+broadcast: the score is a tile, `q_index` and `k_index` have a dimension of 1, `batch` and `head` have none; `first_q`
+and `first_k` are where the tile begins. `captured` has the addresses of the tensors that are read, `sizes` their sizes,
+`sums` where their gradients are added up. `tl` is the language, Triton or Gluon; `constant`, `hyperbolic_tangent` and
+`sine` are functions that each of them has of its own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from flashtile.ops.attention.score_program import (
-    CAST,
-    CONSTANT,
-    INPUTS,
-    LOAD,
-    UPSTREAM,
-    ScoreProgram,
-    Step,
-    is_value,
-    parse,
-)
+from flashtile.ops.attention.score_program import INPUTS, LOAD, UPSTREAM, is_value, parse
 from flashtile.ops.attention.score_tracing import derivative
-from flashtile.ops.attention.triton.score_ranges import ScoreBounds, ranges
+from flashtile.ops.attention.triton.score_ranges import ScoreBounds
+from flashtile.ops.attention.triton.score_writer import ScoreWriter, UnsupportedOperation
 
-_TYPES = {
-    "float16": "tl.float16", "bfloat16": "tl.bfloat16", "float32": "tl.float32", "float64": "tl.float64",
-    "bool": "tl.int1", "uint8": "tl.uint8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32",
-    "int64": "tl.int64",
-}  # fmt: skip
 _SCORE, _BATCH, _HEAD, _Q_INDEX, _K_INDEX = INPUTS
 
-#: Expressions of operations with one argument of floating point.
-_OF_ONE = {
-    "abs": "tl.abs({0})", "neg": "-{0}", "exp": "tl.exp({0})", "exp2": "tl.exp2({0})", "log": "tl.log({0})",
-    "log2": "tl.log2({0})", "sqrt": "tl.sqrt({0})", "rsqrt": "1.0 / tl.sqrt({0})", "sin": "sine({0}, 0)",
-    "cos": "sine({0}, 1)", "tanh": "hyperbolic_tangent({0}, True)", "sigmoid": "1.0 / (1.0 + tl.exp(-{0}))",
-    "erf": "tl.erf({0})", "floor": "tl.floor({0})", "ceil": "tl.ceil({0})", "reciprocal": "1.0 / {0}",
-    "square": "{0} * {0}", "relu": "tl.where({0} < 0, 0.0, {0})", "silu": "{0} / (1.0 + tl.exp(-{0}))",
-    "sgn": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-    "sign": "tl.where({0} > 0, 1.0, tl.where({0} < 0, -1.0, 0.0))",
-}  # fmt: skip
-#: The same of integers.
-_OF_ONE_INTEGER = {
-    "abs": "tl.abs({0})", "neg": "-{0}", "square": "{0} * {0}", "relu": "tl.where({0} < 0, 0, {0})",
-    "floor": "{0}", "ceil": "{0}", "bitwise_not": "~{0}",
-    "sgn": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))", "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
-}  # fmt: skip
-#: Of arguments in the dtype of the result.
-_OF_MORE = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}",
-    "maximum": "tl.maximum({0}, {1})", "minimum": "tl.minimum({0}, {1})",
-    "clamp_min": "tl.maximum({0}, {1})", "clamp_max": "tl.minimum({0}, {1})",
-    "bitwise_and": "{0} & {1}", "bitwise_or": "{0} | {1}", "bitwise_xor": "{0} ^ {1}",
-    "logical_and": "{0} & {1}", "logical_or": "{0} | {1}", "logical_xor": "{0} ^ {1}",
-    "tanh_backward": "{0} * (1.0 - {1} * {1})", "sigmoid_backward": "{0} * ({1} * (1.0 - {1}))",
-    "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
-}  # fmt: skip
 #: Arguments of the functions that are written.
 _OF_TILE = "score, batch, head, q_index, k_index, first_q, first_k, captured, sizes"
-_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_LARGEST_POWER = 8
 
 #: `sin(x + quarters · π/2)` of float32. Triton's own is CUDA's, inlined for each element with its way for huge
 #: arguments: 29,000 instructions instead of 8,000 in the Hopper forward, more than the instruction cache holds.
@@ -96,10 +52,6 @@ def sine(x, quarters):
 """
 
 
-class UnsupportedOperation(Exception):
-    """A program has an operation that the kernels lack. The message is its name."""
-
-
 def unsupported_operation(text: str, with_derivative: bool) -> str | None:
     """The first operation of a program that the kernels lack, by PyTorch's name; None where they have all."""
     try:
@@ -117,7 +69,7 @@ def function_source(text: str, bounds: ScoreBounds | None = None, reads_before: 
     where the function reads outside of a captured tensor. `bounds`: what is known of the indices. `reads_before`: one
     more argument, `reads`, is what `reads_source` returns."""
     program = parse(text)
-    writer = _Writer(program, bounds, program.early_loads if reads_before else ())
+    writer = ScoreWriter(program, bounds, program.early_loads if reads_before else ())
     arguments = f"{_OF_TILE}, reads" if reads_before else _OF_TILE
     return _source("score_function", arguments, [*writer.lines, f"return {_new_scores(writer, program.results[0])}"])
 
@@ -128,7 +80,7 @@ def with_derivative_source(text: str, bounds: ScoreBounds | None = None) -> str:
     score. `reads`: what `reads_source` returns."""
     gradient = derivative(text, torch.float32, of_score_alone=True)
     assert gradient.result is not None
-    writer = _Writer(gradient.program, bounds, gradient.program.early_loads)
+    writer = ScoreWriter(gradient.program, bounds, gradient.program.early_loads)
     slope = "0.0" if gradient.score is None else writer.name_of(gradient.score)
     result = f"return {_new_scores(writer, gradient.result)}, {slope} + tl.zeros_like(score)"
     lines = ["upstream = tl.zeros_like(score) + 1.0", *writer.lines, result]
@@ -141,7 +93,7 @@ def adds_to_score(text: str) -> bool:
     return derivative(text, torch.float32).score == UPSTREAM
 
 
-def _new_scores(writer: _Writer, result: str) -> str:
+def _new_scores(writer: ScoreWriter, result: str) -> str:
     """The expression of what a function returns, NaN where it reads outside of a captured tensor."""
     scores = writer.name_of(result)
     if writer.checks:
@@ -162,7 +114,7 @@ def reads_source(text: str, bounds: ScoreBounds | None = None, with_derivative: 
     for number in range(len(program.steps) - 1, -1, -1):
         if f"%{number}" in needed:
             needed.update(each for each in program.steps[number].arguments if is_value(each))
-    writer = _Writer(program, bounds, only=needed)
+    writer = ScoreWriter(program, bounds, only=needed)
     names = "".join(f"{writer.name_of(load)}, " for load in loads)
     return _source("score_reads", _OF_TILE.removeprefix("score, "), [*writer.lines, f"return ({names})"])
 
@@ -177,7 +129,7 @@ def derivative_source(
     task. `in_order`: these are the sums of the thread blocks of a wave, one after another, and each adds to its own
     (`ordered_sums`)."""
     gradient = derivative(text, torch.float32)
-    writer = _Writer(gradient.program, bounds)
+    writer = ScoreWriter(gradient.program, bounds)
     lines = list(writer.lines)
     for captured, indices, value in gradient.loads:
         if not (captured < len(summed) and summed[captured]):
@@ -228,7 +180,7 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
     if text is None:
         return ()
     program = parse(text)
-    writer, both = _Writer(program), {_Q_INDEX, _K_INDEX}
+    writer, both = ScoreWriter(program), {_Q_INDEX, _K_INDEX}
     reads = [step for step in program.steps if step.operation == LOAD]
     tiles = [step for step in reads if both <= frozenset().union(*map(writer.inputs_of, step.arguments[1:]))]
     return tuple(getattr(torch, step.dtype) for step in tiles)
@@ -238,7 +190,7 @@ def tile_reads(text: str | None) -> tuple[torch.dtype, ...]:
 def reads_by_key(text: str) -> bool:
     """Whether a function reads entries of captured tensors that differ from key to key."""
     program = parse(text)
-    writer = _Writer(program)
+    writer = ScoreWriter(program)
     return any(_K_INDEX in writer.inputs_of(name) for name, _ in program.loads)
 
 
@@ -261,7 +213,7 @@ def tile_values(text: str | None) -> tuple[torch.dtype, ...]:
 def tile_steps(text: str) -> int:
     """How many steps of a function are computed for each score: those that the score or both indices have a part in."""
     program = parse(text)
-    writer = _Writer(program)
+    writer = ScoreWriter(program)
     inputs = [writer.inputs_of(f"%{number}") for number in range(len(program.steps))]
     of_scores = [_SCORE in each or {_Q_INDEX, _K_INDEX} <= each for each in inputs]
     names = [step.operation.split(".")[1] if "." in step.operation else "" for step in program.steps]
@@ -270,246 +222,3 @@ def tile_steps(text: str) -> int:
 
 def _source(name: str, arguments: str, lines: Sequence[str]) -> str:
     return f"def {name}({arguments}):\n" + "".join(f"    {line}\n" for line in lines)
-
-
-class _Writer:
-    """Writes a program line by line.
-
-    Attributes:
-        lines: one or more for each step.
-        checks: names of what says whether a read lies within its tensor. None where `bounds` say that it does.
-
-    Args:
-        given: names of loads that are in the tuple `reads`, in its order.
-        only: names of the values that are wanted; None = all.
-    """
-
-    def __init__(
-        self,
-        program: ScoreProgram,
-        bounds: ScoreBounds | None = None,
-        given: Sequence[str] = (),
-        only: Container[str] | None = None,
-    ) -> None:
-        self.program = program
-        self._given = {name: f"reads[{place}]" for place, name in enumerate(given)}
-        self._shapes = () if bounds is None else bounds.shapes
-        self._ranges = {} if bounds is None else ranges(program, bounds)
-        self.lines: list[str] = []
-        self.checks: list[str] = []
-        self._dtypes = dict.fromkeys(INPUTS, "int32") | dict.fromkeys((_SCORE, UPSTREAM), "float32")
-        self._inputs: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in self._dtypes}
-        for number, step in enumerate(program.steps):
-            name = f"%{number}"
-            self._dtypes[name] = step.dtype
-            arguments = (*step.arguments, *(value for _, value in step.keywords))
-            self._inputs[name] = frozenset().union(*(self._inputs[each] for each in arguments if is_value(each)))
-            if only is not None and name not in only:
-                continue
-            if step.operation == LOAD:
-                self._load(number, step)
-            else:
-                self.lines.append(f"{self.name_of(name)} = {self._expression(step)}")
-
-    def name_of(self, value: str) -> str:
-        return f"v{value[1:]}" if value[1:].isdigit() else value[1:]
-
-    def inputs_of(self, value: str) -> frozenset[str]:
-        """The arguments of the function that a value depends on."""
-        return self._inputs[value]
-
-    def place(self, captured: int, indices: Sequence[str], name: str) -> tuple[list[str], str, str]:
-        """Lines that find an entry of a captured tensor, its offset, and whether it is one."""
-        lines, inside, offset = [], [], ""
-        for dim, index in enumerate(indices):
-            size, at, given = f"sizes.size{captured}_{dim}", f"{name}_{dim}", self.name_of(index)
-            lines.append(f"{at} = tl.where({given} < 0, {given} + {size}, {given})")
-            inside.append(f"({at} >= 0) & ({at} < {size})")
-            offset = f"({offset} * {size} + {at})" if offset else at
-        lines.append(f"{name}_inside = {' & '.join(inside)}")
-        return lines, offset, f"{name}_inside"
-
-    def _stays_within(self, captured: int, indices: Sequence[str]) -> bool:
-        """Whether all indices are known to lie in their dimension, counted from its start."""
-        found = [self._ranges.get(index) for index in indices]
-        return bool(self._shapes) and all(
-            each is not None and each[0] >= 0 and each[1] < size
-            for each, size in zip(found, self._shapes[captured], strict=True)
-        )
-
-    def _offsets(self, captured: int, indices: Sequence[str]) -> list[str]:
-        """Parts of the offset of an entry in 64 bits: first what all scores of the tile share, then what its rows or
-        columns do. So a thread has an address for each of its rows, and constants for what lies beside."""
-        parts: dict[int, list[str]] = {}
-        for dim, index in enumerate(indices):
-            strides = [f" * sizes.size{captured}_{after}" for after in range(dim + 1, len(indices))]
-            for sign, value in self._summands(index):
-                for shared, term in self._wide(value):
-                    parts.setdefault(shared, []).append(f"{sign} {term}{''.join(strides)}")
-        return ["".join(f" {each}" for each in parts[shared]) for shared in sorted(parts)]
-
-    def _summands(self, value: str, sign: str = "+") -> list[tuple[str, str]]:
-        """Values whose sum, with these signs, an index is: as many as it takes until each belongs to rows, columns, or
-        neither."""
-        if {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
-            step = self.program.steps[int(value[1:])]
-            name = step.operation.split(".")[-2] if "." in step.operation else ""
-            other = "-" if sign == "+" else "+"
-            signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(name)
-            if signs is not None and len(step.arguments) == 2 and not step.keywords:
-                return [
-                    each
-                    for of, argument in zip(signs, step.arguments)
-                    for each in (self._summands(argument, of) if is_value(argument) else [(of, str(argument))])
-                ]
-        return [(sign, value)]
-
-    def _wide(self, value: str) -> list[tuple[int, str]]:
-        """Terms of 64 bits that add up to a value, each with how much of a tile it differs in."""
-        if value in (_Q_INDEX, _K_INDEX):
-            first = "first_q" if value == _Q_INDEX else "first_k"
-            name = self.name_of(value)
-            return [
-                (0, f"tl.cast({first}, tl.int64)"),
-                (1 + (value == _K_INDEX), f"tl.cast({name} - {first}, tl.int64)"),
-            ]
-        if not is_value(value):
-            return [(0, value if not value.startswith("-") else f"({value})")]
-        inputs = self.inputs_of(value)
-        return [((_Q_INDEX in inputs) + 2 * (_K_INDEX in inputs), f"tl.cast({self.name_of(value)}, tl.int64)")]
-
-    def _load(self, number: int, step: Step) -> None:
-        captured, *indices = step.arguments
-        name, pointer = f"v{number}", f"captured.tensor{captured}"
-        given = self._given.get(f"%{number}")
-        within = self._stays_within(captured, indices)
-        if indices and not within:
-            lines, offset, inside = self.place(captured, indices, f"at{number}")
-            self.lines += lines
-            self.checks.append(inside)
-        if given is not None:
-            self.lines.append(f"{name} = {given}")
-            return
-        if indices and within:
-            for part in self._offsets(captured, indices):
-                self.lines.append(f"{name} = {pointer} + ({part.strip().removeprefix('+ ')})")
-                pointer = name
-            self.lines.append(f"{name} = tl.load({pointer})")
-        elif indices:
-            self.lines.append(f"{name} = tl.load({pointer} + {offset}, mask={inside}, other=0)")
-        else:
-            self.lines.append(f"{name} = tl.load({pointer})")
-        if step.dtype == "bool":
-            self.lines.append(f"{name} = {name} != 0")
-
-    def _expression(self, step: Step) -> str:
-        if step.operation == CONSTANT:
-            return f"constant({_literal(step.arguments[0])}, {_TYPES[step.dtype]})"
-        if step.operation == CAST:
-            return self._cast(step.arguments[0], step.dtype)
-        name = step.operation.split(".")[1]
-        computed = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
-        expression = self._computed(name, step, computed)
-        if expression is None:
-            raise UnsupportedOperation(step.operation)
-        return expression if computed == step.dtype else f"({expression}).to({_TYPES[step.dtype]})"
-
-    def _computed(self, name: str, step: Step, dtype: str) -> str | None:
-        """The expression of an operation of PyTorch in a dtype; None for one that there is not."""
-        keywords, arguments = dict(step.keywords), step.arguments
-        if name in _COMPARISONS:
-            common = self._common(arguments)
-            first, second = (self._cast(argument, common) for argument in arguments)
-            return f"{first} {_COMPARISONS[name]} {second}"
-        if name in ("logical_not", "isnan") or (name == "bitwise_not" and dtype == "bool"):
-            given = self._cast(arguments[0], self._common(arguments))
-            return f"{given} != {given}" if name == "isnan" else f"{given} == 0"
-        if name == "where":
-            condition, chosen, other = arguments
-            return f"tl.where({self._cast(condition, 'bool')}, {self._cast(chosen, dtype)}, {self._cast(other, dtype)})"
-        if name == "masked_fill":
-            kept, mask, value = arguments
-            return f"tl.where({self._cast(mask, 'bool')}, {self._cast(value, dtype)}, {self._cast(kept, dtype)})"
-        if name == "pow":
-            return self._power(step, dtype)
-        if name in ("div", "floor_divide", "remainder", "fmod"):
-            rounding = {"floor_divide": "floor"}.get(name, keywords.get("rounding_mode"))
-            if name == "div" and rounding is None and not is_value(arguments[1]) and arguments[1]:
-                return f"{self._cast(arguments[0], dtype)} * {_literal(1 / arguments[1])}"  # as PyTorch does on a GPU
-            first, second = (self._cast(argument, dtype) for argument in arguments)
-            return _divided(name, rounding, first, second, "float" in dtype)
-        if name == "clamp":
-            given, low, high = (*arguments, None, keywords.get("max"))[:3]
-            low = keywords.get("min", low)
-            expression = self._cast(given, dtype)
-            expression = expression if low is None else f"tl.maximum({expression}, {self._cast(low, dtype)})"
-            return expression if high is None else f"tl.minimum({expression}, {self._cast(high, dtype)})"
-        if name in ("add", "sub", "rsub"):
-            first, second = (self._cast(argument, dtype) for argument in arguments[:2])
-            alpha = keywords.get("alpha", arguments[2] if len(arguments) > 2 else 1)
-            scaled = second if alpha == 1 else f"({_literal(alpha)} * {second})"
-            return _OF_MORE[name].format(first, scaled)
-        if keywords:
-            return None
-        cast = [self._cast(argument, dtype) for argument in arguments]
-        if len(cast) == 1:
-            return (_OF_ONE if "float" in dtype else _OF_ONE_INTEGER).get(name, "").format(*cast) or None
-        return _OF_MORE[name].format(*cast) if name in _OF_MORE else None
-
-    def _power(self, step: Step, dtype: str) -> str | None:
-        base, exponent = step.arguments
-        if is_value(base) and is_value(exponent):
-            return None
-        if not is_value(base):
-            return f"tl.exp2({self._cast(exponent, dtype)} * {math.log2(base)!r})" if base > 0 else None
-        given = self._cast(base, dtype)
-        if exponent == int(exponent) and 0 < abs(exponent) <= _LARGEST_POWER:
-            product = " * ".join([given] * int(abs(exponent)))
-            return product if exponent > 0 else f"1.0 / ({product})"
-        if exponent in (0.5, -0.5):
-            return _OF_ONE["sqrt" if exponent > 0 else "rsqrt"].format(given)
-        return None
-
-    def _common(self, arguments: Sequence[Any]) -> str:
-        """The dtype in which PyTorch compares scalars."""
-        found = [torch.empty((), dtype=getattr(torch, self._dtypes[a])) if is_value(a) else a for a in arguments]
-        common = found[0].dtype if len(found) == 1 else torch.result_type(*found)
-        return str(common).removeprefix("torch.")
-
-    def _cast(self, argument: Any, dtype: str) -> str:
-        """An argument in a dtype: a name, or a number, which takes that of what it meets."""
-        if not is_value(argument):
-            return _literal(float(argument) if "float" in dtype else argument)
-        name = self.name_of(argument)
-        if self._dtypes[argument] == dtype:
-            return name
-        return f"({name} != 0)" if dtype == "bool" else f"tl.cast({name}, {_TYPES[dtype]})"
-
-
-def _divided(name: str, rounding: str | None, first: str, second: str, floating: bool) -> str:
-    """Division as PyTorch rounds it: remainders have the sign of the divisor."""
-    if name == "fmod":
-        return f"{first} % {second}"
-    if name == "remainder":
-        if floating:
-            return f"{first} - tl.floor({first} / {second}) * {second}"
-        return f"({first} % {second} + {second}) % {second}"
-    if rounding is None:
-        return f"{first} / {second}"
-    if floating:
-        quotient = f"{first} / {second}"
-        return (
-            f"tl.floor({quotient})"
-            if rounding == "floor"
-            else f"tl.where({quotient} < 0, tl.ceil({quotient}), tl.floor({quotient}))"
-        )
-    exact = f"{first} - ({first} % {second} + {second}) % {second}" if rounding == "floor" else first
-    return f"({exact}) // {second}"
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    return f"({value!r})" if value < 0 else repr(value)
