@@ -427,6 +427,17 @@ def read_binary(compiled: CompiledKernel, device: DeviceFacts) -> Binary:
     return Binary(found.shared, spilled, compiled.asm, getattr(found, "tensordesc_meta", None))
 
 
+def check_fit(binary: Binary, shared_memory: int, spilled: int = 0) -> None:
+    """A kernel takes no more on-chip memory, and spills no more bytes."""
+    assert binary.shared_memory <= shared_memory
+    assert binary.spilled <= spilled
+
+
+def sharing_a_multiprocessor(source: KernelSource) -> int:
+    """How many programs the registers of a multiprocessor are divided among, as far as a kernel says."""
+    return 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
+
+
 def call_source(kernel: Kernel, arch: str, call: Call) -> KernelSource:
     """What a call launches on an architecture."""
     return plan(kernel, KNOWN_DEVICES[arch], call).kernel.source

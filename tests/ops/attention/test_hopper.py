@@ -66,6 +66,7 @@ from hopper_forms import (
 from machine_code import (
     Binary,
     Call,
+    check_fit,
     described,
     differing,
     facts,
@@ -1029,7 +1030,7 @@ class _Loop(NamedTuple):
 
 def _check_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
     config, lines = loop.config, _instructions(binary)
-    _check_limits(binary, limits)
+    check_fit(binary, *limits)
     assert not serialises_products(binary)
     _assert_softmax_overlaps_products(lines, config, loop.dtype)
     _assert_consumers_take_turns(lines, config, loop.skips)
@@ -1043,11 +1044,6 @@ def _check_forward(binary: Binary, limits: _Limits, loop: _Loop) -> None:
         _assert_a_loop_has_no_maxima(lines, config.block_n)
 
 
-def _check_limits(binary: Binary, limits: _Limits) -> None:
-    assert binary.shared_memory <= limits.shared_memory
-    assert binary.spilled <= limits.spilled
-
-
 @pytest.mark.parametrize("form", _forward_forms(FEATURE_FORMS | FUNCTION_FORMS))
 def test_machine_code_of_features(form: str) -> None:
     call = (FEATURE_FORMS | FUNCTION_FORMS)[form]
@@ -1058,7 +1054,7 @@ def test_machine_code_of_features(form: str) -> None:
 
 
 def _check_features(binary: Binary, limits: _Limits, consumers: int, tables: bool) -> None:
-    _check_limits(binary, limits)
+    check_fit(binary, *limits)
     assert not serialises_products(binary)
     _assert_warps_vote_for_themselves(sass(binary))
     if tables:
@@ -1195,7 +1191,7 @@ def test_machine_code_of_the_backward(form: str) -> None:
 
 
 def _check_backward(binary: Binary, limits: _Limits, serialised: bool) -> None:
-    _check_limits(binary, limits)
+    check_fit(binary, *limits)
     assert serialises_products(binary) is serialised
     assert any("HGMMA" in line for line in _instructions(binary))
 
@@ -1226,7 +1222,7 @@ def test_machine_code_of_features_of_the_backward(form: str) -> None:
 
 
 def _check_backward_features(binary: Binary, limits: _Limits, additions: int | None) -> None:
-    _check_limits(binary, limits)
+    check_fit(binary, *limits)
     assert not serialises_products(binary)
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
@@ -1278,7 +1274,7 @@ def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
 
 def _check_bias_gradient(binary: Binary, limits: _Limits) -> None:
     """Both products are in flight at once, and the bias comes four times two numbers at a time."""
-    _check_limits(binary, limits)
+    check_fit(binary, *limits)
     assert not serialises_products(binary)
     assert sum("LDSM.16.MT88.4" in line for line in _instructions(binary)) > 0
 
@@ -1503,7 +1499,7 @@ def test_without_a_key_rows_see_their_sink(packed: bool) -> None:
 def test_dtypes_compile(dtype: torch.dtype, index_dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     call = _CALL._replace(dtype=dtype, sequences=3, index_dtypes=index_dtypes, top_left=True, window_right=3)
     source = hopper_plan(call).kernel.source
-    check_code(source, "sm_90", _check_limits, _Limits(_shared_memory(call), _SPILLS[hopper_config(call).consumers]))
+    check_code(source, "sm_90", check_fit, _shared_memory(call), _SPILLS[hopper_config(call).consumers])
     found = described(source)
     types = {torch.int32: "*i32", torch.int64: "*i64"}
     assert (found["problem.side.cu_seqlens_q"], found["problem.side.cu_seqlens_k"]) == tuple(

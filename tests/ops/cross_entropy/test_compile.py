@@ -21,7 +21,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.cross_entropy.spec import CrossEntropySpec
 from flashtile.ops.cross_entropy.triton import launch
 from flashtile.ops.cross_entropy.triton.configs import tile_config
-from machine_code import Binary, call_on, once_in_families, sass
+from machine_code import Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -94,18 +94,16 @@ _MATRIX = _matrix()
 
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_rows_of_any_width_are_read_in_whole_vectors(arch: str, kernel: str, name: str) -> None:
-    vectors_of = kernel if arch == "sm_90" else None
-    check_code(_source(arch, kernel, name), arch, _check_fit, _MATRIX[arch, kernel, name], vectors_of)
+    source, memory = _source(arch, kernel, name), _MATRIX[arch, kernel, name]
+    if arch == "sm_90":
+        check_code(source, arch, _check_vectors, memory, kernel)
+    else:
+        check_code(source, arch, check_fit, memory)
 
 
-def _check_fit(binary: Binary, shared_memory: int, vectors_of: str | None = None) -> None:
-    assert binary.shared_memory <= shared_memory
-    assert binary.spilled == 0
-    if vectors_of:
-        _check_vectors(vectors_of, sass(binary))
-
-
-def _check_vectors(kernel: str, code: str) -> None:
+def _check_vectors(binary: Binary, shared_memory: int, kernel: str) -> None:
+    check_fit(binary, shared_memory)
+    code = sass(binary)
     loads = re.findall(r"LDG\.E(\S*)", code)
     assert loads.count(".128") >= 2
     scalar = len(loads) - loads.count(".128")
@@ -121,7 +119,7 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
     for misalignment, vector in ((0, 8), (2, 1), (4, 2), (8, 4)):
         plan = backward_plan(_HOPPER, Call(misalignment=misalignment))
         assert plan.source.constants["VECTOR"] == vector
-        check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory)
+        check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("mean", [False, True])
@@ -129,7 +127,7 @@ def test_gradients_at_another_distance_from_a_vector() -> None:
 def test_reduction_compiles(label_dtype: torch.dtype, mean: bool) -> None:
     spec = Call().spec()._replace(reduction="mean" if mean else "sum", z_loss=True)
     plan = _planned(launch._reduce_plan, _HOPPER, label_dtype, 4096, spec)
-    check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory)
+    check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 @pytest.mark.parametrize("dtype", [_FP16, _BF16, _FP32], ids=str)

@@ -24,7 +24,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.dense.spec import ACTIVATIONS, ActivationSpec
 from flashtile.ops.dense.triton import launch
 from flashtile.ops.dense.triton.configs import activate_config, backward_config
-from machine_code import Binary, call_on, once_in_families, sass
+from machine_code import Binary, call_on, check_fit, once_in_families, sass, sharing_a_multiprocessor
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _KERNELS = ("activate", "activate_backward", "column_sum")
@@ -109,21 +109,17 @@ _MATRIX = _matrix()
 @pytest.mark.parametrize("arch, kernel, name", [pytest.param(*case, id="-".join(case)) for case in _MATRIX])
 def test_fits_and_spills_nothing(arch: str, kernel: str, name: str) -> None:
     source = _source(arch, kernel, name)
-    together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
-    vectors_of = kernel if arch == "sm_90" and name not in ("odd", "misaligned") else None
-    check_code(source, arch, _check_fit, _MATRIX[arch, kernel, name] // together, vectors_of)
+    memory = _MATRIX[arch, kernel, name] // sharing_a_multiprocessor(source)
+    if arch == "sm_90" and name not in ("odd", "misaligned"):
+        check_code(source, arch, _check_vectors, memory, kernel)
+    else:
+        check_code(source, arch, check_fit, memory)
 
 
-def _check_fit(binary: Binary, shared_memory: int, vectors_of: str | None = None) -> None:
-    assert binary.shared_memory <= shared_memory
-    assert binary.spilled == 0
-    if vectors_of:
-        _check_vectors(vectors_of, sass(binary))
-
-
-def _check_vectors(kernel: str, code: str) -> None:
+def _check_vectors(binary: Binary, shared_memory: int, kernel: str) -> None:
     """Memory is read and written 16 bytes at a time, and by kernels that stay ahead of its use."""
-    lines = code.splitlines()
+    check_fit(binary, shared_memory)
+    lines = sass(binary).splitlines()
     ahead = kernel != "activate"
     reads = [line for line in lines if ("LDGSTS" in line if ahead else "LDG.E" in line)]
     assert reads and all(".128" in line for line in reads)
@@ -139,7 +135,7 @@ def _check_vectors(kernel: str, code: str) -> None:
 def test_reduce_compiles(name: str) -> None:
     reduce = sum_plan("activate_backward", _HOPPER, _CALLS[name]).reduce
     assert reduce is not None
-    check_code(reduce.source, "sm_90", _check_fit, _HOPPER.shared_memory)
+    check_code(reduce.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

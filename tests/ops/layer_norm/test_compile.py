@@ -26,7 +26,16 @@ from flashtile.ops.layer_norm.spec import MAX_COLUMNS, NormSpec, Operands, Saved
 from flashtile.ops.layer_norm.triton import launch
 from flashtile.ops.layer_norm.triton.backward import norm_backward_looped_kernel
 from flashtile.ops.layer_norm.triton.configs import backward_config, forward_config
-from machine_code import Binary, binary_of, call_on, differing, once_in_families, sass
+from machine_code import (
+    Binary,
+    binary_of,
+    call_on,
+    check_fit,
+    differing,
+    once_in_families,
+    sass,
+    sharing_a_multiprocessor,
+)
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -159,18 +168,17 @@ def _with_kernels() -> list[Any]:
 @pytest.mark.parametrize("arch, phase, name, kernel", _with_kernels())
 def test_fits(arch: str, phase: str, name: str, kernel: str) -> None:
     source = _source(arch, phase, _CALLS[name])
-    together = 65536 // (source.max_registers * source.num_warps * 32) if source.max_registers else 1
-    memory, spilled = _MATRIX[arch, phase, name] // together, _SPILLS.get((arch, phase, name), 0)
+    memory = _MATRIX[arch, phase, name] // sharing_a_multiprocessor(source)
+    spilled = _SPILLS.get((arch, phase, name), 0)
     vectors_of = phase if arch == "sm_90" and name in _WIDE else None
     adds_in_threads = (arch, phase, name) == ("sm_90", "backward", "dropout_looped")
-    check_code(source, arch, _check_fit, memory, spilled, vectors_of, adds_in_threads)
+    check_code(source, arch, _check_code, memory, spilled, vectors_of, adds_in_threads)
 
 
-def _check_fit(
-    binary: Binary, shared_memory: int, spilled: int, vectors_of: str | None = None, adds_in_threads: bool = False
+def _check_code(
+    binary: Binary, shared_memory: int, spilled: int, vectors_of: str | None, adds_in_threads: bool
 ) -> None:
-    assert binary.shared_memory <= shared_memory
-    assert binary.spilled <= spilled
+    check_fit(binary, shared_memory, spilled)
     if vectors_of:
         _assert_memory_is_read_and_written_16_bytes_at_a_time(vectors_of, sass(binary))
     if adds_in_threads:
@@ -223,7 +231,7 @@ _REDUCE = {name: backward_plan(_HOPPER, call).reduce for name, call in _CALLS.it
 def test_reduce_compiles(name: str) -> None:
     plan = _REDUCE[name]
     assert plan is not None
-    check_code(plan.source, "sm_90", _check_fit, _HOPPER.shared_memory, 0)
+    check_code(plan.source, "sm_90", check_fit, _HOPPER.shared_memory)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------

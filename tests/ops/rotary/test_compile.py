@@ -21,7 +21,7 @@ from flashtile._backends.launch import KernelSource, Plan
 from flashtile.ops.rotary.spec import RotarySpec
 from flashtile.ops.rotary.triton import launch
 from flashtile.ops.rotary.triton.configs import rotary_config
-from machine_code import Binary, call_on, once_in_families, sass
+from machine_code import Binary, call_on, check_fit, once_in_families, sass
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _HOPPER = devices.KNOWN_DEVICES["sm_90"]
@@ -88,13 +88,12 @@ def test_fits(arch: str, name: str) -> None:
     spilled = 16 if (arch, name) == ("sm_90", "everything") else 0
     vectors = arch == "sm_90" and name != "everything"
     direct = vectors and name not in ("interleaved", "head_96")
-    check_code(source, arch, _check_fit, _MATRIX[arch, name], spilled, vectors, direct)
+    check_code(source, arch, _check_code, _MATRIX[arch, name], spilled, vectors, direct)
 
 
-def _check_fit(binary: Binary, shared_memory: int, spilled: int, vectors: bool, direct: bool) -> None:
+def _check_code(binary: Binary, shared_memory: int, spilled: int, vectors: bool, direct: bool) -> None:
     """With `direct`, angles go straight to their pairs, not through shared memory."""
-    assert binary.shared_memory <= shared_memory
-    assert binary.spilled <= spilled
+    check_fit(binary, shared_memory, spilled)
     if vectors:
         _assert_memory_is_read_and_written_16_bytes_at_a_time(sass(binary))
     if direct:
