@@ -10,7 +10,7 @@ import torch
 
 import flashtile
 from flashtile.bench import functions as bench_functions
-from flashtile.ops.attention.hopper.backward_configs import choose_backward_config
+from flashtile.ops.attention.hopper.backward_configs import backward_config_of
 from flashtile.ops.attention.hopper.backward_launch import function_of_call
 from flashtile.ops.attention.hopper.backward_variant import NO_FUNCTION, BackwardVariant
 from flashtile.ops.attention.hopper.configs import moves_by_tma, table_bytes
@@ -199,15 +199,13 @@ def _backward(
         side = side._replace(captured=tuple(CapturedShape(of.dtype, tuple(of.shape)) for of in captured))
         shapes = tuple(torch.Size((2, 4096, 4, width)) for width in (head_dim, head_dim, head_dim_v))
         function = function_of_call(program, 2, shapes, side, covered)
-    modified = side.dropout or table_bytes(side.bias, side.mask) > 1 or program is not None
-    derivatives = softcap or function.FUNCTION_DERIVATIVE
-    config = choose_backward_config(
-        head_dim, head_dim_v, derivatives, block_tile is not None, left, ordered=ordered, modified=modified,
-        derivatives_apart=(derivatives and slope_sums) or (function.FUNCTION_DERIVATIVE and side.dropout),
-        moved_bias=moves_by_tma(side.bias, torch.bfloat16), own_bias=stored_bias,
-    )  # fmt: skip
     block_shape = None if block_tile is None else (1, 1, *block_tile)
-    spec = AttentionSpec(0.125, dropout_p=0.1 if side.dropout else 0.0, block_shape=block_shape)
+    spec = AttentionSpec(
+        0.125, 127 if left else None, 0 if right else None, dropout_p=0.1 if side.dropout else 0.0,
+        deterministic=ordered, softcap=30.0 if softcap else 0.0, block_shape=block_shape, score_program=program,
+    )  # fmt: skip
+    tables, moved = table_bytes(side.bias, side.mask), moves_by_tma(side.bias, torch.bfloat16)
+    config = backward_config_of(head_dim, head_dim_v, spec, tables, slope_sums, moved, stored_bias)
     changes = side._replace(
         index_dtypes=(torch.int32, torch.int32) if packed else None,
         blocks=None if block_tile is None else BlockSizes(10**6, 1, 4096, 4096),

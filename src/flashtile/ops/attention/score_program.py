@@ -43,6 +43,11 @@ class Step(NamedTuple):
     keywords: tuple[tuple[str, Any], ...]
     dtype: str
 
+    @property
+    def name(self) -> str:
+        """The operation without its library and overload, such as "mul"; "" for what is none of PyTorch's."""
+        return self.operation.split(".")[1] if "." in self.operation else ""
+
 
 class ScoreProgram(NamedTuple):
     """A function of (score, batch, head, q_index, k_index) and of captured tensors.

@@ -6,7 +6,7 @@ import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -
             )
             names = tuple(symbol.value or "" for symbol in symbols)
             value = recorder.step(LOAD, (step.arguments[0], *names), getattr(torch, step.dtype))
-            if value.dtype.is_floating_point:
+            if value.dtype.is_floating_point and not of_score_alone:
                 value.requires_grad_()
                 leaves.append((value, step, names))
             return value
@@ -240,13 +240,13 @@ def derivative(text: str, dtype: torch.dtype, *, of_score_alone: bool = False) -
             found = torch.autograd.grad(result, wanted, upstream, allow_unused=True)
     of_score, *of_loads = (None if gradient is None else gradient.value for gradient in found)
     used = [(step, names, value) for (_, step, names), value in zip(leaves, of_loads) if value is not None]
-    used = [] if of_score_alone else used
     needed = [*(name for _, names, value in used for name in (*names, value)), *([of_score] if of_score else [])]
-    found_result = cast("Symbol", result).value if of_score_alone else None
-    traced_program, renamed = recorder.program([*needed, *([found_result] if found_result else [])])
+    assert isinstance(result, Symbol)
+    function_result = result.value if of_score_alone else None
+    traced_program, renamed = recorder.program([*needed, *([function_result] if function_result else [])])
     loads = tuple(
         (step.arguments[0], tuple(renamed.get(name, name) for name in names), renamed.get(value, value))
         for step, names, value in used
     )
-    of_score, found_result = (name and renamed.get(name, name) for name in (of_score, found_result))
-    return ScoreGradient(traced_program, of_score, loads, found_result)
+    of_score, function_result = (name and renamed.get(name, name) for name in (of_score, function_result))
+    return ScoreGradient(traced_program, of_score, loads, function_result)

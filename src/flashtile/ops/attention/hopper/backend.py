@@ -123,7 +123,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         learns, packed = side.bias is not None and side.bias.requires_grad, side.cu_seqlens_q is not None
         own = learns and configs.is_of_scores(call.bias, call.dtype, call.q_shape[0], call.q_shape[-2], packed)
         cut = backward_configs.backward_config_of(*heads, spec, tables, call.learned_slopes, moved, own)
-        apart = backward_configs.derivatives_apart(spec, call.learned_slopes)
+        apart = backward_configs.derivatives_apart_of(spec, call.learned_slopes)
         memory = backward_configs.backward_shared_memory(cut, *heads, apart)
         warps = f"3 computing warpgroups {'and a loading warp' if cut.producer else 'of which one loads'}"
         summary = summary_of((cut.block_m, cut.block_n), warps, cut.stages, memory)

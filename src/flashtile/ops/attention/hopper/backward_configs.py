@@ -99,9 +99,9 @@ _BACKWARD_ROWS = (
 )
 
 #: The rows with a soft cap or a score function, whose derivatives need registers too, and with dropout and full tables.
-#: None multiplies statistics, because a function takes scores from which lse has not been subtracted. Milliseconds with
-#: a soft cap at 8,192 tokens, full. With ALiBi as a score function, which has no derivatives, causal on an H100: 0.89
-#: and 1.69; with the rows of the plain call, whose statistics are not multiplied then, 2.44 and 2.59.
+#: No row multiplies statistics, because a function takes scores from which lse has not been subtracted. Milliseconds
+#: with a soft cap at 8,192 tokens, full. ALiBi as a score function has no derivatives, and takes 0.89 and 1.69 (causal,
+#: on an H100); with the rows of the plain call, whose statistics were not multiplied then, 2.44 and 2.59.
 _BACKWARD_CAPPED_ROWS = (
     # 6.57; 128 queries 20.6, for they spill; 64 keys in split roles 6.94.
     (64, 64, BackwardConfig(
@@ -176,14 +176,13 @@ def backward_config_of(
     moved_bias: bool = False, own_bias: bool = False,
 ) -> BackwardConfig:  # fmt: skip
     """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
-    A bias is added after a soft cap and a function, so with their derivatives its gradient is not that of the
-    scores."""
+    The gradient of a bias, which is added last, is not that of the scores if these have derivatives."""
     derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
     blocks, left = spec.block_shape is not None, spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
     return choose_backward_config(
         head_dim, head_dim_v, derivatives, blocks, left, spec.scale, spec.deterministic, modified,
-        derivatives_apart(spec, learned_slopes), moved_bias, own_bias and not derivatives,
+        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives,
     )  # fmt: skip
 
 
@@ -192,10 +191,15 @@ def has_function_derivative(score_program: str | None) -> bool:
     return score_program is not None and not adds_to_score(score_program)
 
 
-def derivatives_apart(spec: AttentionSpec, learned_slopes: bool) -> bool:
-    """DERIVATIVES_APART of `backward_tiles.KernelConfig`."""
+def derivatives_apart_of(spec: AttentionSpec, learned_slopes: bool) -> bool:
+    """`derivatives_apart` of a call."""
     of_function = has_function_derivative(spec.score_program)
-    return (learned_slopes and (of_function or spec.softcap > 0)) or (spec.dropout_p > 0 and of_function)
+    return derivatives_apart(spec.softcap > 0, of_function, learned_slopes, spec.dropout_p > 0)
+
+
+def derivatives_apart(softcap: bool, of_function: bool, learned_slopes: bool, dropout: bool) -> bool:
+    """DERIVATIVES_APART of `backward_tiles.KernelConfig`. `of_function`: its FUNCTION_DERIVATIVE."""
+    return (learned_slopes and (softcap or of_function)) or (dropout and of_function)
 
 
 def backward_shared_memory(

@@ -26,11 +26,16 @@ from flashtile.ops.attention.hopper.tables import (
     table_of_head,
 )
 
-#: float16 weights below 2⁻¹⁴ lose bits, which a sum over all of them shows: for slopes they are handed on larger.
-_LARGER = gl.constexpr(2.0**14)
 
-#: So are weights times the derivatives of a score function, which may be small, but large too.
-_LARGER_WITH_DERIVATIVE = gl.constexpr(2.0**6)
+@gluon.constexpr_function
+def _enlargement(dtype, sums_slopes, config):
+    """The factor by which weights are handed on larger. In float16 they lose bits below 2⁻¹⁴, which a sum over all of
+    them shows, as that of slopes, and a small derivative of a score function. Derivatives may be large, too."""
+    if dtype != gl.float16:
+        return 1.0
+    if sums_slopes:
+        return 2.0**14
+    return 2.0**6 if config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART else 1.0
 
 
 @gluon.jit
@@ -156,16 +161,12 @@ def without_rows_past_end(p, first_query, work):
 def gradient_factors(p, inner, probs, problem, config):
     """The factors of `dpᵀ - delta` in 16 bits: `pᵀ`, or with a soft cap or a function `pᵀ · derivatives_of(inner)`. If
     DERIVATIVES_APART the second factor is no part of them. `probs`: the weights for dv, rounded."""
+    LARGER: gl.constexpr = _enlargement(probs.dtype, problem.slope_sums_ptr is not None, config)
     factors = probs
     if config.DERIVATIVES and not config.DERIVATIVES_APART:
-        products = p * derivatives_of(inner, config)
-        if config.FUNCTION_DERIVATIVE and probs.dtype == gl.float16:
-            products *= _LARGER_WITH_DERIVATIVE
-        factors = pack(products, probs.dtype)
-    elif problem.slope_sums_ptr is not None and probs.dtype == gl.float16:
-        factors = pack(p * _LARGER, probs.dtype)
-    elif problem.side.dropout_seed is not None:
-        factors = pack(p, probs.dtype)
+        factors = pack(p * derivatives_of(inner, config) * LARGER, probs.dtype)
+    elif LARGER > 1 or problem.side.dropout_seed is not None:
+        factors = pack(p * LARGER, probs.dtype)
     return factors
 
 
@@ -192,10 +193,7 @@ def signed_by_dropout(p, first_query, first_key, head, work, problem):
 def score_gradients(factors, dp, delta, dtype: gl.constexpr, problem, config):
     """`dsᵀ` from `dpᵀ` and the factors of `dpᵀ - delta`: weights, with a minus before those that dropout drops.
     `dtype`: in which the factors were handed on."""
-    if problem.slope_sums_ptr is not None and dtype == gl.float16:
-        factors *= 1.0 / _LARGER
-    elif config.FUNCTION_DERIVATIVE and not config.DERIVATIVES_APART and dtype == gl.float16:
-        factors *= 1.0 / _LARGER_WITH_DERIVATIVE
+    factors *= 1.0 / _enlargement(dtype, problem.slope_sums_ptr is not None, config)
     if problem.side.dropout_seed is not None:
         kept = gl.where(factors > 0.0, dp * problem.numbers.dropout.scale, 0.0)
         ds = gl.abs(factors) * (kept - delta[None, :])

@@ -52,10 +52,10 @@ class KernelConfig:
     STATISTICS_MULTIPLIED, SUMS_BY_TMA: as in `BackwardConfig`. TILE_Q, TILE_K: stored
     tiles of the block mask, or 0. KEY_LENGTHS: keys of a sequence may end before its tensors do. BIAS_COLUMN,
     MASK_COLUMN: strides of the tables' columns, 0 where these broadcast. SCORE_FUNCTION, SCORE_READS: the user's, which
-    returns its derivative too, and what it reads (`score_functions`); None without one. FUNCTION_DERIVATIVE: it returns
-    one, because it does more than add to the scores. DERIVATIVES: by products scores have others than the scale, those
-    of a soft cap or of a function. DERIVATIVES_APART: they are no part of the weights, because slopes that learn come
-    after them, or because the sign of the weights says what dropout drops, and a function's derivative has one too.
+    returns its derivative too, and what it reads (`score_functions`); None without one. FUNCTION_DERIVATIVE: that
+    derivative is not 1 everywhere, because the function does more than add to the scores. DERIVATIVES: a soft cap or a
+    function has derivatives. DERIVATIVES_APART: they are no part of the weights, because slopes that learn come after
+    them, or because the sign of the weights says what dropout drops, and a function's derivative has one too.
     """
 
     KEYS: gl.constexpr
@@ -109,8 +109,8 @@ class Loops(NamedTuple):
 
 
 class ScoreChange(NamedTuple):
-    """What a soft cap and a score function make of products. `captured`, `sizes`: addresses and sizes of the tensors
-    that the function reads, None without any. The others are constants, with the meanings of `KernelConfig`."""
+    """A score function, and whether it or a soft cap has derivatives. `captured`, `sizes`: addresses and sizes of the
+    tensors that the function reads, None without any. The others are constants, with the meanings of `KernelConfig`."""
 
     captured: Any
     sizes: Any

@@ -8,7 +8,7 @@ import torch
 
 from flashtile._backends.gluon import SUMS_PASS_LOOPS
 from flashtile._backends.launch import ABSENT, int32
-from flashtile.ops.attention.hopper.backward_configs import BackwardConfig
+from flashtile.ops.attention.hopper.backward_configs import BackwardConfig, derivatives_apart
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.parameters import NO_SIDE
 from flashtile.ops.attention.plans import band_hides_rows
@@ -35,7 +35,7 @@ class BackwardVariant(NamedTuple):
     """All that decides the machine code of the backward kernels; not lengths, batch or heads. `wide_strides`: the
     strides of dout pass 32 bits, so that the first kernel takes 66 registers instead of 62. `side`: without sinks,
     which only the first kernel reads (`sinks`). `bias_in_parts`: the gradient of a bias leaves its kernel in parts;
-    `bias_shared_by_heads`: it has one head for several. `function`: the `ScoreChange` of a score function alone.
+    `bias_shared_by_heads`: it has one head for several. `function`: its `ScoreChange` without the soft cap.
     `masks` and the fields after it: as in `backward_tiles.KernelConfig`."""
 
     dtype: torch.dtype
@@ -78,11 +78,10 @@ class BackwardVariant(NamedTuple):
 
     @property
     def score_change(self) -> ScoreChange:
-        """What the soft cap and the score function make of products."""
+        """The score function, and whether it or the soft cap has derivatives."""
         of_function = self.function.FUNCTION_DERIVATIVE
-        derivatives = self.softcap or of_function
-        apart = (derivatives and self.slope_sums) or (of_function and self.side.has("dropout_seed"))
-        return self.function._replace(DERIVATIVES=derivatives, DERIVATIVES_APART=apart)
+        apart = derivatives_apart(self.softcap, of_function, self.slope_sums, self.side.has("dropout_seed"))
+        return self.function._replace(DERIVATIVES=self.softcap or of_function, DERIVATIVES_APART=apart)
 
     @property
     def hides_or_drops(self) -> bool:

@@ -40,7 +40,7 @@ def _range_of(step: Step, known: Mapping[str, Range]) -> Range | None:
     given = [_range(argument, known) for argument in step.arguments]
     if step.operation in (CONSTANT, CAST):
         return given[0]
-    name = step.operation.split(".")[1]
+    name = step.name
     if name == "where":
         given = given[1:]
     if step.keywords or None in given:

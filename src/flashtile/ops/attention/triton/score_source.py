@@ -197,9 +197,9 @@ def reads_by_key(text: str) -> bool:
 #: Steps of a score function up to which its intermediate values take few registers. ALiBi has four.
 _FEW_STEPS = 4
 
-#: Operations that are many steps. `score * sin(0.1 * score)` has three without this: 8,192 tokens, causal, 16 heads of
-#: 64 and of 128, took 1.79 and 2.00 ms in the Hopper forward on an H100, and take 1.08 and 1.28; portable 1.30 and 1.36
-#: before, 1.29 and 1.44 now, backward 3.29 and 6.68, now 3.39 and 5.89.
+#: Operations that count as several steps. `score * sin(0.1 * score)` would have three. Milliseconds with that and with
+#: this count (H100, 8,192 tokens, causal, 16 heads of 64 and of 128): Hopper forward 1.79 and 2.00, now 1.08 and 1.28;
+#: portable forward 1.30 and 1.36, now 1.29 and 1.44; portable backward 3.29 and 6.68, now 3.39 and 5.89.
 _MANY_STEPS = {"sin": 5, "cos": 5, "erf": 5}
 
 
@@ -215,9 +215,11 @@ def tile_steps(text: str) -> int:
     program = parse(text)
     writer = ScoreWriter(program)
     inputs = [writer.inputs_of(f"%{number}") for number in range(len(program.steps))]
-    of_scores = [_SCORE in each or {_Q_INDEX, _K_INDEX} <= each for each in inputs]
-    names = [step.operation.split(".")[1] if "." in step.operation else "" for step in program.steps]
-    return sum(_MANY_STEPS.get(name, 1) for name, counts in zip(names, of_scores) if counts)
+    return sum(
+        _MANY_STEPS.get(step.name, 1)
+        for step, each in zip(program.steps, inputs)
+        if _SCORE in each or {_Q_INDEX, _K_INDEX} <= each
+    )
 
 
 def _source(name: str, arguments: str, lines: Sequence[str]) -> str:

@@ -145,9 +145,8 @@ class ScoreWriter:
         neither."""
         if {_Q_INDEX, _K_INDEX} <= self.inputs_of(value):
             step = self.program.steps[int(value[1:])]
-            name = step.operation.split(".")[-2] if "." in step.operation else ""
             other = "-" if sign == "+" else "+"
-            signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(name)
+            signs = {"add": (sign, sign), "sub": (sign, other), "rsub": (other, sign)}.get(step.name)
             if signs is not None and len(step.arguments) == 2 and not step.keywords:
                 return [
                     each
@@ -199,7 +198,7 @@ class ScoreWriter:
             return f"constant({_literal(step.arguments[0])}, {_TYPES[step.dtype]})"
         if step.operation == CAST:
             return self._cast(step.arguments[0], step.dtype)
-        name = step.operation.split(".")[1]
+        name = step.name
         computed = "float32" if step.dtype in ("float16", "bfloat16") else step.dtype
         expression = self._computed(name, step, computed)
         if expression is None:
