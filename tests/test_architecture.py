@@ -188,9 +188,13 @@ def _forbidden(module: list[str], name: list[str]) -> str:
     if package == "ops":
         if target == "_backends":
             part = module[3] if len(module) > 3 else ""
-            own = {"backend", "explain", "select", "plans", "side_parameters", "triton", "hopper", "split"}
+            own = {"backend", "calls", "explain", "select", "plans", "side_parameters", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
-            return "" if part in allowed else "only kernels, plans, backends, select and explain need it"
+            return (
+                ""
+                if part in allowed
+                else "only kernels, plans, and what chooses, runs or explains calls need it"
+            )
         if target != "ops":
             return "operations import operations only"
         return _forbidden_within_operation(module, name)

@@ -7,13 +7,15 @@ form, the backend and its plan. So the host's time of a call like it is that of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from flashtile._backends import together
 from flashtile.ops.attention import checks, select
 from flashtile.ops.attention.spec import (
     FP8,
@@ -22,6 +24,7 @@ from flashtile.ops.attention.spec import (
     Gradients,
     SideInputs,
     Wanted,
+    out_dtype,
     plain_side,
 )
 from flashtile.ops.common import dispatch, watch
@@ -42,14 +45,55 @@ Kept = TypeVar("Kept")
 
 
 def serve_forward(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, plain: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    side: SideInputs,
+    spec: AttentionSpec,
+    backend: str,
+    plain: bool,
+    recorded: bool = False,
 ) -> Results:
-    """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v."""
+    """Runs the forward of the backend that serves the call. `plain`: there is no tensor beside q, k and v. `recorded`:
+    by autograd, so a backward follows."""
     if not plain:
         checks.check_values(side, q.shape[0], k.shape[0])
     q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     implementation = select.implementation("forward", q, k, v, side, spec, backend)
-    return implementation.forward(q, k, v, side if plain else readable_side(side), spec)
+    wanted = wanted_of(side) if recorded else NOTHING_WANTED
+    side = side if plain else readable_side(side)
+    if not recorded:
+        return implementation.forward(q, k, v, side, spec)
+    with together.Soon(functools.partial(_backward_plans, q, k, v, side, spec, backend, wanted)):
+        return implementation.forward(q, k, v, side, spec)
+
+
+def _backward_plans(
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, wanted: Wanted
+) -> Sequence[Any]:
+    """The launches of the backward that follows a forward, where out has a gradient that is contiguous, and lse none;
+    none where no backend serves it or has such."""
+    spec = spec._replace(returns_max_scores=False)
+    try:
+        module = select.implementation(
+            "backward", q, k, v, side, spec, backend, wanted.alibi_slopes, any(wanted.captured)
+        )
+    except ValueError:  # the backward will say so
+        return ()
+    plans = _preparing(module, "backward_plans")
+    dout = torch.empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype(q.dtype), device="meta")
+    return () if plans is None else plans(dout, q, k, v, side, spec, wanted)
+
+
+def wanted_of(side: SideInputs) -> Wanted:
+    """Which of the side inputs require gradients."""
+    bias, alibi_slopes, sinks = side.bias, side.alibi_slopes, side.sinks
+    return Wanted(
+        bias is not None and bias.requires_grad,
+        alibi_slopes is not None and alibi_slopes.requires_grad,
+        sinks is not None and sinks.requires_grad,
+        tuple(tensor.requires_grad for tensor in side.captured),
+    )
 
 
 def serve_backward(
@@ -158,14 +202,16 @@ class PlainCall:
     Attributes:
         scalars: what the backward that autograd records reads of it.
         forward: from q, k and v to (out, lse).
+        recorded_forward: the same where autograd records it, so that a backward follows.
     """
 
-    __slots__ = ("_backwards", "backend", "forward", "scalars", "side", "spec")
+    __slots__ = ("_backwards", "backend", "forward", "recorded_forward", "scalars", "side", "spec")
 
     def __init__(self, side: SideInputs, spec: AttentionSpec, backend: str) -> None:
         self.side, self.spec, self.backend = side, spec, backend
         self.scalars = (side.max_seqlen_q, side.max_seqlen_k), spec, backend, 1
         self.forward = self._first_forward
+        self.recorded_forward = self._first_recorded_forward
         self._backwards: tuple[list, list] = [], []
 
     def backward(self, dout: Tensor, dlse: Tensor | None, *saved: Tensor) -> Results | None:
@@ -189,6 +235,14 @@ class PlainCall:
             return self._general_forward(q, k, v)
         self.forward = self._forward_like(q, k, v)
         return self.forward(q, k, v)
+
+    def _first_recorded_forward(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
+        arguments = q, k, v, self.side, self.spec, self.backend, NOTHING_WANTED
+        with together.Soon(functools.partial(_backward_plans, *arguments)):
+            results = self.forward(q, k, v)
+        if self.forward != self._first_forward:
+            self.recorded_forward = self.forward
+        return results
 
     def _general_forward(self, q: Tensor, k: Tensor, v: Tensor) -> Results:
         return serve_forward(q, k, v, self.side, self.spec, self.backend, plain=True)

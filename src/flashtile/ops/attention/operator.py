@@ -26,7 +26,7 @@ from flashtile.ops.attention.arguments import (
     unflatten,
     unflatten_backward,
 )
-from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward
+from flashtile.ops.attention.calls import PlainCall, serve_backward, serve_forward, wanted_of
 from flashtile.ops.attention.spec import (
     NOTHING_WANTED,
     AttentionSpec,
@@ -70,7 +70,7 @@ def run_attention(
     if dispatch.transformed():
         return _asked_for(_TransformedAttention.apply(q, k, v, *flat(side, spec, backend)), spec)
     if torch.is_grad_enabled():
-        learned = any(_wanted(side))
+        learned = any(wanted_of(side).flags)
         if learned or q.requires_grad or k.requires_grad or v.requires_grad:
             if torch.compiler.is_compiling():
                 q, k, v, side = _distinct(q, k, v, side)
@@ -89,28 +89,17 @@ def run_plain(q: Tensor, k: Tensor, v: Tensor, call: PlainCall, return_lse: bool
     return (out, lse) if return_lse else out
 
 
-def _wanted(side: SideInputs) -> tuple[bool, ...]:
-    """Which of the side inputs want a gradient."""
-    bias, _, alibi_slopes, sinks = side[6:10]
-    return (
-        bias is not None and bias.requires_grad,
-        alibi_slopes is not None and alibi_slopes.requires_grad,
-        sinks is not None and sinks.requires_grad,
-        *(tensor.requires_grad for tensor in side.captured),
-    )
-
-
 def _asked_for(results: tuple[Tensor, ...], spec: AttentionSpec) -> tuple[Tensor, ...]:
     """The results of the operator, which always has three, without the third if it was not asked for."""
     return results if spec.returns_max_scores else results[:2]
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str
+    q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, backend: str, recorded: bool = False
 ) -> tuple[Tensor, ...]:
     plain = plain_side(side)
     if dispatch.unobserved(q, k, v) if plain else dispatch.unobserved(q, k, v, *side_tensors(side)):
-        return serve_forward(q, k, v, side, spec, backend, plain)
+        return serve_forward(q, k, v, side, spec, backend, plain, recorded)
     return _asked_for(_forward_op(q, k, v, *side, *spec, backend), spec)
 
 
@@ -168,7 +157,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *rest):
         side, spec, backend = unflatten(rest)
-        results = _run_forward(q, k, v, side, spec, backend)
+        results = _run_forward(q, k, v, side, spec, backend, recorded=True)
         _save(ctx, q, k, v, results, side, spec, backend, len(rest))
         return results
 
@@ -219,7 +208,7 @@ class _PlainAttention(_Attention):
 
     @staticmethod
     def forward(ctx, q, k, v, call):
-        out, lse = call.forward(q, k, v)
+        out, lse = call.recorded_forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         ctx.scalars = call.scalars

@@ -67,6 +67,7 @@ from flashtile.ops.attention.plans import (
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
+from flashtile.ops.attention.triton.plan import plan_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 
 
@@ -181,6 +182,19 @@ def prepare_backward(
     plan = _plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
 
     return lambda *addresses: _launch(plan, *addresses)[:3]
+
+
+def backward_plans(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> tuple[Plan, ...]:
+    """The launches of `backward` without dlse; `dout` needs no memory."""
+    if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
+        return ()
+    plan = _plan_for(dout, False, q, k, v, side, spec, may_hide_rows(q, k, side, spec), wanted)
+    of_bias = None
+    if wanted.bias and plan.stored_bias is None:
+        of_bias = plan_for("dbias", q, k, v, dout, side, spec) if plan.bias is None else plan.bias
+    return tuple(each for each in (plan.main, plan.begin, plan.end, of_bias and of_bias.kernel) if each is not None)
 
 
 def _plan_for(

@@ -25,7 +25,7 @@ from flashtile._backends.tma import (
     packed_layout,
     strided_layout,
 )
-from flashtile.ops.attention.hopper.backward_launch import backward, prepare_backward
+from flashtile.ops.attention.hopper.backward_launch import backward, backward_plans, prepare_backward
 from flashtile.ops.attention.hopper.bounds import bounded_layout, by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import (
     CONSUMER_ROWS,
@@ -52,7 +52,7 @@ from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
 from flashtile.ops.attention.triton.score_functions import captured_parameters, score_bounds
 from flashtile.ops.common.checks import check_programs
 
-__all__ = ["backward", "forward", "prepare_backward", "prepare_forward"]
+__all__ = ["backward", "backward_plans", "forward", "prepare_backward", "prepare_forward"]
 
 #: From so many keys on programs take even tiles as they come too. A multiprocessor may be held by a kernel of another
 #: stream, such as a transfer: the program that waits for it starts late, and nobody else would take its share.

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flashtile._backends.allocate import allocator, empty
 from flashtile._backends.devices import interpreting
-from flashtile._backends.launch import pointer
+from flashtile._backends.launch import Plan, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
@@ -111,6 +112,20 @@ def prepare_backward(
         return dq, *_whole_heads(dk, dv, shares)
 
     return run if queries.kernel.programs and (keys is None or keys.kernel.programs) else None
+
+
+def backward_plans(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec, wanted: Wanted
+) -> tuple[Plan, ...]:
+    """The launches of `backward` without dlse; `dout` needs no memory."""
+    if spec.scale <= 0:
+        return ()
+    hides_rows = may_hide_rows(q, k, side, spec)
+    summed = wanted.captured if any(wanted.captured) else ()
+    queries = plan_for("dq", q, k, v, dout, side, spec, False, wanted.alibi_slopes, hides_rows, summed)
+    others: list[Kernel] = [] if queries.sums_keys else ["dkdv"]
+    others += ["dbias"] if wanted.bias else []
+    return queries.kernel, *(plan_for(kernel, q, k, v, dout, side, spec).kernel for kernel in others)
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:

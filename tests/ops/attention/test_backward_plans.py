@@ -1,0 +1,136 @@
+"""The kernels of a backward are known at its forward, where they are compiled together, without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashtile
+from flashtile._backends import devices, together
+
+if devices.triton_missing():
+    pytest.skip(devices.triton_missing(), allow_module_level=True)
+if devices.interpreting():
+    pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
+
+from flashtile._backends import launch as backend_launch
+from flashtile.ops.attention import calls
+from flashtile.ops.attention.hopper import backward_launch
+from flashtile.ops.attention.hopper import launch as hopper
+from flashtile.ops.attention.score_tracing import trace_score_mod
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs
+from flashtile.ops.attention.triton import launch as triton
+
+_Q = torch.zeros(2, 200, 4, 64, dtype=torch.bfloat16)
+_K = torch.zeros(2, 150, 2, 64, dtype=torch.bfloat16)
+_SHORT = torch.zeros(2, 40, 4, 64, dtype=torch.bfloat16)
+_CAUSAL = AttentionSpec(0.125, None, 0)
+_BIAS = torch.zeros(1, 4, 200, 152, dtype=torch.bfloat16)[..., :150].requires_grad_()
+_TABLE = torch.zeros(4, requires_grad=True)
+_CUMULATIVE = torch.tensor([0, 70, 200], dtype=torch.int32)
+
+
+def _side(q: Tensor, k: Tensor, **given: Any) -> SideInputs:
+    return SideInputs(max_seqlen_q=q.shape[-3], max_seqlen_k=k.shape[-3], **given)
+
+
+def _function(captured: bool) -> tuple[AttentionSpec, tuple[Tensor, ...]]:
+    function = trace_score_mod(lambda score, b, h, i, j: score * 2 + _TABLE[h] if captured else score.tanh())
+    return _CAUSAL._replace(score_program=function.program), function.captured
+
+
+_CASES = {
+    "plain": (_Q, _K, _side(_Q, _K), AttentionSpec(0.125)),
+    "causal": (_Q, _K, _side(_Q, _K), _CAUSAL),
+    "in order": (_Q, _K, _side(_Q, _K), _CAUSAL._replace(deterministic=True)),
+    "packed": (_Q[0], _Q[0], _side(_Q[0], _Q[0], cu_seqlens_q=_CUMULATIVE, cu_seqlens_k=_CUMULATIVE), _CAUSAL),
+    "one tile": (_SHORT, _SHORT, _side(_SHORT, _SHORT), AttentionSpec(0.125)),
+    "learned bias": (_Q, _K, _side(_Q, _K, bias=_BIAS), AttentionSpec(0.125)),
+    "learned slopes": (_Q, _K, _side(_Q, _K, alibi_slopes=_TABLE), _CAUSAL),
+    "sinks": (_Q, _K, _side(_Q, _K, sinks=_TABLE), _CAUSAL),
+    "function": (_Q, _K, _side(_Q, _K), _function(False)[0]),
+    "learned table": (_Q, _K, _side(_Q, _K, captured=(_TABLE,)), _function(True)[0]),
+}
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Sources of the kernels that are launched."""
+    found: list[Any] = []
+
+    def make_launch(source: Any, *_: Any) -> Callable[..., None]:
+        found.append(source)
+        return lambda *given: None
+
+    monkeypatch.setattr(backend_launch, "make_launch", make_launch)
+    monkeypatch.setattr(backend_launch, "_compile_with_others", lambda plan: None)
+    for module in (hopper, backward_launch):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
+    monkeypatch.setattr("flashtile._backends.tma._described", lambda *given: (0,))
+    backend_launch.clear_plans()
+    yield found
+    backend_launch.clear_plans()
+
+
+@pytest.mark.parametrize("module", [triton, hopper], ids=["triton", "hopper"])
+@pytest.mark.parametrize("case", _CASES)
+def test_the_plans_of_a_backward_are_those_that_it_launches(case: str, module: Any, launched: list[Any]) -> None:
+    q, k, side, spec = _CASES[case]
+    if case == "learned table" and module is hopper:
+        return  # the portable kernels serve it
+    wanted, dout = calls.wanted_of(side), torch.zeros_like(q)
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    with torch.no_grad():
+        module.backward(dout, None, q, k, k, torch.zeros_like(q), lse, side, spec, wanted)
+    expected = module.backward_plans(dout.to("meta"), q, k, k, side, spec, wanted)
+    assert len(launched) == len(expected) > 0
+    assert all(plan.source in launched for plan in expected)
+
+
+def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch sees them while the forward runs, and only where autograd records it."""
+    seen: list[int] = []
+
+    class Module:
+        """A backend that launches nothing."""
+
+        backward_plans = staticmethod(lambda dout, q, *_: [tuple(dout.shape), q])
+
+        @staticmethod
+        def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+            seen.append(len(together.launched_soon()))
+            return torch.zeros_like(q), torch.zeros(q.shape[0], q.shape[2], q.shape[1])
+
+    monkeypatch.setattr(calls.select, "implementation", lambda *_: Module)
+    calls.forget_calls()
+    q, k, v = (torch.zeros(1, 8, 2, 16) for _ in range(3))
+    for arguments in ({}, {"alibi_slopes": torch.zeros(2)}):
+        for recorded in (False, True, True):
+            flashtile.attention(q.clone().requires_grad_(recorded), k, v, **arguments)
+    calls.forget_calls()
+    # Of plain calls the first one alone says so; those after it have been compiled.
+    assert seen == [0, 2, 0, 0, 2, 2] and together.launched_soon() == ()
+
+
+def test_kernels_are_compiled_at_the_same_time() -> None:
+    meeting = threading.Barrier(3, timeout=30)
+
+    def compiled(name: str) -> str:
+        meeting.wait()
+        return name
+
+    def fails() -> None:
+        meeting.wait()
+        raise RuntimeError("does not compile")
+
+    together.compile_all({"one": lambda: compiled("one"), "two": lambda: compiled("two"), "three": fails})
+    # Whoever launches what does not compile tries again; so does whoever compiles a single one.
+    assert [together.take(name) for name in ("one", "two", "three", "one")] == ["one", "two", None, None]
+    together.compile_all({"alone": lambda: compiled("alone")})
+    assert together.take("alone") is None
