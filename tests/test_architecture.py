@@ -40,16 +40,18 @@ WITHIN_OPERATION = {
         "operator",
         "options",
         "philox",
+        "score_arguments",
         "score_program",
-        "score_tracing",
         "select",
         "spec",
     },
+    "score_arguments": {"score_parts", "score_program", "score_tracing", "spec"},
+    "score_parts": {"score_program"},
     "options": {"block_mask", "score_program"},
     "checks": {"block_mask", "spec"},
     "sdpa": {"api", "spec"},
     "flex": {"api", "block_mask", "options"},
-    "explain": {"api", "backend", "checks", "options", "partial", "select", "spec"},
+    "explain": {"api", "backend", "checks", "options", "partial", "score_arguments", "select", "spec"},
     "backend": {"spec"},
     "partial": {
         "api",
@@ -58,6 +60,7 @@ WITHIN_OPERATION = {
         "mask_parts",
         "operator",
         "options",
+        "score_arguments",
         "score_program",
         "score_tracing",
         "spec",
@@ -190,11 +193,7 @@ def _forbidden(module: list[str], name: list[str]) -> str:
             part = module[3] if len(module) > 3 else ""
             own = {"backend", "calls", "explain", "select", "plans", "side_parameters", "triton", "hopper", "split"}
             allowed = COMMON_ON_BACKENDS if module[2] == COMMON else own
-            return (
-                ""
-                if part in allowed
-                else "only kernels, plans, and what chooses, runs or explains calls need it"
-            )
+            return "" if part in allowed else "only kernels, plans, and what chooses, runs or explains calls need it"
         if target != "ops":
             return "operations import operations only"
         return _forbidden_within_operation(module, name)

@@ -261,7 +261,7 @@ class Plan:
 
     def _first_launch(self, *given: Any) -> None:
         if not interpreting():
-            _compile_with_others(self)
+            _load_with_others(self)
         self.launch = make_launch(self.source, self.programs, self.scalars, self.device)
         self.launch(*given)
 
@@ -417,29 +417,25 @@ def _present_types(source: KernelSource) -> list[str]:
 _LOADED: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
 
-def _kernel_key(source: KernelSource, device: torch.device) -> tuple[Any, ...]:
+def _load_with_others(plan: Plan) -> None:
+    """Compiles and loads the kernel of a plan together with those of the plans that will be launched soon."""
+    if _key(plan.source, plan.device) not in _LOADED:
+        plans = [each for each in (plan, *together.launched_soon()) if each.programs]
+        new = {_key(each.source, each.device): each for each in plans}
+        together.run([functools.partial(_loaded, each.source, each.device) for each in new.values()])
+
+
+def _key(source: KernelSource, device: torch.device) -> tuple[Any, ...]:
     return (*source._replace(constants=tuple(source.constants.items())), device)  # type: ignore[arg-type]
 
 
-def _compile_with_others(plan: Plan) -> None:
-    """Compiles the kernel of a plan together with those of the plans that will be launched soon."""
-    if _kernel_key(plan.source, plan.device) in _LOADED:
-        return
-    plans = {_kernel_key(each.source, each.device): each for each in (plan, *together.launched_soon())}
-    new = {key: each for key, each in plans.items() if each.programs and key not in _LOADED}
-    together.compile_all(
-        {key: functools.partial(compile_kernel, of.source, device_facts(of.device)) for key, of in new.items()}
-    )
-
-
 def _loaded(source: KernelSource, device: torch.device) -> tuple[Callable[..., None], tuple[Any, ...]]:
-    key = _kernel_key(source, device)
+    key = _key(source, device)
     found = _LOADED.get(key)
     if found is None:
         observe.log_kernel(source, device)
         with torch.cuda.device(device):
-            compiled = together.take(key) or compile_kernel(source, device_facts(device))
-            found = _LOADED[key] = _entry(compiled, source)
+            found = _LOADED[key] = _entry(compile_kernel(source, device_facts(device)), source)
     return found
 
 

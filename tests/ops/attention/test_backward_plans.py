@@ -18,6 +18,9 @@ if devices.triton_missing():
 if devices.interpreting():
     pytest.skip("launches take addresses: needs TRITON_INTERPRET unset", allow_module_level=True)
 
+from triton import jit
+from triton import language as tl
+
 from flashtile._backends import launch as backend_launch
 from flashtile.ops.attention import calls
 from flashtile.ops.attention.hopper import backward_launch
@@ -68,7 +71,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return lambda *given: None
 
     monkeypatch.setattr(backend_launch, "make_launch", make_launch)
-    monkeypatch.setattr(backend_launch, "_compile_with_others", lambda plan: None)
+    monkeypatch.setattr(backend_launch, "_load_with_others", lambda plan: None)
     for module in (hopper, backward_launch):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setattr("flashtile._backends.tma._encoded", lambda *given: (0,))
@@ -118,19 +121,35 @@ def test_a_recorded_forward_says_which_launches_follow(monkeypatch: pytest.Monke
     assert seen == [0, 2, 0, 0, 2, 2] and together.launched_soon() == ()
 
 
-def test_kernels_are_compiled_at_the_same_time() -> None:
-    meeting = threading.Barrier(3, timeout=30)
+def test_kernels_are_loaded_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the one that is launched; what does not compile raises at its own launch."""
+    meeting, device = threading.Barrier(3, timeout=30), torch.device("cpu")
+    plans = {name: backend_launch.Plan(_source(name), 1, (), device) for name in ("first", "second", "broken")}
+    loaded: dict[Any, str] = {}
 
-    def compiled(name: str) -> str:
-        meeting.wait()
-        return name
+    def load(source: Any, device: torch.device) -> tuple[Callable[..., None], tuple]:
+        name = source.constants["NAME"]
+        if threading.current_thread() is not threading.main_thread():
+            meeting.wait()
+        if name == "broken":
+            raise RuntimeError("does not compile")
+        loaded[backend_launch._key(source, device)] = name
+        return lambda *given: None, ()
 
-    def fails() -> None:
-        meeting.wait()
-        raise RuntimeError("does not compile")
+    monkeypatch.setattr(backend_launch, "_LOADED", loaded)
+    monkeypatch.setattr(backend_launch, "_loaded", load)
+    with together.Soon(lambda: list(plans.values())):
+        backend_launch._load_with_others(plans["first"])
+        assert sorted(loaded.values()) == ["first", "second"]
+        backend_launch._load_with_others(plans["second"])  # is there already, so nobody meets
+    with pytest.raises(RuntimeError, match="does not compile"):
+        plans["broken"].launch()
 
-    together.compile_all({"one": lambda: compiled("one"), "two": lambda: compiled("two"), "three": fails})
-    # Whoever launches what does not compile tries again; so does whoever compiles a single one.
-    assert [together.take(name) for name in ("one", "two", "three", "one")] == ["one", "two", None, None]
-    together.compile_all({"alone": lambda: compiled("alone")})
-    assert together.take("alone") is None
+
+def _source(name: str) -> Any:
+    return backend_launch.KernelSource(_kernel, (), (), {"NAME": name}, 4)
+
+
+@jit
+def _kernel(NAME: tl.constexpr) -> None:
+    """Does nothing."""

@@ -168,6 +168,11 @@ def _capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor
     return 2 * torch.tanh(score / 2)
 
 
+def _rounded(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """No argument says the same."""
+    return torch.sin(score)
+
+
 def _causal(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.where(q >= k, score, -float("inf"))
 
@@ -229,7 +234,7 @@ def test_under_checkpointing_and_torch_func() -> None:
     by_func = torch.func.grad(lambda *given: _learned(*given)[0].sum(), argnums=tuple(range(5)))
     assert_same(by_func(*(tensor.detach() for tensor in inputs)), expected)
     with pytest.raises(NotImplementedError, match="score_mod"):
-        torch.func.vmap(lambda q: flashtile.attention(q, q, q, score_mod=_capped))(normal(3, 1, 4, 2, 3))
+        torch.func.vmap(lambda q: flashtile.attention(q, q, q, score_mod=_rounded))(normal(3, 1, 4, 2, 3))
 
 
 def test_gradients_in_the_dtype_of_the_tensor_and_zero_without_influence() -> None:
@@ -413,7 +418,7 @@ def test_other_functions_do_not_take_one() -> None:
 @pytest.mark.skipif(bool(devices.triton_missing()) or devices.interpreting(), reason="asks about a GPU: needs Triton")
 def test_explain_says_which_kernels_a_function_gets() -> None:
     q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
-    answer = flashtile.explain(q, q, q, score_mod=_capped, device="sm_90")
+    answer = flashtile.explain(q, q, q, score_mod=_rounded, device="sm_90")
     assert [(kernel.name, kernel.backend) for kernel in answer.kernels] == [
         ("forward", "hopper"), ("backward", "hopper"),
     ]  # fmt: skip
@@ -422,10 +427,10 @@ def test_explain_says_which_kernels_a_function_gets() -> None:
 
 def test_several_gradients_in_one() -> None:
     q, table = leaf(1, 4, 2, 3), leaf(4)
-    out = flashtile.attention(q, q, q, score_mod=_capped)
+    out = flashtile.attention(q, q, q, score_mod=_rounded)
     upstream = normal(3, *out.shape)
     together = torch.autograd.grad(out, q, upstream, is_grads_batched=True, retain_graph=True)[0]
     assert_same(together, torch.stack([torch.autograd.grad(out, q, one, retain_graph=True)[0] for one in upstream]))
-    out = flashtile.attention(q, q, q, score_mod=lambda s, b, h, q, k: s + table[k])
+    out = flashtile.attention(q, q, q, score_mod=lambda s, b, h, q, k: s * table[k])
     with pytest.raises(NotImplementedError, match="is_grads_batched"):
         torch.autograd.grad(out, q, upstream, is_grads_batched=True)

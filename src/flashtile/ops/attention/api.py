@@ -13,8 +13,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.operator import run_attention, run_plain, run_unrecorded
 from flashtile.ops.attention.options import Align, DenseOptions, ScoreMod, VarlenOptions, Window
 from flashtile.ops.attention.philox import draw_dropout_seed
-from flashtile.ops.attention.score_program import UNCHANGED
-from flashtile.ops.attention.score_tracing import resolve_score_mod
+from flashtile.ops.attention.score_arguments import add_score_mod
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs
 from flashtile.ops.common.other_names import refuse_other_names
 
@@ -459,16 +458,6 @@ def add_block_mask(
     batch, heads = block_mask.shape[:2]
     side = side._replace(block_lists=block_mask.lists, block_patterns=block_mask.tile_masks)
     return side, spec._replace(block_shape=(batch, heads, *block_mask.tile))
-
-
-def add_score_mod(
-    side: SideInputs, spec: AttentionSpec, q: Tensor, score_mod: ScoreMod
-) -> tuple[SideInputs, AttentionSpec]:
-    """Side inputs and spec of a call with a score function."""
-    function = resolve_score_mod(score_mod, q)
-    if function.program == UNCHANGED:
-        return side, spec
-    return side._replace(captured=function.captured), spec._replace(score_program=function.program)
 
 
 def resolve_dropout(dropout_p: float, dropout_seed: Tensor | None, device: torch.device) -> tuple[float, Tensor | None]:

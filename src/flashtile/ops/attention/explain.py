@@ -17,7 +17,6 @@ from flashtile.ops.attention.api import (
     add_block_mask,
     add_descales,
     add_score_inputs,
-    add_score_mod,
     build_spec,
     checked_qkv,
     lengths_of,
@@ -25,6 +24,7 @@ from flashtile.ops.attention.api import (
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
+from flashtile.ops.attention.score_arguments import add_score_mod
 from flashtile.ops.attention.select import BACKENDS
 from flashtile.ops.attention.spec import FP8, table_of
 
@@ -143,7 +143,7 @@ def explain(
         given.key_lengths is not None,
         table_of(side.bias),
         given.mask is not None,
-        learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
+        learned_slopes=side.alibi_slopes is not None and side.alibi_slopes.requires_grad,
         spec=spec,
         side=side,
         learned_captured=any(tensor.requires_grad for tensor in side.captured),

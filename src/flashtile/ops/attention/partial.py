@@ -20,7 +20,6 @@ from flashtile.ops.attention.api import (
     PACKED_LAYOUT,
     add_block_mask,
     add_score_inputs,
-    add_score_mod,
     build_spec,
     resolve_dropout,
 )
@@ -28,6 +27,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
 from flashtile.ops.attention.options import BackwardOptions, PartOptions, Taken, names_of, take, with_options
+from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
 from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideInputs, Wanted
@@ -252,7 +252,7 @@ def _described(
         side, spec = add_block_mask(side, spec, q, mask)
     if given.score_mod is not None:
         function = resolve_score_mod(given.score_mod, q)
-        side, spec = add_score_mod(side, spec, q, function if part is None else _placed(function, part, q.device))
+        side, spec = add_program(side, spec, function if part is None else _placed(function, part, q.device))
     return side, spec
 
 
