@@ -18,7 +18,9 @@ import torch
 from benchmarks.bert.problem import IMPLEMENTATIONS, MODELS, BertProblem, make_case, select
 from benchmarks.evidence.measure import Recorder, command_of
 from benchmarks.evidence.text import load_text
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.runner import run_case, side_stream
+from flashtile.bench.training.cases import check_dropout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,9 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = command_of("benchmarks.bert", arguments)
     recorder = Recorder(device, command, given.output)
     try:
+        check_dropout(given.dropout)
         text = load_text(given.data)
         for size in given.batch:
-            case, batch = make_case(given.model, size, given.context, dtype, text)
+            case, batch = make_case(given.model, size, given.context, dtype, text, dropout_p=given.dropout)
             print(
                 f"{case.name}: {sum(case.lengths)} tokens, {sum(case.lengths) / size / given.context:.0%} of the batch"
             )
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in found:
                 speed = row.get("why") or f"{row['ms']:.1f} ms, {row['tokens_per_s']:.0f} tokens/s"
                 print(f"  {row['impl']:20} {speed}", flush=True)
-    except ValueError as error:
+    except (ChoiceError, ValueError) as error:
         print(f"python -m benchmarks.bert: {error}", file=sys.stderr)
         return 2
     return 0
@@ -58,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--impl", nargs="+", choices=list(IMPLEMENTATIONS), default=[], help="default: all")
     add("--batch", type=int, nargs="+", default=[16, 64], help="sequences in a step; several are several cases")
     add("--context", type=int, default=512, help="tokens to which a batch is padded")
+    add("--dropout", type=float, default=0.0, help="probability of each of BERT's dropouts")
     add("--seconds", type=float, default=2.0, help="for the samples of each implementation")
     add("--data", type=Path, help="file or folder of text; default: Python's standard library")
     add("--device", choices=("cpu", "cuda"), help="default: a GPU where there is one")

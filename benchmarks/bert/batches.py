@@ -45,6 +45,10 @@ class Batch(NamedTuple):
         rows = torch.stack((lengths.argmin(), lengths.argmax()))
         return Batch(*(tensor[rows, : int(lengths.max())] for tensor in self))
 
+    def parts(self, size: int) -> list[Batch]:
+        """Batches of so many of the sequences, one after another."""
+        return [Batch(*tensors) for tensors in zip(*(tensor.split(size) for tensor in self), strict=True)]
+
     def to(self, device: torch.device) -> Batch:
         return Batch(*(tensor.to(device) for tensor in self))
 

@@ -1,17 +1,20 @@
 """BERT's masked-LM step as the runner of `flashtile.bench` asks for it: ours on packed sequences beside transformers'.
 
-All implementations begin with the same weights, take the same padded batch, and have no dropout, so that they do the
-same. The losses of every token of the shortest and the longest sequence, at first and after two steps on these, must be
-those of transformers' eager model in float64. What rounding may do to them, its eager model under autocast says. There
-PyTorch's norms give float32 and ours bfloat16, so ours is held to an eager model whose norms give bfloat16 as well.
+All implementations begin with the same weights and take the same padded batch. The losses of every token of the shortest
+and the longest sequence, at first and after two steps on these, must be those of transformers' eager model in float64.
+What rounding may do to them, its eager model under autocast says. There PyTorch's norms give float32 and ours bfloat16,
+so ours is held to an eager model whose norms give bfloat16 as well.
+
+With dropout this check is made without it. Then the weights are set back, and what training with dropout does to the
+whole batch is compared with transformers' eager model in `flashtile.bench.training.dropout`.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,12 +24,15 @@ from torch import Tensor, nn
 from benchmarks.bert.batches import IGNORED, Batch, make_batch
 from benchmarks.evidence.text import Text
 from flashtile.bench.memory import step_facts
+from flashtile.bench.training import dropout
 from flashtile.bench.training.problem import judge_losses, peak_tflops
 from flashtile.bench.verify import Verdict
 from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
 
 PHASE = "fwd+bwd+step"
 _CHECKED_STEPS = 2
+#: Sequences that the eager model takes at once where it trains with dropout: it keeps S×S matrices of each head.
+_EAGER_BATCH = 16
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
 
 #: Layers, heads, width, vocabulary.
@@ -46,19 +52,25 @@ class BertCase:
     S: int
     dtype: str
     lengths: tuple[int, ...] = ()
+    dropout_p: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"{self.model}-b{self.B}-s{self.S}-{self.dtype}"
+        dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
+        return f"{self.model}-b{self.B}-s{self.S}{dropout}-{self.dtype}"
 
     @property
     def config(self) -> BertConfig:
         layers, heads, width, vocabulary = MODELS[self.model]
-        return BertConfig(self.S, layers, heads, width, vocabulary, dropout=0.0, attention_dropout=0.0)
+        return BertConfig(
+            self.S, layers, heads, width, vocabulary, dropout=self.dropout_p, attention_dropout=self.dropout_p
+        )
 
     def record(self) -> dict[str, Any]:
-        """The `case` object of a record; `lengths` are those of the sequences without padding."""
-        return {**{name: getattr(self, name) for name in ("model", "B", "S", "dtype")}, "lengths": list(self.lengths)}
+        """The `case` object of a record; `lengths` are those of the sequences without padding. Without dropout it has
+        no such key, as in records that are older than dropout."""
+        names = ("model", "B", "S", "dtype", *(["dropout_p"] if self.dropout_p else []))
+        return {**{name: getattr(self, name) for name in names}, "lengths": list(self.lengths)}
 
     def flops(self) -> float:
         """Operations of the model on the tokens that are there: two for each weight of a product, attention's
@@ -95,7 +107,19 @@ def _flashtile(config: BertConfig, state: dict[str, Tensor]) -> Model:
     return Model(model, True)
 
 
-def _transformers(attention: str, compiled: bool = False) -> Callable[[BertConfig, dict[str, Tensor]], Model]:
+def _compiled(build: Callable[[BertConfig, dict[str, Tensor]], Model]) -> Callable[..., Model]:
+    """The same by torch.compile, for one shape, with nothing left of what was compiled before."""
+
+    def compiled(config: BertConfig, state: dict[str, Tensor]) -> Model:
+        model = build(config, state)
+        torch.compiler.reset()
+        model.compile(dynamic=False)
+        return model
+
+    return compiled
+
+
+def _transformers(attention: str) -> Callable[[BertConfig, dict[str, Tensor]], Model]:
     def build(config: BertConfig, state: dict[str, Tensor]) -> Model:
         from transformers import BertConfig as TheirConfig
         from transformers import BertForPreTraining as TheirModel
@@ -107,17 +131,14 @@ def _transformers(attention: str, compiled: bool = False) -> Callable[[BertConfi
         theirs = TheirConfig(
             vocab_size=config.vocabulary, hidden_size=config.width, num_hidden_layers=config.layers,
             num_attention_heads=config.heads, intermediate_size=4 * config.width, hidden_act="gelu",
-            max_position_embeddings=config.context, layer_norm_eps=config.norm_eps, hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0, attn_implementation=attention,
+            max_position_embeddings=config.context, layer_norm_eps=config.norm_eps,
+            hidden_dropout_prob=config.dropout, attention_probs_dropout_prob=config.attention_dropout,
+            attn_implementation=attention,
         )  # fmt: skip
         model = TheirModel(theirs)
         # Not strict: some versions have constants in their state. That every weight is in its place, the losses tell.
         model.load_state_dict(to_hugging_face(state, config, "bert"), strict=False)
-        found = Model(model, False)
-        if compiled:
-            torch.compiler.reset()
-            found.compile(dynamic=False)
-        return found
+        return Model(model, False)
 
     return build
 
@@ -145,20 +166,31 @@ IMPLEMENTATIONS = {
     each.name: each
     for each in (
         Implementation("flashtile", _flashtile, None),
+        Implementation("flashtile-compile", _compiled(_flashtile), None),
         Implementation("transformers-eager", _transformers("eager")),
         Implementation("transformers-sdpa", _transformers("sdpa")),
         Implementation("transformers-flashtile", _transformers("flashtile")),
-        Implementation("transformers-compile", _transformers("sdpa", compiled=True)),
+        Implementation("transformers-compile", _compiled(_transformers("sdpa"))),
     )
 }
 
 
 class Training:
-    """A model and its optimizer, with a batch."""
+    """A model and its optimizer, with a batch.
 
-    def __init__(self, model: Model, batch: Batch, autocast: bool) -> None:
+    Args:
+        model: what is trained.
+        batch: of all steps that name no other.
+        autocast: products are bfloat16.
+        drops: the model has dropout.
+        size: sequences whose gradients are made at once; None = all.
+    """
+
+    def __init__(
+        self, model: Model, batch: Batch, autocast: bool, drops: bool = False, size: int | None = None
+    ) -> None:
         self._model, self._batch, self._autocast_on = model.train(), batch, autocast
-        self.ours = model.ours
+        self.ours, self._drops, self._size = model.ours, drops, size or len(batch.tokens)
         self._optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS)
 
     @property
@@ -167,19 +199,26 @@ class Training:
 
     def step(self, batch: Batch | None = None) -> Tensor:
         """Forward, backward and optimizer; the loss."""
-        with self._autocast():
-            loss = self._model(self._batch if batch is None else batch)
-        loss.backward()
+        loss = self._sum_of_parts(self._batch if batch is None else batch, Tensor.backward)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss alone, by the function that a step calls."""
+        return self._sum_of_parts(batch)
 
     def results(self, phase: str) -> dict[str, Tensor]:
-        """The first steps on two sequences: losses of tokens before and after, and those of the steps."""
+        """The first steps on two sequences: losses of tokens before and after, those of the steps, and with dropout
+        the samples of `flashtile.bench.training.dropout`."""
         some = self._batch.shortest_and_longest()
-        before = self._token_losses(some)
-        losses = torch.stack([self.step(some) for _ in range(_CHECKED_STEPS)])
-        found = {"token_loss": before, "token_loss_after": self._token_losses(some), "loss": losses}
+        if self._drops:
+            start = [parameter.detach().clone() for parameter in self._model.parameters()]
+            with self.without_dropout():
+                found = self._first_losses(some)
+            self._restart(start)
+            return found | dropout.sample(self, self._batch)
+        found = self._first_losses(some)
         self.step()  # what has no memory for the whole batch fails here
         return found
 
@@ -188,13 +227,49 @@ class Training:
         return step_facts(self.step, self._batch.tokens.device)
 
     @torch.no_grad()
-    def _token_losses(self, batch: Batch) -> Tensor:
-        with self._autocast():
-            logits = self._model.logits(batch)
-        # Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck.
-        labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
-        wide = logits if logits.dtype is torch.float64 else logits.float()
-        return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")
+    def token_losses(self, batch: Batch) -> Tensor:
+        """Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck."""
+        found = []
+        for part in batch.parts(self._size):
+            with self._autocast():
+                logits = self._model.logits(part)
+            labels = torch.where(part.labels == IGNORED, part.tokens, part.labels)
+            wide = logits if logits.dtype is torch.float64 else logits.float()
+            found.append(F.cross_entropy(wide[part.mask], labels[part.mask], reduction="none"))
+        return torch.cat(found)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Within it nothing is dropped, and what is compiled runs eagerly: it is compiled for what is timed alone."""
+        self._model.eval()
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self._model.train()
+
+    def _first_losses(self, batch: Batch) -> dict[str, Tensor]:
+        before = self.token_losses(batch)
+        losses = torch.stack([self.step(batch) for _ in range(_CHECKED_STEPS)])
+        return {"token_loss": before, "token_loss_after": self.token_losses(batch), "loss": losses}
+
+    @torch.no_grad()
+    def _restart(self, start: list[Tensor]) -> None:
+        for parameter, value in zip(self._model.parameters(), start, strict=True):
+            parameter.copy_(value)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), **_OPTIONS)
+
+    def _sum_of_parts(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
+        """The mean loss of the labelled tokens. `use` is called with each part's share of it."""
+        parts, losses = batch.parts(self._size), []
+        for part in parts:
+            with self._autocast():
+                loss = self._model(part)
+            if len(parts) > 1:
+                loss = loss * ((part.labels != IGNORED).sum() / (batch.labels != IGNORED).sum())
+            use(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._batch.tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
@@ -225,6 +300,7 @@ class BertProblem:
         theirs = self._trained(eager)
         # By whether it is ours that is judged.
         self._eager = {False: theirs, True: self._trained(_narrow_eager) if self._autocast else theirs}
+        self._dropped = self._sampled() if case.dropout_p else None
 
     def offers(self, implementation: Implementation) -> bool:
         return True
@@ -233,14 +309,18 @@ class BertProblem:
         return None
 
     def bind(self, implementation: Implementation) -> Training:
-        return Training(self._built(implementation.build), self._batch, self._autocast)
+        model = self._built(implementation.build, self._case)
+        return Training(model, self._batch, self._autocast, drops=bool(self._case.dropout_p))
 
-    def _built(self, build: Callable[[BertConfig, dict[str, Tensor]], Model]) -> Model:
+    def _built(self, build: Callable[[BertConfig, dict[str, Tensor]], Model], case: BertCase) -> Model:
         with self._device:
-            return build(self._case.config, self._state)
+            return build(case.config, self._state)
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return judge_losses(results, self._exact, self._eager[bound.ours], self._autocast)
+        verdict = judge_losses(results, self._exact, self._eager[bound.ours], self._autocast)
+        if self._dropped is None or verdict.why is not None:
+            return verdict
+        return replace(verdict, why=dropout.judge(results, self._dropped).why)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         """Tokens that are no padding each second, and the share of the GPU's peak that the model's products reach."""
@@ -251,15 +331,27 @@ class BertProblem:
     def _trained(
         self, build: Callable[[BertConfig, dict[str, Tensor]], Model], dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """The first losses of a model; in float32 as autocast has it."""
+        """The first losses of a model without dropout; in float32 as autocast has it."""
+        model = self._built(build, replace(self._case, dropout_p=0.0)).to(dtype)
         some = self._batch.shortest_and_longest()
-        return Training(self._built(build).to(dtype), some, self._autocast and dtype is torch.float32).results(PHASE)
+        return Training(model, some, self._autocast and dtype is torch.float32).results(PHASE)
+
+    def _sampled(self) -> dict[str, Tensor]:
+        """What dropout does in transformers' eager model."""
+
+        def make() -> Training:
+            model = self._built(_transformers("eager"), self._case)
+            return Training(model, self._batch, self._autocast, drops=True, size=_EAGER_BATCH)
+
+        return dropout.sample_reference(make, self._batch)
 
 
-def make_case(model: str, size: int, longest: int, dtype: str, text: Text, seed: int = 0) -> tuple[BertCase, Batch]:
+def make_case(
+    model: str, size: int, longest: int, dtype: str, text: Text, seed: int = 0, dropout_p: float = 0.0
+) -> tuple[BertCase, Batch]:
     """A case and its batch."""
     batch = make_batch(text, size, longest, MODELS[model][3], seed)
-    return BertCase(model, size, longest, dtype, tuple(batch.mask.sum(1).tolist())), batch
+    return BertCase(model, size, longest, dtype, tuple(batch.mask.sum(1).tolist()), dropout_p), batch
 
 
 def select(names: Sequence[str]) -> list[Implementation]:

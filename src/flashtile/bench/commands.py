@@ -158,6 +158,7 @@ def bench_train(
     batch: int | None = None,
     context: Sequence[int] = (),
     after: int = 0,
+    dropout: float = 0.0,
     seconds: float | None = None,
 ) -> Record:
     """Measures training steps on this machine's device.
@@ -168,14 +169,15 @@ def bench_train(
         batch: sequences in a step; None for the case's own number, or as many as have its tokens.
         context: lengths of the sequences; the case's own when empty.
         after: steps of training on text before what is measured, so that scores are those of a trained model.
+        dropout: probability of dropping an element of embeddings, attention weights and residual branches.
         impl, output, on_case, seconds: as `bench_attention`.
 
     Raises:
-        ChoiceError: a name matches nothing.
+        ChoiceError: a name matches nothing, or `dropout` is no probability below 1.
     """
     device = default_device()
     chosen = training_implementations.select_implementations(_split(impl), device)
-    cases = training_cases.cases_of(device, _split(model), batch, context, after)[: 1 if quick else None]
+    cases = training_cases.cases_of(device, _split(model), batch, context, after, dropout)[: 1 if quick else None]
     return _run(cases, chosen, device, output, on_case, seconds, TrainProblem)
 
 

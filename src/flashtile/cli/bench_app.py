@@ -122,6 +122,7 @@ def bench_train(
         typer.Option(min=1, metavar="NUMBERS", help="Tokens of a sequence; each number is measured."),
     ] = None,
     after: Annotated[int, typer.Option(min=0, help="Steps of training before what is measured.")] = 0,
+    dropout: Annotated[float, typer.Option(min=0, help="Probability of each of GPT-2's dropouts.")] = 0.0,
     impl: _Impl = None,
     quick: _Quick = False,
     seconds: _Seconds = None,
@@ -138,6 +139,7 @@ def bench_train(
         "batch": batch,
         "context": context,
         "after": after,
+        "dropout": dropout,
         "seconds": seconds,
     }
     _measure("train", choice, output, compare, against, show)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.bench.cases import select_named
+from flashtile.bench.errors import ChoiceError
 from flashtile.bench.values import help_text_tokens
 
 OP = "train-step"
@@ -46,6 +47,9 @@ class TrainCase:
 
     With `steps` the model has been trained for so many steps before, on Python's help texts byte by byte, and goes on
     with them. Else weights and tokens are random, so that scores are small.
+
+    `dropout_p` is GPT-2's three dropouts: of embeddings, of attention weights, and of what is added to the residual
+    stream.
     """
 
     model: str
@@ -53,12 +57,14 @@ class TrainCase:
     S: int
     dtype: str = "bf16"
     steps: int = 0
+    dropout_p: float = 0.0
 
     @property
     def name(self) -> str:
         """A readable identifier, such as `gpt2-small-b16-s1024-bf16`."""
         after = f"-after{self.steps}" if self.steps else ""
-        return f"{self.model}-b{self.B}-s{self.S}{after}-{self.dtype}"
+        dropout = f"-p{self.dropout_p}" if self.dropout_p else ""
+        return f"{self.model}-b{self.B}-s{self.S}{after}{dropout}-{self.dtype}"
 
     @property
     def sizes(self) -> Sizes:
@@ -69,8 +75,9 @@ class TrainCase:
         return self.B * self.S
 
     def record(self) -> dict[str, Any]:
-        """The `case` object of a record: the same for every implementation."""
-        return asdict(self)
+        """The `case` object of a record: the same for every implementation. Without dropout it has no such key, as
+        in records that are older than dropout."""
+        return {name: value for name, value in asdict(self).items() if name != "dropout_p" or value}
 
     def flops(self, phase: str) -> float:
         """Operations of the model: two for each weight of a product and token, and attention's half of S²; a backward
@@ -93,22 +100,34 @@ def training_cases(device: torch.device, batch: int | None = None) -> list[Train
 
 
 def cases_of(
-    device: torch.device, models: Sequence[str], batch: int | None, contexts: Sequence[int] = (), steps: int = 0
+    device: torch.device,
+    models: Sequence[str],
+    batch: int | None,
+    contexts: Sequence[int] = (),
+    steps: int = 0,
+    dropout_p: float = 0.0,
 ) -> list[TrainCase]:
     """The cases of the named models, of all when none is named.
 
     Args:
         contexts: lengths of the sequences; the case's own when empty. Where no batch is given, a step has as many
             tokens as that case, and at least one sequence.
-        steps: of training before what is measured.
+        steps: of training before what is measured, without dropout.
+        dropout_p: probability of each dropout in what is measured.
 
     Raises:
-        ChoiceError: there is no such model on this device.
+        ChoiceError: there is no such model on this device, or `dropout_p` is no probability below 1.
     """
+    check_dropout(dropout_p)
     known = {case.model: case for case in training_cases(device, batch)}
     chosen = select_named("--model", models or list(known), known, device.type)
     chosen = [_with_context(case, context, batch) for context in contexts for case in chosen] or chosen
-    return [replace(case, steps=steps) for case in chosen]
+    return [replace(case, steps=steps, dropout_p=dropout_p) for case in chosen]
+
+
+def check_dropout(dropout_p: float) -> None:
+    if not 0 <= dropout_p < 1:
+        raise ChoiceError(f"--dropout: expected a probability in [0, 1), got {dropout_p}; 0.1 is GPT-2's and BERT's")
 
 
 def _with_context(case: TrainCase, context: int, batch: int | None) -> TrainCase:

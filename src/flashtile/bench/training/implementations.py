@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flashtile.bench.cases import select_named
 from flashtile.bench.training.cases import TrainCase
@@ -26,11 +26,13 @@ class Model:
         parameters: what is trained.
         logits: tokens `[B, S]` -> `[B, S, V]`.
         loss: tokens `[B, S + 1]` -> the mean cross-entropy of each given those before it.
+        train: called with False, it ends dropout, and with True it begins it again.
     """
 
     parameters: list[Tensor]
     logits: Callable[[Tensor], Tensor]
     loss: Callable[[Tensor], Tensor]
+    train: Callable[[bool], Any]
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,26 @@ class Implementation:
 
 def build_plain(case: TrainCase, weights: dict[str, Tensor]) -> Model:
     """The formula in ordinary PyTorch functions."""
-    own = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-
-    def logits(tokens: Tensor) -> Tensor:
-        return plain_logits(case, own, tokens)
-
-    return Model(list(own.values()), logits, _loss_of(logits))
+    model = _Plain(case, weights)
+    return Model(list(model.weights.values()), model, _loss_of(model), model.train)
 
 
-def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+class _Plain(nn.Module):
+    def __init__(self, case: TrainCase, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.case = case
+        self.weights = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return plain_logits(self.case, self.weights, tokens, self.case.dropout_p if self.training else 0.0)
+
+
+def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor, dropout_p: float) -> Tensor:
     """GPT-2's forward: tokens `[B, S]` -> logits `[B, S, V]`."""
     width = case.sizes.width
+
+    def dropped(x: Tensor) -> Tensor:
+        return F.dropout(x, dropout_p) if dropout_p else x
 
     def norm(name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (width,), weights[f"{name}.weight"], weights[f"{name}.bias"], _NORM_EPS)
@@ -79,15 +90,15 @@ def plain_logits(case: TrainCase, weights: dict[str, Tensor], tokens: Tensor) ->
         return F.linear(x, weights[f"{name}.weight"].T, weights[f"{name}.bias"])
 
     embedding = weights["transformer.wte.weight"]
-    stream = F.embedding(tokens, embedding) + weights["transformer.wpe.weight"][: tokens.shape[1]]  # [B, S, W]
+    stream = dropped(F.embedding(tokens, embedding) + weights["transformer.wpe.weight"][: tokens.shape[1]])  # [B, S, W]
     for layer in range(case.sizes.layers):
         block = f"transformer.h.{layer}"
         qkv = linear(f"{block}.attn.c_attn", norm(f"{block}.ln_1", stream))  # [B, S, 3 W]
         q, k, v = qkv.unflatten(-1, (3, case.sizes.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, H, S, D]
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        stream = stream + linear(f"{block}.attn.c_proj", attended)
+        attended = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True)  # [B, H, S, D]
+        stream = stream + dropped(linear(f"{block}.attn.c_proj", attended.transpose(1, 2).flatten(2)))
         inner = F.gelu(linear(f"{block}.mlp.c_fc", norm(f"{block}.ln_2", stream)), approximate="tanh")
-        stream = stream + linear(f"{block}.mlp.c_proj", inner)
+        stream = stream + dropped(linear(f"{block}.mlp.c_proj", inner))
     return F.linear(norm("transformer.ln_f", stream), embedding)
 
 
@@ -113,11 +124,15 @@ def _build_flashtile(fused_loss: bool, compiled: bool = False) -> Callable[[Trai
             width=sizes.width,
             vocabulary=sizes.vocabulary,
             norm_eps=_NORM_EPS,
+            embedding_dropout=case.dropout_p,
+            attention_dropout=case.dropout_p,
+            residual_dropout=case.dropout_p,
             fused_loss=fused_loss,
         )
         model = GPT(config, device=next(iter(weights.values())).device)
         model.load_state_dict(from_hugging_face(weights, config))
-        return Model(list(model.parameters()), model, _compiled(model.loss) if compiled else model.loss)
+        loss = _compiled(model.loss) if compiled else model.loss
+        return Model(list(model.parameters()), model, loss, model.train)
 
     return build
 
@@ -145,9 +160,9 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
             n_head=sizes.heads,
             layer_norm_epsilon=_NORM_EPS,
             activation_function="gelu_pytorch_tanh",  # GPT-2's own formula, in one kernel instead of eight
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
+            embd_pdrop=case.dropout_p,
+            attn_pdrop=case.dropout_p,
+            resid_pdrop=case.dropout_p,
             use_cache=False,
             bos_token_id=None,
             eos_token_id=None,
@@ -162,7 +177,7 @@ def _build_transformers(attention: str, compiled: bool = False) -> Callable[[Tra
             return model(input_ids=tokens).logits
 
         loss = _loss_of(logits)
-        return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss)
+        return Model(list(model.parameters()), logits, _compiled(loss) if compiled else loss, model.train)
 
     return build
 

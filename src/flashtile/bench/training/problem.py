@@ -4,12 +4,16 @@ The losses of every token, before the first step and after some steps on the sam
 formula trained in float64, within the tolerance policy: before, they tell that the forward is right, after, that the
 gradients and the optimizer's use of them are. Longer contexts are checked in the first tokens of each sequence,
 because that formula holds all scores in float64; what is timed are steps on whole sequences.
+
+With dropout this check is made without it. Then the weights are set back, and what training with dropout does is
+compared with the plain formula in `flashtile.bench.training.dropout`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from torch import Tensor
 
 from flashtile import testing
 from flashtile.bench.memory import step_facts
+from flashtile.bench.training import dropout
 from flashtile.bench.training.cases import OP, PHASE, TrainCase, make_tokens, make_weights
 from flashtile.bench.training.implementations import Implementation, Model, build_plain, token_losses
 from flashtile.bench.verify import Verdict
@@ -40,11 +45,14 @@ class Training:
         tokens: `[B, S + 1]`.
         autocast: products are bfloat16.
         batch: sequences whose gradients are made at once; None = all.
+        drops: the model has dropout.
     """
 
-    def __init__(self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None) -> None:
+    def __init__(
+        self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False
+    ) -> None:
         self._model, self._tokens, self._autocast_on = model, tokens, autocast
-        self._batch = batch or len(tokens)
+        self._batch, self._drops = batch or len(tokens), drops
         self._optimizer = torch.optim.AdamW(model.parameters, **_OPTIONS)
 
     @property
@@ -58,25 +66,27 @@ class Training:
         Args:
             tokens: another batch `[B, S + 1]` in the place of its own.
         """
-        tokens = self._tokens if tokens is None else tokens
-        losses = []
-        for part in tokens.split(self._batch):
-            with self._autocast():
-                loss = self._model.loss(part)
-            if len(part) < len(tokens):
-                loss = loss * (len(part) / len(tokens))
-            loss.backward()
-            losses.append(loss.detach())
+        loss = self._sum_of_parts(self._tokens if tokens is None else tokens, Tensor.backward)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return torch.stack(losses).sum()
+        return loss
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """The loss alone, by the function that a step calls."""
+        return self._sum_of_parts(tokens)
 
     def results(self, phase: str) -> dict[str, Tensor]:
-        """Takes the first steps: losses of tokens before and after `[B, S]`, and those of the steps."""
-        checked = self._tokens[:, : _CHECKED_TOKENS + 1]
-        before = self._token_losses(checked)
-        losses = torch.stack([self.step(checked) for _ in range(_CHECKED_STEPS)])
-        found = {"token_loss": before, "token_loss_after": self._token_losses(checked), "loss": losses}
+        """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and with dropout
+        the samples of `flashtile.bench.training.dropout`."""
+        checked = checked_tokens(self._tokens)
+        if self._drops:
+            start = [parameter.detach().clone() for parameter in self._model.parameters]
+            with self.without_dropout():
+                found = self._first_losses(checked)
+            self._restart(start)
+            found |= dropout.sample(self, checked)
+        else:
+            found = self._first_losses(checked)
         if checked.shape != self._tokens.shape:
             self.step()  # what a whole sequence has no memory for fails here, where a reason is made of it
         return found
@@ -86,13 +96,47 @@ class Training:
         return step_facts(self.step, self._tokens.device)
 
     @torch.no_grad()
-    def _token_losses(self, tokens: Tensor) -> Tensor:
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Losses of tokens `[B, S]`."""
         found = []
         for part in tokens.split(self._batch):
             with self._autocast():
                 logits = self._model.logits(part[:, :-1])
             found.append(token_losses(logits, part))
         return torch.cat(found)
+
+    @contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Within it nothing is dropped, and what is compiled runs eagerly: it is compiled for what is timed alone."""
+        self._model.train(False)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            self._model.train(True)
+
+    def _first_losses(self, tokens: Tensor) -> dict[str, Tensor]:
+        before = self.token_losses(tokens)
+        losses = torch.stack([self.step(tokens) for _ in range(_CHECKED_STEPS)])
+        return {"token_loss": before, "token_loss_after": self.token_losses(tokens), "loss": losses}
+
+    @torch.no_grad()
+    def _restart(self, start: list[Tensor]) -> None:
+        for parameter, value in zip(self._model.parameters, start, strict=True):
+            parameter.copy_(value)
+        self._optimizer = torch.optim.AdamW(self._model.parameters, **_OPTIONS)
+
+    def _sum_of_parts(self, tokens: Tensor, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
+        """The mean loss. `use` is called with each part's share of it."""
+        losses = []
+        for part in tokens.split(self._batch):
+            with self._autocast():
+                loss = self._model.loss(part)
+            if len(part) < len(tokens):
+                loss = loss * (len(part) / len(tokens))
+            use(loss)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
@@ -110,6 +154,7 @@ class TrainProblem:
         self._weights = trained_weights(case, device) if case.steps else make_weights(case, device)
         self._exact = self._trained(torch.float64)
         self._eager = self._trained(torch.float32)
+        self._dropped = self._sampled() if case.dropout_p else None
 
     def offers(self, implementation: Implementation) -> bool:
         return True
@@ -122,10 +167,13 @@ class TrainProblem:
         found, expected = (sum(t.numel() for t in group) for group in (model.parameters, self._weights.values()))
         if found != expected:
             raise ValueError(f"{implementation.name} has {found} parameters, expected {expected}")
-        return Training(model, self._tokens, self._autocast)
+        return Training(model, self._tokens, self._autocast, drops=bool(self._case.dropout_p))
 
     def judge(self, bound: Training, phase: str, results: dict[str, Tensor]) -> Verdict:
-        return judge_losses(results, self._exact, self._eager, self._autocast)
+        verdict = judge_losses(results, self._exact, self._eager, self._autocast)
+        if self._dropped is None or verdict.why is not None:
+            return verdict
+        return replace(verdict, why=dropout.judge(results, self._dropped).why)
 
     def speed(self, phase: str, ms: float) -> dict[str, Any]:
         """Tokens each second, and where the GPU's peak is known, the share of it that the model's products reach."""
@@ -134,17 +182,34 @@ class TrainProblem:
         return {"tflops": tflops, "gbps": None, "tokens_per_s": tokens_per_s, "mfu": peak and tflops / peak}
 
     def _trained(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The first losses of the plain formula; in float32 as autocast has it."""
-        model = build_plain(self._case, {name: weight.to(dtype) for name, weight in self._weights.items()})
+        """The first losses of the plain formula without dropout; in float32 as autocast has it."""
+        weights = {name: weight.to(dtype) for name, weight in self._weights.items()}
+        model = build_plain(replace(self._case, dropout_p=0.0), weights)
         autocast = self._autocast and dtype is torch.float32
-        checked = self._tokens[:, : _CHECKED_TOKENS + 1]  # alone: of a whole sequence it would hold all scores
+        checked = checked_tokens(self._tokens)  # alone: of a whole sequence it would hold all scores
         return Training(model, checked, autocast, _ORACLE_BATCH).results(PHASE)
+
+    def _sampled(self) -> dict[str, Tensor]:
+        """What dropout does in the plain formula."""
+        checked = checked_tokens(self._tokens)
+
+        def make() -> Training:
+            model = build_plain(self._case, self._weights)
+            return Training(model, checked, self._autocast, _ORACLE_BATCH, drops=True)
+
+        return dropout.sample_reference(make, checked)
+
+
+def checked_tokens(tokens: Tensor) -> Tensor:
+    """Those inputs and labels of each sequence that are checked."""
+    return tokens[:, : _CHECKED_TOKENS + 1]
 
 
 def trained_weights(case: TrainCase, device: torch.device) -> dict[str, Tensor]:
-    """The weights after the steps that a case has behind it, of the plain formula, a new batch in each."""
+    """The weights after the steps that a case has behind it, of the plain formula without dropout, a new batch in
+    each."""
     weights = make_weights(case, device)
-    model = build_plain(case, weights)
+    model = build_plain(replace(case, dropout_p=0.0), weights)
     training = Training(model, make_tokens(case, device), case.dtype == "bf16")
     for step in range(case.steps):
         training.step(make_tokens(case, device, seed=1 + step))
@@ -157,15 +222,15 @@ def judge_losses(
     """Whether losses of a training are those of the one in float64, as the eager one's are.
 
     Args:
-        results: by name; "loss" are those of steps, the others those of tokens.
+        results: by name; "loss" are those of steps, the others those of tokens. Names that `eager` lacks are left out.
         exact: of the training in float64.
         eager: of the plain one, in the dtype of what is judged.
         autocast: products are bfloat16.
     """
     worst, wrong = 0.0, []
-    for name, found in results.items():
+    for name, expected in eager.items():
+        found = results[name]
         worst = max(worst, testing.error(found, exact[name]) if bool(found.isfinite().all()) else float("inf"))
-        expected = eager[name]
         if name == "loss" and autocast:
             # A mean over thousands of tokens has lost most of their rounding, by chance more of it here than there.
             found, expected = found.bfloat16(), expected.bfloat16()
