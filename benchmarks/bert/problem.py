@@ -1,9 +1,9 @@
 """BERT's masked-LM step as the runner of `flashtile.bench` asks for it: ours on packed sequences beside transformers'.
 
-All implementations begin with the same weights and take the same padded batch. The losses of every token of the shortest
-and the longest sequence, at first and after two steps on these, must be those of transformers' eager model in float64.
-What rounding may do to them, its eager model under autocast says. There PyTorch's norms give float32 and ours bfloat16,
-so ours is held to an eager model whose norms give bfloat16 as well.
+All implementations begin with the same weights and take the same padded batch. The losses of every token of the
+shortest and the longest sequence, at first and after two steps on these, must be those of transformers' eager model in
+float64. What rounding may do to them, its eager model under autocast says. There PyTorch's norms give float32 and ours
+bfloat16, so ours is held to an eager model whose norms give bfloat16 as well.
 
 With dropout this check is made without it. Then the weights are set back, and what training with dropout does to the
 whole batch is compared with transformers' eager model in `flashtile.bench.training.dropout`.
@@ -12,8 +12,8 @@ whole batch is compared with transformers' eager model in `flashtile.bench.train
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 from benchmarks.bert.batches import IGNORED, Batch, make_batch
 from benchmarks.evidence.text import Text
-from flashtile.bench.memory import step_facts
 from flashtile.bench.training import dropout
+from flashtile.bench.training.cases import PHASE
 from flashtile.bench.training.problem import judge_losses, peak_tflops
+from flashtile.bench.training.steps import Steps
 from flashtile.bench.verify import Verdict
 from flashtile.models import BertConfig, BertForPreTraining, to_hugging_face
 
-PHASE = "fwd+bwd+step"
-_CHECKED_STEPS = 2
 #: Sequences that the eager model takes at once where it trains with dropout: it keeps S×S matrices of each head.
 _EAGER_BATCH = 16
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01, "fused": True}
@@ -175,8 +174,8 @@ IMPLEMENTATIONS = {
 }
 
 
-class Training:
-    """A model and its optimizer, with a batch.
+class Training(Steps[Batch]):
+    """Steps on a padded batch.
 
     Args:
         model: what is trained.
@@ -189,90 +188,35 @@ class Training:
     def __init__(
         self, model: Model, batch: Batch, autocast: bool, drops: bool = False, size: int | None = None
     ) -> None:
-        self._model, self._batch, self._autocast_on = model.train(), batch, autocast
-        self.ours, self._drops, self._size = model.ours, drops, size or len(batch.tokens)
-        self._optimizer = torch.optim.AdamW(model.parameters(), **_OPTIONS)
-
-    @property
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        return {PHASE: self.step}
-
-    def step(self, batch: Batch | None = None) -> Tensor:
-        """Forward, backward and optimizer; the loss."""
-        loss = self._sum_of_parts(self._batch if batch is None else batch, Tensor.backward)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def loss(self, batch: Batch) -> Tensor:
-        """The loss alone, by the function that a step calls."""
-        return self._sum_of_parts(batch)
+        super().__init__(list(model.parameters()), batch, _OPTIONS, autocast, drops)
+        self._model, self._size = model.train(), size or len(batch.tokens)
+        self.ours = model.ours
 
     def results(self, phase: str) -> dict[str, Tensor]:
-        """The first steps on two sequences: losses of tokens before and after, those of the steps, and with dropout
-        the samples of `flashtile.bench.training.dropout`."""
-        some = self._batch.shortest_and_longest()
-        if self._drops:
-            start = [parameter.detach().clone() for parameter in self._model.parameters()]
-            with self.without_dropout():
-                found = self._first_losses(some)
-            self._restart(start)
-            return found | dropout.sample(self, self._batch)
-        found = self._first_losses(some)
+        """The first steps on two sequences: losses of tokens before and after, those of the steps, and samples of what
+        dropout does to the whole batch."""
+        found = self.first_losses(self._batch.shortest_and_longest()) | self.samples(self._batch)
         self.step()  # what has no memory for the whole batch fails here
         return found
 
-    def facts(self, phase: str) -> dict[str, Any]:
-        """`peak_mib`: the largest memory that a step takes beside weights and moments; on a GPU."""
-        return step_facts(self.step, self._batch.tokens.device)
+    def _parts(self, batch: Batch) -> list[Batch]:
+        return batch.parts(self._size)
 
-    @torch.no_grad()
-    def token_losses(self, batch: Batch) -> Tensor:
-        """Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck."""
-        found = []
-        for part in batch.parts(self._size):
-            with self._autocast():
-                logits = self._model.logits(part)
-            labels = torch.where(part.labels == IGNORED, part.tokens, part.labels)
-            wide = logits if logits.dtype is torch.float64 else logits.float()
-            found.append(F.cross_entropy(wide[part.mask], labels[part.mask], reduction="none"))
-        return torch.cat(found)
+    def _share(self, part: Batch, batch: Batch) -> Tensor:
+        return (part.labels != IGNORED).sum() / (batch.labels != IGNORED).sum()
 
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Within it nothing is dropped, and what is compiled runs eagerly: it is compiled for what is timed alone."""
-        self._model.eval()
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            self._model.train()
+    def _loss(self, batch: Batch) -> Tensor:
+        return self._model(batch)
 
-    def _first_losses(self, batch: Batch) -> dict[str, Tensor]:
-        before = self.token_losses(batch)
-        losses = torch.stack([self.step(batch) for _ in range(_CHECKED_STEPS)])
-        return {"token_loss": before, "token_loss_after": self.token_losses(batch), "loss": losses}
+    def _token_losses(self, batch: Batch) -> Tensor:
+        logits = self._model.logits(batch)
+        # Losses of all tokens, with themselves as labels where none is asked for: the rounding of a few is luck.
+        labels = torch.where(batch.labels == IGNORED, batch.tokens, batch.labels)
+        wide = logits if logits.dtype is torch.float64 else logits.float()
+        return F.cross_entropy(wide[batch.mask], labels[batch.mask], reduction="none")
 
-    @torch.no_grad()
-    def _restart(self, start: list[Tensor]) -> None:
-        for parameter, value in zip(self._model.parameters(), start, strict=True):
-            parameter.copy_(value)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), **_OPTIONS)
-
-    def _sum_of_parts(self, batch: Batch, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
-        """The mean loss of the labelled tokens. `use` is called with each part's share of it."""
-        parts, losses = batch.parts(self._size), []
-        for part in parts:
-            with self._autocast():
-                loss = self._model(part)
-            if len(parts) > 1:
-                loss = loss * ((part.labels != IGNORED).sum() / (batch.labels != IGNORED).sum())
-            use(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._batch.tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
+    def _train(self, mode: bool) -> None:
+        self._model.train(mode)
 
 
 class BertProblem:

@@ -11,8 +11,7 @@ compared with the plain formula in `flashtile.bench.training.dropout`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor
 
 from flashtile import testing
-from flashtile.bench.memory import step_facts
 from flashtile.bench.training import dropout
 from flashtile.bench.training.cases import OP, PHASE, TrainCase, make_tokens, make_weights
 from flashtile.bench.training.implementations import Implementation, Model, build_plain, token_losses
+from flashtile.bench.training.steps import Steps
 from flashtile.bench.verify import Verdict
 
-_CHECKED_STEPS = 2
 #: Tokens of each sequence that are checked.
 _CHECKED_TOKENS = 1024
 #: Sequences that the oracle takes at once; it has the S×S matrices of attention in float64.
@@ -37,12 +35,12 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weig
 _PEAK_TFLOPS = {"H200": 989.4, "GH200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0}
 
 
-class Training:
-    """A model and its optimizer, with a batch.
+class Training(Steps[Tensor]):
+    """Steps on tokens `[B, S + 1]`.
 
     Args:
         model: what is trained.
-        tokens: `[B, S + 1]`.
+        tokens: the batch.
         autocast: products are bfloat16.
         batch: sequences whose gradients are made at once; None = all.
         drops: the model has dropout.
@@ -51,95 +49,32 @@ class Training:
     def __init__(
         self, model: Model, tokens: Tensor, autocast: bool, batch: int | None = None, drops: bool = False
     ) -> None:
-        self._model, self._tokens, self._autocast_on = model, tokens, autocast
-        self._batch, self._drops = batch or len(tokens), drops
-        self._optimizer = torch.optim.AdamW(model.parameters, **_OPTIONS)
-
-    @property
-    def calls(self) -> Mapping[str, Callable[[], Any]]:
-        """What is timed."""
-        return {PHASE: self.step}
-
-    def step(self, tokens: Tensor | None = None) -> Tensor:
-        """Forward, backward and optimizer; the loss. Parts of the batch add their gradients up.
-
-        Args:
-            tokens: another batch `[B, S + 1]` in the place of its own.
-        """
-        loss = self._sum_of_parts(self._tokens if tokens is None else tokens, Tensor.backward)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """The loss alone, by the function that a step calls."""
-        return self._sum_of_parts(tokens)
+        super().__init__(model.parameters, tokens, _OPTIONS, autocast, drops)
+        self._model, self._size = model, batch or len(tokens)
 
     def results(self, phase: str) -> dict[str, Tensor]:
-        """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and with dropout
-        the samples of `flashtile.bench.training.dropout`."""
-        checked = checked_tokens(self._tokens)
-        if self._drops:
-            start = [parameter.detach().clone() for parameter in self._model.parameters]
-            with self.without_dropout():
-                found = self._first_losses(checked)
-            self._restart(start)
-            found |= dropout.sample(self, checked)
-        else:
-            found = self._first_losses(checked)
-        if checked.shape != self._tokens.shape:
+        """Takes the first steps: losses of tokens before and after `[B, S]`, those of the steps, and samples of what
+        dropout does."""
+        checked = checked_tokens(self._batch)
+        found = self.first_losses(checked) | self.samples(checked)
+        if checked.shape != self._batch.shape:
             self.step()  # what a whole sequence has no memory for fails here, where a reason is made of it
         return found
 
-    def facts(self, phase: str) -> dict[str, Any]:
-        """`peak_mib`: the largest memory that a step takes beside weights and moments; on a GPU."""
-        return step_facts(self.step, self._tokens.device)
+    def _parts(self, batch: Tensor) -> Sequence[Tensor]:
+        return batch.split(self._size)
 
-    @torch.no_grad()
-    def token_losses(self, tokens: Tensor) -> Tensor:
-        """Losses of tokens `[B, S]`."""
-        found = []
-        for part in tokens.split(self._batch):
-            with self._autocast():
-                logits = self._model.logits(part[:, :-1])
-            found.append(token_losses(logits, part))
-        return torch.cat(found)
+    def _share(self, part: Tensor, batch: Tensor) -> float:
+        return len(part) / len(batch)
 
-    @contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """Within it nothing is dropped, and what is compiled runs eagerly: it is compiled for what is timed alone."""
-        self._model.train(False)
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            self._model.train(True)
+    def _loss(self, batch: Tensor) -> Tensor:
+        return self._model.loss(batch)
 
-    def _first_losses(self, tokens: Tensor) -> dict[str, Tensor]:
-        before = self.token_losses(tokens)
-        losses = torch.stack([self.step(tokens) for _ in range(_CHECKED_STEPS)])
-        return {"token_loss": before, "token_loss_after": self.token_losses(tokens), "loss": losses}
+    def _token_losses(self, batch: Tensor) -> Tensor:
+        return token_losses(self._model.logits(batch[:, :-1]), batch)
 
-    @torch.no_grad()
-    def _restart(self, start: list[Tensor]) -> None:
-        for parameter, value in zip(self._model.parameters, start, strict=True):
-            parameter.copy_(value)
-        self._optimizer = torch.optim.AdamW(self._model.parameters, **_OPTIONS)
-
-    def _sum_of_parts(self, tokens: Tensor, use: Callable[[Tensor], Any] = lambda loss: None) -> Tensor:
-        """The mean loss. `use` is called with each part's share of it."""
-        losses = []
-        for part in tokens.split(self._batch):
-            with self._autocast():
-                loss = self._model.loss(part)
-            if len(part) < len(tokens):
-                loss = loss * (len(part) / len(tokens))
-            use(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast_on)
+    def _train(self, mode: bool) -> None:
+        self._model.train(mode)
 
 
 class TrainProblem:

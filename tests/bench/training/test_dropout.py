@@ -1,0 +1,223 @@
+"""Training steps with dropout: every implementation drops in every place, and wrong dropout gets no speed."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.bert import __main__ as bert_script
+from benchmarks.bert import problem as bert
+from benchmarks.bert.batches import IGNORED, Batch
+from flashtile.bench import runner
+from flashtile.bench.commands import as_arguments, bench_train
+from flashtile.bench.errors import ChoiceError
+from flashtile.bench.report import speed_tables
+from flashtile.bench.training import dropout
+from flashtile.bench.training.cases import TrainCase, cases_of, make_tokens, make_weights
+from flashtile.bench.training.implementations import IMPLEMENTATIONS, Implementation, build_plain
+from flashtile.bench.training.problem import Training, TrainProblem
+from flashtile.models import Bert, BertForPreTraining
+from flashtile.modules import Block
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CASE = TrainCase("gpt2-tiny", 3, 16, "fp32", dropout_p=0.1)
+BY_NAME = {each.name: each for each in IMPLEMENTATIONS}
+PLACES = ("embedding", "attention", "residual")
+
+
+@pytest.fixture(autouse=True)
+def short_measuring(monkeypatch):
+    monkeypatch.setitem(runner._SECONDS, "cpu", 0.0)
+    monkeypatch.setattr(runner, "_LEAST_SAMPLES", 1)
+
+
+def run(case, *chosen):
+    return runner.run_case(case, chosen, CPU, problem=TrainProblem)
+
+
+def keep_one_place(model, place):
+    """Sets the other two dropouts of a model of transformers or of ours to 0."""
+    attention, residual = float(place == "attention"), float(place == "residual")
+    embedding = float(place == "embedding")
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Dropout):
+            of_attention = name.endswith(("attn_dropout", "self.dropout"))
+            part.p *= (
+                attention
+                if of_attention
+                else embedding
+                if name.endswith(("r.drop", "embeddings.dropout"))
+                else residual
+            )
+        elif hasattr(part, "attention_dropout"):
+            part.attention_dropout *= attention
+        elif isinstance(part, Block):
+            opens_model = part.prenorm and part is next(each for each in model.modules() if isinstance(each, Block))
+            part.resid_dropout1 *= embedding if opens_model else residual
+            part.resid_dropout2 *= residual
+        elif isinstance(part, Bert):
+            part.config = replace(part.config, dropout=part.config.dropout * embedding)
+    if hasattr(getattr(model, "config", None), "residual_dropout"):
+        model.config = replace(model.config, residual_dropout=model.config.residual_dropout * residual)
+
+
+@pytest.mark.parametrize("place", [None, *PLACES])
+@pytest.mark.parametrize("name", ["flashtile", "flashtile-fused-loss", "transformers-sdpa", "transformers-flashtile"])
+def test_gpt_drops_in_training_only(name, place):
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers")
+    weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
+    model = BY_NAME[name].build(CASE, weights)
+    if place is not None:
+        keep_one_place(model.train.__self__, place)
+    first, second = model.loss(tokens), model.loss(tokens)
+    assert first != second
+    model.train(False)
+    still = BY_NAME[name].build(replace(CASE, dropout_p=0.0), weights).loss(tokens)
+    assert model.loss(tokens) == model.loss(tokens) == still
+
+
+@pytest.mark.parametrize("place", [None, *PLACES])
+@pytest.mark.parametrize("name", ["flashtile", "transformers-sdpa", "transformers-flashtile", "transformers-eager"])
+def test_bert_drops_in_training_only(name, place):
+    pytest.importorskip("transformers")
+    case, batch = bert_case()
+    state = BertForPreTraining(case.config).state_dict()
+    model = bert.IMPLEMENTATIONS[name].build(case.config, state).train()
+    if place is not None:
+        keep_one_place(model.inner, place)
+    assert model(batch) != model(batch)
+    still = bert.IMPLEMENTATIONS[name].build(replace(case, dropout_p=0.0).config, state)(batch)
+    assert model.eval()(batch) == model(batch) == still
+
+
+def bert_case():
+    tokens, mask = torch.randint(5, 128, (12, 16)), torch.ones(12, 16, dtype=torch.bool)
+    mask[::2, 9:] = False
+    labels = tokens.masked_fill(torch.rand(12, 16) > 0.3, IGNORED).masked_fill(~mask, IGNORED)
+    batch = Batch(tokens.masked_fill(~mask, 0), labels, mask)
+    return bert.BertCase("bert-tiny", 12, 16, "fp32", tuple(mask.sum(1).tolist()), 0.1), batch
+
+
+def run_bert(case, batch, *chosen):
+    return runner.run_case(case, chosen, CPU, problem=lambda case, device: bert.BertProblem(case, batch, device))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_right_dropout_gets_a_speed(dtype):
+    names = ["flashtile", "flashtile-fused-loss", "plain"]
+    for row in run(replace(CASE, dtype=dtype), *(BY_NAME[name] for name in names)):
+        assert row["ms"] is not None, row
+        assert row["case"]["dropout_p"] == 0.1
+
+
+def test_right_dropout_of_transformers_gets_a_speed():
+    pytest.importorskip("transformers")
+    for row in run(CASE, *(BY_NAME[f"transformers-{name}"] for name in ("eager", "sdpa", "flashtile"))):
+        assert row["ms"] is not None, row
+
+
+def test_right_dropout_of_bert_gets_a_speed():
+    pytest.importorskip("transformers")
+    for row in run_bert(*bert_case(), *bert.select(["flashtile", "transformers-sdpa", "transformers-flashtile"])):
+        assert row["ms"] is not None, row
+        assert row["case"]["dropout_p"] == 0.1
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.05, 0.2])
+def test_another_probability_gets_no_speed(dropout_p):
+    other = Implementation("other", lambda case, weights: build_plain(replace(case, dropout_p=dropout_p), weights))
+    (row,) = run(CASE, other)
+    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
+
+
+def test_gradients_of_what_was_not_dropped_get_no_speed():
+    def build(case, weights):
+        model = build_plain(case, weights)
+        # The same parameters without dropout.
+        still = build_plain(replace(case, dropout_p=0.0), weights)
+        still.train.__self__.weights = model.train.__self__.weights
+
+        def loss(tokens):
+            gradient = still.loss(tokens)
+            return model.loss(tokens).detach() + gradient - gradient.detach()
+
+        return replace(model, loss=loss)
+
+    (row,) = run(CASE, Implementation("other", build))
+    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_fall: mean")
+    assert "dropout_rise" not in row["why"]
+
+
+def test_bert_that_drops_nothing_gets_no_speed():
+    pytest.importorskip("transformers")
+    case, batch = bert_case()
+
+    def build(config, state):
+        return bert._flashtile(replace(config, dropout=0.0, attention_dropout=0.0), state)
+
+    (row,) = run_bert(case, batch, bert.Implementation("other", build, None))
+    assert row["ms"] is None and row["why"].startswith("wrong dropout: dropout_spread: mean 0.000e+00")
+
+
+def test_wrong_training_without_dropout_is_found_first():
+    def build(case, weights):
+        model = build_plain(case, weights)
+        return replace(model, logits=lambda tokens: 1.01 * model.logits(tokens))
+
+    (row,) = run(CASE, Implementation("other", build))
+    assert row["ms"] is None and row["why"].startswith("wrong result: token_loss")
+
+
+def test_training_begins_again_after_the_check_without_dropout():
+    """What dropout does is measured from the first weights, with a new optimizer."""
+    weights, tokens = make_weights(CASE, CPU), make_tokens(CASE, CPU)
+    once, alone = (Training(build_plain(CASE, weights), tokens, False, drops=True) for _ in range(2))
+    found, expected = once.results(""), dropout.sample(alone, tokens)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_compiled_is_compiled_for_training_alone():
+    """The check without dropout runs eagerly, and steps with dropout are one graph that is compiled once."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def build(case, weights):
+        model = BY_NAME["flashtile"].build(case, weights)
+        return replace(model, loss=torch.compile(model.loss, backend=backend, fullgraph=True, dynamic=False))
+
+    (row,) = run(CASE, Implementation("other", build))
+    assert row["ms"] is not None, row
+    assert len(graphs) == 1
+
+
+def test_samples_that_are_not_finite_are_wrong():
+    reference = {"dropout_rise": torch.tensor([0.0, 1.0, 2.0])}
+    assert dropout.judge(reference, reference).why is None
+    verdict = dropout.judge({"dropout_rise": torch.tensor([0.0, 1.0, float("nan")])}, reference)
+    assert verdict.why is not None and verdict.error == float("inf")
+
+
+def test_cases_and_records_say_the_dropout(tmp_path):
+    (case,) = cases_of(CUDA, ["gpt2-small"], None, dropout_p=0.1)
+    assert case.name == "gpt2-small-b16-s1024-p0.1-bf16" and case.record()["dropout_p"] == 0.1
+    assert "dropout_p" not in replace(case, dropout_p=0.0).record()
+    arguments = as_arguments("train", {"model": ["gpt2-small"], "dropout": 0.1}, CUDA)
+    assert arguments[1:5] == ["--model", "gpt2-small", "--dropout", "0.1"]
+    output = tmp_path / "record.json"
+    record = bench_train(["gpt2-tiny"], ["plain"], output, batch=1, dropout=0.1, seconds=0.0)
+    assert json.loads(output.read_text()) == record
+    assert speed_tables(record["rows"])[0].lines[0][0] == "gpt2-tiny-b1-s64-p0.1-fp32"
+
+
+@pytest.mark.parametrize("dropout_p", [-0.1, 1.0, float("nan")])
+def test_what_is_no_probability_is_refused(dropout_p, capsys):
+    with pytest.raises(ChoiceError, match=r"--dropout: expected a probability in \[0, 1\), got"):
+        cases_of(CPU, [], None, dropout_p=dropout_p)
+    assert bert_script.main(["--model=bert-tiny", f"--dropout={dropout_p}"]) == 2
+    assert "--dropout: expected a probability" in capsys.readouterr().err
