@@ -33,24 +33,28 @@ class Batch(NamedTuple):
         tokens: int64 `[B, S]`, some of them masked; 0 where nothing is.
         labels: int64 `[B, S]`, the tokens to guess; `IGNORED` elsewhere.
         mask: bool `[B, S]`, True = a token.
+        total: number of tokens, which who makes a batch knows.
     """
 
     tokens: Tensor
     labels: Tensor
     mask: Tensor
+    total: int
 
     def shortest_and_longest(self) -> Batch:
         """These two sequences alone, cut to the length of the latter."""
         lengths = self.mask.sum(1)
         rows = torch.stack((lengths.argmin(), lengths.argmax()))
-        return Batch(*(tensor[rows, : int(lengths.max())] for tensor in self))
+        return _batch(*(tensor[rows, : int(lengths.max())] for tensor in self[:3]))
 
     def parts(self, size: int) -> list[Batch]:
         """Batches of so many of the sequences, one after another."""
-        return [Batch(*tensors) for tensors in zip(*(tensor.split(size) for tensor in self), strict=True)]
+        if size >= len(self.tokens):
+            return [self]
+        return [_batch(*tensors) for tensors in zip(*(tensor.split(size) for tensor in self[:3]), strict=True)]
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(*(tensor.to(device) for tensor in self))
+        return Batch(*(tensor.to(device) for tensor in self[:3]), self.total)
 
 
 def sequences(text: Text, longest: int, vocabulary: int) -> list[list[int]]:
@@ -96,7 +100,11 @@ def make_batch(text: Text, size: int, longest: int, vocabulary: int, seed: int =
     guessed[:, 0] = False
     guessed[:, 1] = mask[:, 1]  # so that every sequence has one
     labels = tokens.masked_fill(~guessed, IGNORED)
-    return Batch(tokens.masked_fill(guessed, _MASK), labels, mask)
+    return _batch(tokens.masked_fill(guessed, _MASK), labels, mask)
+
+
+def _batch(tokens: Tensor, labels: Tensor, mask: Tensor) -> Batch:
+    return Batch(tokens, labels, mask, int(mask.sum()))
 
 
 def _documents(text: Text) -> list[str]:

@@ -89,12 +89,12 @@ class Model(nn.Module):
 
     def logits(self, batch: Batch) -> Tensor:
         if self.ours:
-            return self.inner(batch.tokens, batch.mask)[0]
+            return self.inner(batch.tokens, batch.mask, total=batch.total)[0]
         return self.inner(input_ids=batch.tokens, attention_mask=batch.mask.long()).prediction_logits
 
     def forward(self, batch: Batch) -> Tensor:
         if self.ours:
-            return self.inner.loss(batch.tokens, batch.labels, mask=batch.mask)
+            return self.inner.loss(batch.tokens, batch.labels, mask=batch.mask, total=batch.total)
         logits = self.logits(batch)
         wide = logits if logits.dtype is torch.float64 else logits.float()
         return F.cross_entropy(wide.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)

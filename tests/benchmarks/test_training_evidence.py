@@ -133,7 +133,7 @@ def _blind(config, state):
     """Sees its padding when asked for logits."""
     model = bert._flashtile(config, state)
     logits = model.inner.forward
-    model.inner.forward = lambda tokens, mask: logits(tokens, None)
+    model.inner.forward = lambda tokens, mask, total: logits(tokens, None)
     return model
 
 

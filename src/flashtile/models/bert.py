@@ -65,25 +65,28 @@ class Bert(nn.Module):
         _initialise(self.modules(), self.config)
 
     def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None, total: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Hidden states and pooled state.
 
         Args:
             tokens: int64 `[B, S]`, S at most the context.
-            mask: bool `[B, S]`, True = keep. The first token of each sequence must be kept. A mask costs one wait for
-                the GPU.
+            mask: bool `[B, S]`, True = keep. The first token of each sequence must be kept. Without `total` it costs
+                one wait for the GPU.
             segments: int64 `[B, S]`, 0 = first sentence; default all 0.
+            total: number of tokens that the mask keeps, if the host knows it, as for `unpad_input`.
 
         Returns:
             `[B, S, W]`, 0 where the mask is False, and `[B, W]`.
         """
-        hidden, kept = self.hidden(tokens, mask, segments)
+        hidden, kept = self.hidden(tokens, mask, segments, total)
         if kept is not None:
             hidden = pad_input(hidden, kept.indices, *tokens.shape)
         return hidden, self.pool(hidden[:, 0])
 
-    def hidden(self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Unpadded | None]:
+    def hidden(
+        self, tokens: Tensor, mask: Tensor | None, segments: Tensor | None, total: int | None = None
+    ) -> tuple[Tensor, Unpadded | None]:
         """Hidden states `[B, S, W]`; with a mask those of the kept tokens, `[T, W]`, and the places of these."""
         check_tokens(tokens)
         length = tokens.shape[1]
@@ -93,10 +96,12 @@ class Bert(nn.Module):
             raise ValueError(
                 f"segments: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(segments.shape)}"
             )
+        if mask is None and total is not None:
+            raise ValueError(f"total: expected None without a mask, got {total}; it counts what a mask keeps")
         positions = torch.arange(length, device=tokens.device)
         packing, kept = {}, None
         if mask is not None:
-            kept = unpad_input(tokens, mask)
+            kept = unpad_input(tokens, mask, total=total)
             tokens, positions = kept.x, kept.indices % length
             segments = None if segments is None else segments.flatten()[kept.indices]
             packing = {"cu_seqlens": kept.cu_seqlens, "max_seqlen": kept.max_seqlen}
@@ -144,10 +149,10 @@ class BertForPreTraining(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None
+        self, tokens: Tensor, mask: Tensor | None = None, segments: Tensor | None = None, total: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Logits of masked tokens, `[B, S, V]`, and of the next sentence, `[B, 2]`. Arguments as for `Bert.forward`."""
-        hidden, pooled = self.bert(tokens, mask, segments)
+        hidden, pooled = self.bert(tokens, mask, segments, total)
         return self.token_logits(hidden), self.next_sentence(pooled)
 
     def token_logits(self, hidden: Tensor) -> Tensor:
@@ -162,6 +167,7 @@ class BertForPreTraining(nn.Module):
         next_sentence: Tensor | None = None,
         mask: Tensor | None = None,
         segments: Tensor | None = None,
+        total: int | None = None,
     ) -> Tensor:
         """Mean cross-entropy of the labelled tokens, plus that of the next sentence if it is given.
 
@@ -171,10 +177,11 @@ class BertForPreTraining(nn.Module):
             next_sentence: int64 `[B]`, 0 = the second sentence follows the first.
             mask: as for `Bert.forward`; labels of tokens that are not kept have no effect.
             segments: as for `Bert.forward`.
+            total: as for `Bert.forward`.
         """
         if labels.shape != tokens.shape:
             raise ValueError(f"labels: expected the shape of tokens, {tuple(tokens.shape)}, got {tuple(labels.shape)}")
-        hidden, kept = self.bert.hidden(tokens, mask, segments)
+        hidden, kept = self.bert.hidden(tokens, mask, segments, total)
         labels = labels if kept is None else labels.flatten()[kept.indices]
         loss = _mean_loss(self.token_logits(hidden), labels)
         if next_sentence is None:

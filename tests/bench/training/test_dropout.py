@@ -97,7 +97,7 @@ def bert_case():
     tokens, mask = torch.randint(5, 128, (12, 16)), torch.ones(12, 16, dtype=torch.bool)
     mask[::2, 9:] = False
     labels = tokens.masked_fill(torch.rand(12, 16) > 0.3, IGNORED).masked_fill(~mask, IGNORED)
-    batch = Batch(tokens.masked_fill(~mask, 0), labels, mask)
+    batch = Batch(tokens.masked_fill(~mask, 0), labels, mask, int(mask.sum()))
     return bert.BertCase("bert-tiny", 12, 16, "fp32", tuple(mask.sum(1).tolist()), 0.1), batch
 
 
