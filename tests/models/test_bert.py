@@ -68,6 +68,20 @@ def test_compiles_whole():
     assert_same(compiled(tokens, None, segments), model(tokens, None, segments))
 
 
+def test_with_the_number_of_kept_tokens_a_masked_batch_is_one_graph():
+    """Nothing then waits for the GPU, with dropout neither."""
+    model, (tokens, mask, segments) = make(config=replace(SMALL, layers=1), dtype=torch.float32), batch()
+    labels, total = tokens.masked_fill(~mask, IGNORED), int(mask.sum())
+    options = {"mask": mask, "segments": segments, "total": total}
+    compiled = torch.compile(model.loss, fullgraph=True, backend="aot_eager")
+    assert_same(compiled(tokens, labels, **options), model.loss(tokens, labels, mask=mask, segments=segments))
+    assert torch.equal(model(tokens, **options)[0], model(tokens, mask, segments)[0])
+    dropping = make(config=replace(SMALL, layers=1, dropout=0.5, attention_dropout=0.5), dtype=torch.float32)
+    compiled = torch.compile(dropping.loss, fullgraph=True, backend="aot_eager")
+    compiled(tokens, labels, **options).backward()
+    assert compiled(tokens, labels, **options) != compiled(tokens, labels, **options)
+
+
 def test_from_the_meta_device():
     model = BertForPreTraining(SMALL, device="meta", dtype=torch.float64)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -92,6 +106,10 @@ def test_mistakes_are_explained():
         model(tokens[0])
     with pytest.raises(ValueError, match=r"segments: expected the shape of tokens, \(3, 12\), got \(3, 5\)"):
         model(tokens, mask, segments[:, :5])
+    with pytest.raises(ValueError, match="total: expected None without a mask, got 36; it counts what a mask keeps"):
+        model(tokens, total=36)
+    with pytest.raises(ValueError, match="total: expected the number of True elements of the mask, 25, got 36"):
+        model(tokens, mask, total=36)
     with pytest.raises(ValueError, match=r"labels: expected the shape of tokens, \(3, 12\), got \(3, 5\)"):
         model.loss(tokens, tokens[:, :5])
     with pytest.raises(ValueError, match="activation: expected one of 'gelu', 'gelu_tanh', 'relu', got 'swiglu'"):
