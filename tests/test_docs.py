@@ -427,16 +427,38 @@ def test_speeds_of_several_gpus_are_those_of_the_record():
 
 def test_training_speeds_are_those_of_the_records():
     names = ("flashtile", "flashtile-compile", "transformers-eager", "transformers-sdpa", "transformers-compile")
-    records = {"GPT-2 small": "small", "GPT-2 medium": "medium", "GPT-2 small, after 1,000 steps": "later"}
+    records = {
+        "GPT-2 small": "h200-training-small", "GPT-2 medium": "h200-training-medium",
+        "GPT-2 small, after 1,000 steps": "h200-training-later",
+        "GPT-2 small, dropout 0.1, on an H100": "h100-training-small-dropout",
+        "BERT-large, dropout 0.1, on an H100": "h100-training-bert-dropout",
+    }  # fmt: skip
     for model, *cells in _table(FIGURES, "tokens per second")[1:]:
-        rows = {row["impl"]: row for row in _rows(f"h200-training-{records[model]}.json") if row["ms"]}
+        rows = {row["impl"]: row for row in _rows(f"{records[model]}.json") if row["ms"]}
         assert cells == [f"{rows[name]['tokens_per_s']:,.0f}" if name in rows else "–" for name in names], model
+        assert all(row["case"].get("dropout_p", 0.0) == (0.1 if "dropout" in model else 0.0) for row in rows.values())
+
+
+def test_ratios_of_training_with_dropout_are_those_of_the_records():
+    eager, compiled = [], []
+    for name in ("small", "bert"):
+        ms = {row["impl"]: row["ms"] for row in _rows(f"h100-training-{name}-dropout.json")}
+        eager.append(f"{ms['transformers-sdpa'] / ms['flashtile']:.2f}")
+        compiled.append(f"{ms['transformers-compile'] / ms['flashtile-compile']:.2f}")
+    both, both_compiled = " and ".join(eager), " and ".join(compiled)
+    words = " ".join(FIGURES.split())
+    assert f"flashtile is {both} times as fast as sdpa, and {both_compiled} times where both are compiled" in words
+    assert f"with dropout 0.1, GPT-2 and BERT {both_compiled} times as fast" in " ".join(README.split())
+    evidence = " ".join((ROOT / "docs/training_evidence.md").read_text("utf-8").split())
+    for faster, of_compiled in zip(eager, compiled, strict=True):
+        assert f"flashtile's model is {faster} times as fast as" in evidence
+        assert f"and {of_compiled} times where both are compiled" in evidence
 
 
 def test_training_evidence_is_that_of_the_records():
     lines = (ROOT / "docs/training_evidence.md").read_text("utf-8").splitlines()
-    records = sorted((ROOT / "benchmarks/results").glob("h200-training-*.json"))
-    assert records
+    records = sorted((ROOT / "benchmarks/results").glob("h?00-training-*.json"))
+    assert len(records) >= 10
     for record in records:
         assert record.name in "".join(lines), record.name
         for line in summary(json.loads(record.read_text("utf-8"))["rows"]).splitlines():

@@ -43,7 +43,8 @@ def _steps(rows: Sequence[Row]) -> str:
     for row in rows:
         if row["op"] in ("train-step", "bert-step"):
             case = row["case"]
-            head = [case["model"], str(case["S"]), str(case["B"]), row["impl"]]
+            dropout = f", dropout {case['dropout_p']:g}" if case.get("dropout_p") else ""
+            head = [case["model"] + dropout, str(case["S"]), str(case["B"]), row["impl"]]
             if row["ms"] is None:
                 lines.append([*head, "", "", "", _short(row["why"])])
                 continue
