@@ -75,6 +75,11 @@ FORMS = (
         f"{head}-{mask}-fp16": _HEADS[head]._replace(**_MASKS[mask], dtype=torch.float16)
         for head, mask in (("64", "causal"), ("128", "packed"), ("256", "full"), ("512", "causal"))
     }
+    | {
+        "64-causal-max-scores": _HEADS["64"]._replace(window_right=0, max_scores=True),
+        "128-full-max-scores": _HEADS["128"]._replace(max_scores=True, dtype=torch.float16),
+        "512-full-max-scores": _HEADS["512"]._replace(max_scores=True),
+    }
     | {f"{head}-long-window": _HEADS[head]._replace(**_LONG_WINDOW) for head in ("64", "128", "192x128", "256")}
 )
 #: With all that may change the scores of these kernels.

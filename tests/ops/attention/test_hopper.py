@@ -129,7 +129,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float8_e4m3fn, "mask": True}, "triton"),
         ({"score_program": UNCHANGED}, "hopper"),
         ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),
-        ({"score_program": UNCHANGED, "returns_max_scores": True}, "triton"),
+        ({"score_program": UNCHANGED, "returns_max_scores": True}, "hopper"),
         ({"block_tile": (64, 128)}, "triton"),
         ({"block_tile": (128, 64)}, "triton"),
         ({"aligned": False}, "triton"),

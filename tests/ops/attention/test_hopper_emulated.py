@@ -22,6 +22,7 @@ from flashtile.ops.attention import calls, select
 from flashtile.testing import AttentionCase, assert_close, check, make_inputs, run, with_arguments
 from gluon_emulator import EmulatedHopper, forget_copies
 from gluon_emulator.serving import served_by
+from max_scores import check as check_max_scores
 
 pytestmark = pytest.mark.skipif(
     bool(devices.triton_missing()) or devices.interpreting(), reason="needs Triton, not interpreting"
@@ -85,6 +86,24 @@ def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> N
         _SMALL, lengths_q=(129, 0, 1, 70), lengths_k=(129, 33, 1, 90), head_dim=head_dim, head_dim_v=head_dim
     )
     check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize(
+    "shape, arguments",
+    [
+        ({}, {"causal": True}),
+        ({}, {"window": (90, 20), "softcap": 5.0}),
+        ({"lengths_q": (129, 0, 1, 70), "lengths_k": (129, 33, 1, 90)}, {"causal": True}),
+        ({"mask": "1hqk", "bias": "bhqk", "sinks": True}, {}),
+        ({"score_mod": True, "key_lengths": (200,)}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (320, torch.bfloat16)])
+def test_the_largest_scores(hopper: Callable, head_dim: int, dtype: torch.dtype, shape: dict, arguments: dict) -> None:
+    hopper()
+    case = replace(_SMALL, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype, **shape)
+    check_max_scores(with_arguments(case, **arguments), "hopper")
 
 
 @pytest.mark.parametrize(

@@ -10,32 +10,10 @@ from torch import Tensor
 
 import flashtile
 from attention_cases import BASE, COMBINED, EDGES, parameters
-from flashtile.testing import AttentionCase, assert_close, assert_same, make_inputs
-from flashtile.testing.cases import Inputs
+from flashtile.testing import AttentionCase, assert_same
+from max_scores import check
 
 CASES = COMBINED | {name: case for name, case in EDGES.items() if "300" not in name}
-
-
-def call(case: AttentionCase, inputs: Inputs, backend: str, dtype: torch.dtype, **returned: bool):
-    tensors = {
-        name: tensor.to(dtype) if dtype is torch.float64 and name in ("bias", "alibi_slopes", "sinks") else tensor
-        for name, tensor in inputs.tensors.items()
-    }
-    q, k, v = (t.to(dtype) for t in (inputs.q, inputs.k, inputs.v))
-    function = flashtile.attention_varlen if case.packed else flashtile.attention
-    return function(q, k, v, **tensors, **case.keywords(), backend=backend, **returned)
-
-
-def check(case: AttentionCase, backend: str, device: str = "cpu") -> None:
-    inputs = make_inputs(case, device)
-    both = {"return_lse": True, "return_max_scores": True}
-    out, lse, found = call(case, inputs, backend, case.dtype, **both)
-    oracle, eager = (call(case, inputs, "reference", dtype, **both)[2] for dtype in (torch.float64, case.dtype))
-    assert found.shape == lse.shape and found.dtype is lse.dtype and not found.requires_grad
-    assert_close("max_scores", found, oracle, eager)
-    # The other results are those of a call that does not ask.
-    assert_close("out", out, *(call(case, inputs, "reference", dtype) for dtype in (torch.float64, case.dtype)))
-    assert bool((lse >= found - 1e-5).all())
 
 
 @pytest.mark.parametrize("case", parameters(CASES))
@@ -53,6 +31,15 @@ def test_interpreted(case: AttentionCase) -> None:
 @pytest.mark.parametrize("case", parameters(CASES))
 def test_on_a_gpu(case: AttentionCase) -> None:
     check(replace(case, head_dim=64, head_dim_v=64), "triton", "cuda")
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(64, torch.float16), (128, torch.bfloat16), (256, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("case", parameters(CASES))
+def test_on_hopper(case: AttentionCase, head_dim: int, dtype: torch.dtype) -> None:
+    check(replace(case, head_dim=head_dim, head_dim_v=head_dim, dtype=dtype), "hopper", "cuda")
 
 
 def test_the_reference_is_what_the_docstring_says() -> None:
@@ -100,12 +87,14 @@ def test_with_the_rest_of_pytorch() -> None:
     assert_same(torch.func.vmap(largest)(q[None], k[None], v[None])[1][0], found)
 
 
-def test_backends_without_it_say_so_and_leave_the_backward_alone() -> None:
+def test_every_backend_with_a_backward_has_them() -> None:
     q = torch.randn(1, 128, 2, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     asked = flashtile.explain(q, q, q, device="sm_90", return_max_scores=True)
-    assert asked.backend == "triton" and "max_scores" in asked.rejected["hopper"]
-    assert asked.kernels[-1].backend == "hopper"
-    assert flashtile.explain(q, q, q, device="sm_90").backend == "hopper"
+    assert asked.kernels == flashtile.explain(q, q, q, device="sm_90").kernels and asked.backend == "hopper"
+    one = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16, device="meta")
+    keys = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16, device="meta")
+    assert flashtile.explain(one, keys, keys, device="sm_90").backend == "split"
+    assert "max_scores" in flashtile.explain(one, keys, keys, device="sm_90", return_max_scores=True).rejected["split"]
     assert flashtile.explain(BASE_Q, BASE_Q, BASE_Q, return_max_scores=True).backend in ("cpu", "triton")
 
 

@@ -124,7 +124,7 @@ def attention(
         descale_v: the same for v.
         return_lse: also return the log-sum-exp of each row's scores.
         return_max_scores: also return the largest score of each row, as QK-clip needs it to keep scores small in
-            training; `max_scores.amax(dim=(0, 2))` is that of each head. "hopper" and "split" have none.
+            training; `max_scores.amax(dim=(0, 2))` is that of each head. "split" has none.
         deterministic: the gradients are the same in every run, bit for bit. (The forward always is.)
             `torch.use_deterministic_algorithms(True)` has the same effect.
         backend: "auto" chooses by device and call. "split", "hopper", "triton", "cpu" or "reference" run that backend

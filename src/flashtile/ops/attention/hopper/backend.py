@@ -60,8 +60,6 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
     if widest > MAX_HEAD_DIM:
         return f"its heads have up to {MAX_HEAD_DIM} columns, and these {widest}"
-    if call.spec.returns_max_scores:
-        return "its softmax has a reference instead of the largest score of a row, so it has no max_scores"
     if call.spec.score_program is not None:
         if call.phase == "backward" and call.learned_captured:
             return "it has no gradients of the tensors that a score function reads"

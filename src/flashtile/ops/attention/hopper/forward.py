@@ -66,6 +66,7 @@ from flashtile.ops.attention.hopper.forward_scores import (
 from flashtile.ops.attention.hopper.forward_softmax import (
     Softmax,
     first_reference,
+    largest_weights,
     query_operand,
     start_scores,
     start_values,
@@ -138,6 +139,7 @@ class KernelConfig:
     ONE_STAGE: gl.constexpr
     SCORE_FUNCTION: gl.constexpr
     SCORE_READS: gl.constexpr
+    MAX_SCORES: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, **constants):
@@ -251,7 +253,7 @@ class Attended(NamedTuple):
 @gluon.jit
 def attention_forward_kernel(
     q_desc, q_tail_desc, k_desc, k_tail_desc, v_desc, v_tail_desc, out_desc, out_tail_desc, bias_desc,
-    lse_ptr, counter_ptr, problem, constants,
+    lse_ptr, max_scores_ptr, counter_ptr, problem, constants,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
     Q_IN_REGISTERS: gl.constexpr, AHEAD: gl.constexpr,
     IN_TURN: gl.constexpr, OUT_PLACES: gl.constexpr, QUERY_PLACES: gl.constexpr,
@@ -263,7 +265,7 @@ def attention_forward_kernel(
     same head of all batch entries comes next, because they share a table. `MASK_ENDS_KEYS`: the mask is the same
     for all rows, and keys past the last one that it shows are left out. `VALUE_PARTS`: so many tiles of the same rows
     have a part of the values' columns each. `SCORE_FUNCTION`, `SCORE_READS`: the user's, and what it reads
-    (`score_functions`). A parameter that a call does not need is None.
+    (`score_functions`). `max_scores_ptr`: the largest score of each row. A parameter that a call does not need is None.
     """
     TILE_K: gl.constexpr = constants.TILE_K
     config = KernelConfig(
@@ -288,6 +290,7 @@ def attention_forward_kernel(
         ONE_STAGE=STAGES == 1,
         SCORE_FUNCTION=SCORE_FUNCTION,
         SCORE_READS=SCORE_READS,
+        MAX_SCORES=max_scores_ptr is not None,
     )
     tensors = Tensors(
         q=Chunks(q_desc, q_tail_desc),
@@ -319,6 +322,7 @@ def attention_forward_kernel(
         free=barriers(CONSUMERS, WARPGROUP),
         descriptors=tensors.out,
         lse_ptr=lse_ptr,
+        max_scores_ptr=max_scores_ptr,
     )
     queue = make_tile_queue(CONSUMERS, PACKED and TILE_K > 0)
     tile_info = None
@@ -711,7 +715,7 @@ def attend(query, q_slot, key_tiles, modifiers, view, blocks, rings, config, WHI
     s = modify_scores(s, n, kind, bits, tables, modifiers, view, True, config)
     reference = first_reference(row_maximum(s) * modifiers.scale_log2, dtype)
     probs = gl.exp2(s * modifiers.scale_log2 - reference[:, None])
-    softmax = Softmax(reference, row_sums(probs))
+    softmax = Softmax(reference, row_sums(probs), largest_weights(probs, config))
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), dtype), p_layout)
 
     for done in range(view.tiles.begin + 1, view.tiles.end):

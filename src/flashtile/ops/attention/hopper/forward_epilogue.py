@@ -21,12 +21,14 @@ from flashtile.ops.attention.hopper.scores import LOG2_E
 
 class Output(NamedTuple):
     """Where results go: `tiles` in shared memory on their way out, as `Chunks`, which consumers that share one use in
-    turn (`free`), or None where out leaves through the place of the queries; `descriptors` of out; and lse."""
+    turn (`free`), or None where out leaves through the place of the queries; `descriptors` of out; lse; and the largest
+    scores, or None."""
 
     tiles: Any
     free: Any
     descriptors: Any
     lse_ptr: Any
+    max_scores_ptr: Any
 
 
 @gluon.jit
@@ -43,7 +45,8 @@ def make_out_tiles(descriptors, config):
 
 @gluon.jit
 def store_statistics(softmax, rows, row, part, problem, output, config):
-    """Stores lse, for the first part of the values. Returns what `o` is to be multiplied by."""
+    """Stores lse, and the largest scores if they are asked for, with the first part of the values. Returns what `o` is
+    to be multiplied by."""
     row_sum = gl.convert_layout(gl.sum(softmax.row_sum, 1), row.type.layout)
     reference = softmax.reference
     own = 1.0
@@ -66,6 +69,9 @@ def store_statistics(softmax, rows, row, part, problem, output, config):
     if config.VALUE_PARTS > 1:
         stored &= part == 0
     gl.store(output.lse_ptr + offset + row, lse, mask=stored)
+    if config.MAX_SCORES:
+        largest = gl.convert_layout(gl.max(softmax.largest, 1), row.type.layout)
+        gl.store(output.max_scores_ptr + offset + row, softmax.reference * LN_2 + gl.log(largest), mask=stored)
     return inverse
 
 

@@ -28,6 +28,7 @@ from flashtile.ops.attention.hopper.pieces import (
     join_columns,
     pack,
     pin_before_wait,
+    row_maxima,
     row_maximum,
     row_sums,
     scale_rows,
@@ -52,10 +53,12 @@ NOTHING_SEEN = gl.constexpr(-(2.0**100))
 
 
 class Softmax(NamedTuple):
-    """Statistics of rows: references `[M]`, in units of log2, and sums of weights `[M, 8]`, in parts."""
+    """Statistics of rows: references `[M]`, in units of log2; and in parts, `[M, 8]`, sums of weights and, where they
+    are asked for, the largest weights."""
 
     reference: Any
     row_sum: Any
+    largest: Any
 
 
 # Products
@@ -148,7 +151,8 @@ def weights_by_sums(
     scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
-    probs, out, tile_sum = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
+    largest = softmax.largest
+    probs, out, tile_sum, tile_largest = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.bfloat16), p_layout)
     if any_above(tile_sum, LARGEST_WEIGHT, WHICH):
         reference, alpha = raised_references(s, scale_log2, row_sum, tile_sum, reference, WHICH)
@@ -158,8 +162,11 @@ def weights_by_sums(
         factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         row_sum *= factor
         tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
+        if config.MAX_SCORES:
+            largest *= factor
+            tile_largest = gl.where(factor == 1.0, tile_largest, row_maxima(again))
         out = scale_rows(out, alpha, v)
-    return p, Softmax(reference, row_sum + tile_sum), out
+    return p, Softmax(reference, row_sum + tile_sum, larger(largest, tile_largest, config)), out
 
 
 @gluon.jit
@@ -197,25 +204,29 @@ def weights_by_maxima(
     scale_log2 = modifiers.scale_log2
     row_sum = softmax.row_sum
     reference = softmax.reference
+    largest = softmax.largest
     highest = row_maximum(s) * scale_log2
     rises = any_above(highest - reference, LARGEST_FLOAT16_EXPONENT, WHICH)
     alpha = gl.full([M], 1.0, gl.float32, reference.type.layout)
     if rises:
         raised = gl.where(highest - reference > LARGEST_FLOAT16_EXPONENT, highest, reference)
         alpha = gl.exp2(reference - raised)
-        row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+        row_sum *= factor
+        if config.MAX_SCORES:
+            largest *= factor
         reference = raised
-    probs, out, tile_sum = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
+    probs, out, tile_sum, tile_largest = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.float16), p_layout)
     if rises:
         out = scale_rows(out, alpha, v)
-    return p, Softmax(reference, row_sum + tile_sum), out
+    return p, Softmax(reference, row_sum + tile_sum, larger(largest, tile_largest, config)), out
 
 
 @gluon.jit
 def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
-    """Weights of a tile in float32, `out` when its product `in_flight` has come to an end, and sums of weights, in
-    parts.
+    """Weights of a tile in float32, `out` when its product `in_flight` has come to an end, and sums and largest of the
+    weights, in parts.
 
     Only some of the exponentials come while `p v` is in flight, the others among the conversions: the units for
     exponentials work while the others do.
@@ -227,14 +238,35 @@ def exponentials(s, scale_log2, reference, in_flight, v, v_slot, config):
             if i == 0:
                 probs = piece
                 tile_sum = pin_before_wait(row_sums(probs))
+                tile_largest = largest_weights(probs, config)
                 out = wait_values(in_flight, v)
                 v.release(v_slot)
             else:
                 tile_sum += row_sums(piece)
+                tile_largest = larger(tile_largest, largest_weights(piece, config), config)
                 probs = join_columns(probs, piece)
     else:
         out = wait_values(in_flight, v)
         v.release(v_slot)
         probs = gl.exp2(s * scale_log2 - reference[:, None])
         tile_sum = row_sums(probs)
-    return probs, out, tile_sum
+        tile_largest = largest_weights(probs, config)
+    return probs, out, tile_sum, tile_largest
+
+
+@gluon.jit
+def largest_weights(probs, config):
+    """The largest weights of rows, in parts; 0 where nobody asks for them. They tell the largest scores: the logarithm
+    of a row's largest weight is its distance from the reference."""
+    largest = gl.to_tensor(0)
+    if config.MAX_SCORES:
+        largest = row_maxima(probs)
+    return largest
+
+
+@gluon.jit
+def larger(one, other, config):
+    """The larger weights of either, where anybody asks for them."""
+    if config.MAX_SCORES:
+        one = gl.maximum(one, other)
+    return one

@@ -72,7 +72,7 @@ class ForwardPlan(NamedTuple):
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         describe: the same of all of them, from their addresses.
-        allocate: makes out and lse.
+        allocate: makes out, lse, and the largest scores if they are asked for.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
@@ -84,16 +84,18 @@ class ForwardPlan(NamedTuple):
     widening: Widening | None = None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse)."""
+def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
+    """Runs the forward kernel. Shapes as in `flashtile.attention` and `attention_varlen`. Returns (out, lse), or (out,
+    lse, max_scores)."""
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     if side.key_lengths is not None and side.cu_seqlens_k is None:
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan_for(q, k, v, side, spec)
     if not plan.kernel.programs:
-        out, lse = plan.allocate()
-        return out.zero_(), _lse_without_keys(lse, side)
+        out, lse, *max_scores = plan.allocate()
+        nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
+        return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
     if plan.widening is not None:
         v = widen(v, plan.widening)
     side = with_aligned_lists(side)
@@ -103,7 +105,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
 
 def prepare_forward(
     q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec
-) -> Callable[[int, int, int], tuple[Tensor, Tensor]] | None:
+) -> Callable[[int, int, int], tuple[Tensor, ...]] | None:
     """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
     if spec.scale <= 0:
         return None
@@ -118,13 +120,15 @@ def _plan_for(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: Attention
 
 def _launch(
     plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
-) -> tuple[Tensor, Tensor]:
-    """Enqueues the kernel, from addresses. Returns (out, lse)."""
-    out, lse = plan.allocate()
+) -> tuple[Tensor, ...]:
+    """Enqueues the kernel, from addresses. Returns what `forward` does."""
+    results = plan.allocate()
+    out, lse, *max_scores = results
     counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
     descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
-    plan.kernel.launch(*descriptors, lse.data_ptr(), counter, *side, *captured)
-    return out, lse
+    of_max_scores = max_scores[0].data_ptr() if max_scores else 0
+    plan.kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
+    return tuple(results)
 
 
 def _lse_without_keys(lse: Tensor, side: SideInputs) -> Tensor:
@@ -188,10 +192,10 @@ def _plan(
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
-    outputs = (
-        Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)),
-        Layout(lse_shape, contiguous_strides(lse_shape), torch.float32),
-    )
+    of_rows = Layout(lse_shape, contiguous_strides(lse_shape), torch.float32)
+    outputs = [Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)), of_rows]
+    if spec.returns_max_scores:
+        outputs.append(of_rows)
     bounded = packed or side.key_lengths_dtype is not None
     boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
     whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
@@ -209,6 +213,7 @@ def _plan(
             for part, box in zip(("", "_tail"), boxes[name])
         },
         "lse_ptr": pointer_to(torch.float32),
+        "max_scores_ptr": pointer_to(torch.float32 if spec.returns_max_scores else None),
         "counter_ptr": pointer_to(torch.int32, 16),
         "problem": Problem(
             side=described.pointers,

@@ -567,6 +567,15 @@ def row_sums(p):
 
 
 @gluon.jit
+def row_maxima(p):
+    """`[M, 8]`: the largest of what each thread holds of a row, of numbers that are not negative. They have the order
+    of their bits, and of integers an instruction compares three."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    bits = gl.reshape(p.to(gl.int32, bitcast=True), [M, p.shape[1] // 8, 8])
+    return gl.convert_layout(gl.max(bits, 1), layout, assert_trivial=True).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def scale_rows(out, factor, v):
     """`out` `[M, E]`, in the chunks of `v`, times `factor` `[M]`."""
     main = out.main * gl.convert_layout(factor, gl.SliceLayout(1, out.main.type.layout))[:, None]
