@@ -94,6 +94,12 @@ BLOCK_FORMS = {
     "64-whole-blocks": _HEADS["64"]._replace(block_tile=(128, 128), patterns=False),
     "128-whole-blocks": _HEADS["128"]._replace(block_tile=(256, 128), patterns=False),
     "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
+    "64-small-blocks": _HEADS["64"]._replace(block_tile=(64, 64)),
+    "128-causal-small-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(64, 128)),
+    "128-packed-small-blocks": _HEADS["128"]._replace(**_MASKS["packed"], block_tile=(128, 64)),
+    "192x128-small-blocks": _HEADS["192x128"]._replace(block_tile=(64, 64)),
+    "256-causal-small-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(64, 64)),
+    "512-small-blocks": _HEADS["512"]._replace(block_tile=(64, 64)),
     "512-causal-blocks": _HEADS["512"]._replace(window_right=0, block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
     **{
@@ -120,6 +126,7 @@ FP8_FORMS = {
     "fp8-128-causal-blocks": _HEADS["128"]._replace(
         window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
     ),
+    "fp8-128-small-blocks": _HEADS["128"]._replace(dtype=torch.float8_e4m3fn, block_tile=(64, 64)),
     "fp8-64-short": _HEADS["64-short"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-192x128": _HEADS["192x128"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-192": _HEADS["192"]._replace(dtype=torch.float8_e4m3fn),
@@ -321,6 +328,10 @@ BACKWARD_FORMS = {
     "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),
     "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
+    "64-small-blocks": _backward(64, 64, False, False, False, block_tile=(64, 64)),
+    "64-blocks-of-64-queries": _backward(64, 64, False, False, False, block_tile=(64, 128)),
+    "128-packed-small-blocks-ordered": _backward(128, 128, True, False, True, block_tile=(128, 64)),
+    "192x128-small-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(64, 64)),
     "64-packed-blocks": _backward(64, 64, True, False, False, block_tile=(128, 128)),
     "128-packed-blocks": _backward(128, 128, True, False, False, block_tile=(128, 128)),
     "128-packed-blocks-ordered-fp16": _backward(128, 128, True, True, True, block_tile=(256, 256))._replace(

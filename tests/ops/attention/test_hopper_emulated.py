@@ -431,6 +431,31 @@ def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments
     check(with_arguments(case, **arguments), "hopper")
 
 
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, tile, change",
+    [
+        (64, 64, (64, 64), {}),
+        (64, 64, (64, 128), {"bias": "1hqk", "arguments": {"causal": True, "deterministic": True}}),
+        (128, 128, (64, 64), {"arguments": {"dropout_p": 0.2, "deterministic": True}}),
+        (128, 128, (192, 64), {"key_lengths": (300,), "alibi_slopes": "bh", "sinks": True}),
+        (128, 128, (64, 64), {"lengths_q": (140, 1, 0, 300), "lengths_k": (129, 33, 70, 390)}),
+        (192, 128, (64, 64), {"arguments": {"softcap": 5.0}}),
+        (256, 256, (64, 64), {"arguments": {"causal": True}}),
+        (320, 320, (64, 64), {"arguments": {"causal": True}}),
+    ],
+    ids=str,
+)
+def test_block_masks_of_smaller_tiles(
+    hopper: Callable, head_dim: int, head_dim_v: int, tile: tuple[int, int], change: dict
+) -> None:
+    """Tiles of 64 queries have a single consumer, and those of 64 keys tiles of as many."""
+    change = dict(change)
+    arguments = change.pop("arguments", {})
+    case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, **change)
+    hopper()
+    check(with_arguments(case, **arguments), "hopper")
+
+
 _PACKED_BLOCKS: dict[str, dict[str, Any]] = {
     "free": {},
     "causal, in order": {"arguments": {"causal": True, "deterministic": True}},

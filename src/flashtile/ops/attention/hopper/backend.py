@@ -28,7 +28,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
     if call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    return _unsupported_feature(call) or _unreadable(call) or _unsupported_blocks(call) or _slower(call)
+    return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
 
 def _slower(call: AttentionCall) -> str | None:
@@ -87,30 +87,6 @@ def _unreadable(call: AttentionCall) -> str | None:
     return None
 
 
-def _unsupported_blocks(call: AttentionCall) -> str | None:
-    """Why the kernels cannot walk over the tiles of a block mask."""
-    if call.spec.block_shape is None:
-        return None
-    block_m, block_n = _block_mask_divisors(call.phase == "backward", *call.head_dims)
-    tile_q, tile_k = call.spec.block_shape[2:]
-    if tile_q % block_m or tile_k % block_n:
-        return (
-            f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
-            f"{tile_q} and {tile_k}; block_mask.with_tile makes larger ones"
-        )
-    return None
-
-
-def _block_mask_divisors(backward: bool, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Queries and keys of a tile, of which those of a block mask's tiles must be multiples."""
-    if backward:
-        # With a soft cap tiles are smaller, so those that serve without one do.
-        cut = backward_configs.choose_backward_config(head_dim, head_dim_v, blocks=True)
-        return cut.block_m, cut.block_n
-    config = configs.choose_config(head_dim, head_dim_v, configs.SHORT_CAUSAL, False, False, True)
-    return config.block_m, config.block_n
-
-
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
@@ -131,15 +107,17 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
             return main, _describe_bias_gradient(*heads, call.mask or spec.dropout_p > 0)
         return main, *describe_bias_gradient(call)
-    left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
+    left, right = spec.window_left is not None, spec.window_right is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     side = call.side or SideInputs()
     tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
-        *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables,
+        *heads, side.max_seqlen_q, left, right, block_tile, call.dtype, spec.dropout_p > 0, tables,
         configs.moves_by_tma(call.bias, call.dtype),
     )  # fmt: skip
     memory = configs.shared_memory(config, *heads, call.dtype)
-    warps = f"{config.consumers} computing warpgroups and a loading warp"
+    warpgroups = "a computing warpgroup" if config.consumers == 1 else f"{config.consumers} computing warpgroups"
+    warps = f"{warpgroups} and a loading warp"
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)

@@ -139,7 +139,7 @@ def choose_backward_config(
     head_dim: int,
     head_dim_v: int,
     derivatives: bool = False,
-    blocks: bool = False,
+    block_tile: tuple[int, int] | None = None,
     left: bool = False,
     scale: float = 1.0,
     ordered: bool = False,
@@ -150,14 +150,20 @@ def choose_backward_config(
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
     `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
-    these take fewer columns. `blocks`: of a block mask a producer reads the lists. `left`: a window ends on the left.
+    these take fewer columns. `block_tile`: (queries, keys) of a block mask's tiles, which the kernel's divide; a
+    producer reads the lists. `left`: a window ends on the left.
     Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
     can be awaited without a fence (`backward_pieces.pass_dq_turn`). `modified`: there is dropout, a score function, or
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
     `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
-    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else _BACKWARD_ROWS
-    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
+    queries, keys = block_tile or (0, 0)
+    row = next(
+        config
+        for heads, heads_v, config in rows
+        if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
+    )
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
@@ -168,7 +174,7 @@ def choose_backward_config(
     for asked, name in ((moved_bias, "bias_by_tma"), (own_bias, "bias_stored")):
         cut = row._replace(**{name: asked})
         row = cut if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY else row
-    return row._replace(producer=True, registers=208) if blocks and not row.producer else row
+    return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
 
 
 def backward_config_of(
@@ -178,10 +184,11 @@ def backward_config_of(
     """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
     The gradient of a bias, which is added last, is not that of the scores if these have derivatives."""
     derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
-    blocks, left = spec.block_shape is not None, spec.window_left is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    left = spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
     return choose_backward_config(
-        head_dim, head_dim_v, derivatives, blocks, left, spec.scale, spec.deterministic, modified,
+        head_dim, head_dim_v, derivatives, block_tile, left, spec.scale, spec.deterministic, modified,
         derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives,
     )  # fmt: skip
 
