@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous_strides, empty
 from flashtile._backends.launch import ABSENT, Plan, plan_of, values_of
-from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of
 from flashtile.ops.attention.hopper.backward_tiles import Problem
@@ -68,7 +68,7 @@ def plan_bias_gradient(
     batch, rows_q, heads, _ = shapes[0]
     rows_k = shapes[1][1]
     cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
-    block = BIAS_QUERIES * cut.query_tiles, BIAS_KEYS
+    block = BIAS_QUERIES * cut.query_tiles, cut.keys
     work = _cut_work(side.bias, batch * heads, block, programs)
     covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
     variant = variant._replace(
@@ -82,7 +82,7 @@ def plan_bias_gradient(
     problem = problem._replace(slope_sums_ptr=ABSENT, side=variant.side.pointers, numbers=variant.side.numbers)
     values = {
         **values_of(parameters_of(variant)),
-        **values_of({"problem": problem, "work": work.numbers(side.bias)}),
+        **values_of({"problem": problem, "work": work.numbers(side.bias.shape)}),
     }
     kernel = plan_of(backward_source("bias", variant), values, work.own * work.parts, device)
     shape = (work.parts, *side.bias.shape)
