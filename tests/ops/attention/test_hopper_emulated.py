@@ -150,7 +150,7 @@ _MOVED_BIASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [40, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 128, 256])
 @pytest.mark.parametrize("changes", _MOVED_BIASES.values(), ids=_MOVED_BIASES)
 def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
     emulated = hopper(seed=head_dim)

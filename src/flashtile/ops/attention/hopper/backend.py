@@ -126,8 +126,8 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
 def _describe_bias_gradient(head_dim: int, head_dim_v: int, modified: bool) -> KernelChoice:
     cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
     memory = backward_configs.bias_shared_memory(cut, head_dim, head_dim_v)
-    block = cut.query_tiles * backward_configs.BIAS_QUERIES, backward_configs.BIAS_KEYS
-    summary = summary_of(block, "2 computing warpgroups and a loading warp", cut.stages, memory)
+    block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
+    summary = summary_of(block, f"{cut.warpgroups} computing warpgroups and a loading warp", cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
 
 

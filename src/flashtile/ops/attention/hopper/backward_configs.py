@@ -119,9 +119,9 @@ _BACKWARD_CAPPED_ROWS = (
 
 
 def backward_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile of the backward, in one or two powers of two: 65 to 80 = 64 + 16, 81 to 96 = 64 + 32, 129 to
-    160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
-    whole = max(64, 1 << (head_dim - 1).bit_length())
+    """Columns of a tile of the backward, in one or two powers of two, at least 32: 65 to 80 = 64 + 16, 81 to 96 = 64 +
+    32, 129 to 160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
+    whole = max(32, 1 << (head_dim - 1).bit_length())
     tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
     return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
 
@@ -164,6 +164,7 @@ def choose_backward_config(
         for heads, heads_v, config in rows
         if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
     )
+    row = row._replace(sum_columns=min(row.sum_columns, tile_width(head_dim)))
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
@@ -233,28 +234,45 @@ def backward_shared_memory(
 
 
 class BiasGradientConfig(NamedTuple):
-    """How the kernel of a bias's gradient is cut, of 128 keys.
+    """How the kernel of a bias's gradient is cut.
 
     Attributes:
+        warpgroups: those that sum, each 64 keys.
         query_tiles: tiles of 64 queries of a program.
         key_stages: tiles of keys and of values in flight.
         stages: tiles of 64 queries and of dout in flight.
     """
 
+    warpgroups: int
     query_tiles: int
     key_stages: int
     stages: int
 
+    @property
+    def keys(self) -> int:
+        """Keys of a program."""
+        return CONSUMER_ROWS * self.warpgroups
 
-#: Keys of a program, and queries of a tile.
-BIAS_KEYS, BIAS_QUERIES = 128, 64
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that sums."""
+        return 160 if self.warpgroups == 3 else 240
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread at launch, as in a forward with as many consumers."""
+        return 128 if self.warpgroups == 3 else 168
+
+
+#: Queries of a tile.
+BIAS_QUERIES = 64
 
 #: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
 #: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
 #: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
 #: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45; but 0.14
 #: instead of 0.17 for 64 × 768, 4 heads of 32.
-_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 3), (1, 2, 2), (1, 1, 2), (1, 1, 1)))
+_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1)))
 
 
 def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> BiasGradientConfig:
@@ -266,8 +284,8 @@ def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> Bias
 def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
     """Estimate of the shared memory of a program of the kernel of a bias's gradient, in bytes."""
     width = tile_width(head_dim) + tile_width(head_dim_v)
-    rows = (BIAS_KEYS * config.key_stages + BIAS_QUERIES * config.stages) * width
-    bias = BIAS_KEYS * BIAS_QUERIES * config.query_tiles
+    rows = (config.keys * config.key_stages + BIAS_QUERIES * config.stages) * width
+    bias = config.keys * BIAS_QUERIES * config.query_tiles
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 

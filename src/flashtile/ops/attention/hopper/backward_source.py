@@ -9,12 +9,7 @@ import torch
 from flashtile._backends.launch import KernelSource, Parameter, optional, pointer_to, specialise
 from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
-from flashtile.ops.attention.hopper.backward_configs import (
-    BIAS_KEYS,
-    BIAS_QUERIES,
-    bias_gradient_config,
-    tile_width,
-)
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config, tile_width
 from flashtile.ops.attention.hopper.backward_descriptors import boxes_of, dtype_of, is_operand
 from flashtile.ops.attention.hopper.backward_ends import attention_begin_kernel, attention_end_kernel
 from flashtile.ops.attention.hopper.backward_tiles import Loops, Problem
@@ -25,10 +20,6 @@ from flashtile.ops.attention.hopper.parameters import FLOAT32, INT32
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import Window
 from flashtile.ops.attention.triton.bias_work import WorkNumbers
-
-#: Registers of a thread that computes the gradient of a bias, and of any thread at the start, as in a forward with two
-#: consumers.
-_BIAS_REGISTERS, _BIAS_MAX_REGISTERS = 240, 168
 
 
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
@@ -72,20 +63,18 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
 def _bias_gradient_source(variant: BackwardVariant) -> KernelSource:
     cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
     constants = {
-        "KEYS": BIAS_KEYS,
+        "KEYS": cut.keys,
         "M": BIAS_QUERIES,
         "QUERY_TILES": cut.query_tiles,
         "STAGES": cut.stages,
         "KEY_STAGES": cut.key_stages,
-        "REGISTERS": _BIAS_REGISTERS,
+        "REGISTERS": cut.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOP_LEFT": variant.top_left,
         "SHARED_BY_HEADS": variant.bias_shared_by_heads,
     }
-    limit = _BIAS_MAX_REGISTERS
-    return specialise(
-        attention_bias_gradient_kernel, parameters_of(variant), constants, num_warps=4, max_registers=limit
-    )
+    parameters, limit = parameters_of(variant), cut.max_registers
+    return specialise(attention_bias_gradient_kernel, parameters, constants, num_warps=4, max_registers=limit)
 
 
 def slope_sums_parameter(variant: BackwardVariant) -> Parameter:
