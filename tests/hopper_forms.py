@@ -235,6 +235,12 @@ def _backward(
 BACKWARD_FORMS = {
     "64": _backward(64, 64, False, False, False),
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
+    "32": _backward(32, 32, False, False, False),
+    "32-packed-window-ordered": _backward(32, 32, True, True, True),
+    "32-uncut-fp16": _backward(32, 32, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
+    "32x64": _backward(32, 64, False, False, False),
+    "64x32-ordered": _backward(64, 32, False, False, True),
+    "32x64-single-tile": _backward(32, 64, False, False, False, right=False)._replace(single_key_tile=True),
     "128": _backward(128, 128, False, False, False),
     "128-long": _backward(128, 128, False, False, False)._replace(masks_last=True),
     "128-turns": _backward(128, 128, False, False, False)._replace(masks_last=True, reverses_walks=True),
@@ -359,6 +365,9 @@ BACKWARD_FEATURE_FORMS = {
             "dropout": _DROPOUT,
         }.items()
     },
+    "32-bias": _backward(32, 32, False, False, False, side=SideShape(bias=_BIAS)),
+    "32-all": _backward(32, 32, True, True, False, side=_ALL),
+    "32-stored-bias-ordered": _backward(32, 32, False, False, True, side=SideShape(bias=_BIAS), stored_bias=True),
     "128-unaligned-bias": _backward(128, 128, False, False, False, side=SideShape(bias=_UNALIGNED_BIAS)),
     **{
         f"{name}-stored-bias": _backward(*heads, False, False, False, side=SideShape(bias=_BIAS), stored_bias=True)
@@ -429,6 +438,12 @@ BACKWARD_FUNCTION_FORMS = {
 }  # fmt: skip
 #: The gradient of a bias that scores share: each cut, and what changes its code.
 BIAS_GRADIENT_FORMS = {
+    "32-parts": _backward(32, 32, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+        masks=False, bias_in_parts=True
+    ),
+    "24x32-window-shared": _backward(24, 32, False, True, False, side=SideShape(bias=_BIAS))._replace(
+        bias_shared_by_heads=True
+    ),
     "64-causal": _backward(64, 64, False, False, False, side=SideShape(bias=_BIAS)),
     "96-parts": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
         masks=False, bias_in_parts=True

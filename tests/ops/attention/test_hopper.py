@@ -1233,8 +1233,8 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
 
 
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
-    for (head_dim, head_dim_v), modified in itertools.product(_HEADS, (False, True)):
-        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
+    for (head_dim, head_dim_v), modified, by_position in itertools.product(_HEADS, (False, True), (False, True)):
+        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position)
         assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert not (modified and cut.query_tiles > 1)
 
@@ -1270,7 +1270,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     variant = BIAS_GRADIENT_FORMS[form]
     heads = variant.head_dim, variant.head_dim_v
-    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops)
+    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops, variant.by_position)
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])

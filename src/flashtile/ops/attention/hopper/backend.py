@@ -105,7 +105,7 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         if not learns or cut.bias_stored:
             return (main,)
         if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
-            return main, _describe_bias_gradient(*heads, call.mask or spec.dropout_p > 0)
+            return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
     left, right = spec.window_left is not None, spec.window_right is not None
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
@@ -123,9 +123,10 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _describe_bias_gradient(head_dim: int, head_dim_v: int, modified: bool) -> KernelChoice:
-    cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
-    memory = backward_configs.bias_shared_memory(cut, head_dim, head_dim_v)
+def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
+    modified, by_position = call.mask or call.spec.dropout_p > 0, call.spec.banded or call.key_lengths or alibi
+    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position)
+    memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
     block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
     summary = summary_of(block, f"{cut.warpgroups} computing warpgroups and a loading warp", cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)

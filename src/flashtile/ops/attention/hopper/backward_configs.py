@@ -270,13 +270,20 @@ BIAS_QUERIES = 64
 #: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
 #: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
 #: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
-#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45; but 0.14
-#: instead of 0.17 for 64 × 768, 4 heads of 32.
+#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45.
 _BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1)))
 
+#: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
+#: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
+_NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
 
-def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> BiasGradientConfig:
-    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left."""
+
+def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool, by_position: bool) -> BiasGradientConfig:
+    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left.
+    `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three warpgroups has none
+    either (it spills 224 bytes with all of them)."""
+    if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
+        return _NARROW_BIAS_CUT
     cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1))
     return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
 

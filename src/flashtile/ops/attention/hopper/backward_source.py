@@ -61,7 +61,7 @@ def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
 
 
 def _bias_gradient_source(variant: BackwardVariant) -> KernelSource:
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
+    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
     constants = {
         "KEYS": cut.keys,
         "M": BIAS_QUERIES,

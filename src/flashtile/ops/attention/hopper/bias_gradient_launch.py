@@ -20,6 +20,7 @@ from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import Layout, SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
+from flashtile.ops.attention.triton.bias_parts import sum_of_parts
 from flashtile.ops.attention.triton.bias_work import BiasWork
 from flashtile.ops.attention.triton.launch import NO_CAPTURED
 
@@ -47,7 +48,7 @@ def run_bias_gradient(
     sums = empty(*plan.sums, plan.kernel.device)
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
-    return sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
+    return sum_of_parts(sums, dtype)
 
 
 def plan_bias_gradient(
@@ -67,7 +68,7 @@ def plan_bias_gradient(
     assert side.bias is not None
     batch, rows_q, heads, _ = shapes[0]
     rows_k = shapes[1][1]
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
+    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
     block = BIAS_QUERIES * cut.query_tiles, cut.keys
     work = _cut_work(side.bias, batch * heads, block, programs)
     covered = rows_q % block[0] == 0 and rows_k % block[1] == 0

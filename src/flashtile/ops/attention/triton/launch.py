@@ -15,6 +15,7 @@ from flashtile._backends.launch import Plan, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.bias_parts import sum_of_parts
 from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.ops.attention.triton.ordered_sums import Waves
 from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
@@ -235,7 +236,9 @@ def _short_backward(
     bias_parts = more[-1] if learned_bias else None
     tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, None, dq, dk, dv, bias_parts)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side))
-    dbias = None if bias_parts is None else _sum_of_parts(bias_parts, side)
+    dbias = None
+    if bias_parts is not None and side.bias is not None:
+        dbias = sum_of_parts(bias_parts, side.bias.dtype)
     return QueryResults(dq, statistics, slope_sums, dout, _whole_heads(dk, dv, plan.shares), dbias)
 
 
@@ -279,13 +282,7 @@ def backward_bias(
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
-    return _sum_of_parts(sums, side)
-
-
-def _sum_of_parts(parts: Tensor, side: SideInputs) -> Tensor:
-    """The gradient of the bias, from its parts."""
-    assert side.bias is not None
-    return (parts.squeeze(0) if parts.shape[0] == 1 else parts.sum(0)).to(side.bias.dtype)
+    return sum_of_parts(sums, side.bias.dtype)
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:

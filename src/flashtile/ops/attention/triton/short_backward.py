@@ -122,6 +122,12 @@ def attention_short_backward_kernel(
             kept = kept_weights(modifiers, 0, 0, BLOCK_M, BLOCK_N, ALIGNED)
             dprobs = tl.where(kept, dprobs * numbers.dropout.scale, 0.0)
             weights = tl.where(kept, probs * numbers.dropout.scale, 0.0)
+        # Each sum is stored before the next one is made: all at once would take too many registers.
+        dv = tl.dot(tl.trans(weights.to(dout_tile.dtype)), dout_tile, input_precision=PRECISION)  # [N, E]
+        # Keys past their length read as zeros; what they gathered is not theirs.
+        valid = (column < keys)[:, None]
+        dv_base = head_pointer(dv_ptr, dv_strides, sequence, 0, head, False)
+        store_rows(dv_base, dv_strides, 0, rows_k, tl.where(valid, dv, 0.0), shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
         dscores = probs * (dprobs - delta[:, None])
         if rows.slope_sums is not None:
             slope_sums = slope_gradients(dscores, row, column, modifiers)
@@ -133,21 +139,14 @@ def attention_short_backward_kernel(
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         dscores = dscores.to(q_tile.dtype)
-        dv = tl.dot(tl.trans(weights.to(dout_tile.dtype)), dout_tile, input_precision=PRECISION)  # [N, E]
-        dq = tl.dot(dscores, k_tile, input_precision=PRECISION)  # [M, D]
         dk = tl.dot(tl.trans(dscores), q_tile, input_precision=PRECISION)  # [N, D]
+        dk_base = head_pointer(dk_ptr, dk_strides, sequence, 0, head, False)
+        store_rows(dk_base, dk_strides, 0, rows_k, tl.where(valid, dk * scale, 0.0), shape.HEAD_DIM, BLOCK_N, BLOCK_D)
+        dq = tl.dot(dscores, k_tile, input_precision=PRECISION)  # [M, D]
         if HIDES_ROWS:
             dq = tl.where(hidden[:, None], 0.0, dq)
-
         dq_base = head_pointer(dq_ptr, dq_strides, sequence, 0, head, False)
-        dk_base = head_pointer(dk_ptr, dk_strides, sequence, 0, head, False)
-        dv_base = head_pointer(dv_ptr, dv_strides, sequence, 0, head, False)
         store_rows(dq_base, dq_strides, 0, rows_q, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_D)
-        # Keys past their length read as zeros; what they gathered is not theirs.
-        valid = (column < keys)[:, None]
-        dk, dv = tl.where(valid, dk * scale, 0.0), tl.where(valid, dv, 0.0)
-        store_rows(dk_base, dk_strides, 0, rows_k, dk, shape.HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_base, dv_strides, 0, rows_k, dv, shape.HEAD_DIM_V, BLOCK_N, BLOCK_E)
 
     if sums_ptr is not None:
         row, column = row[:, None], column[None, :]
