@@ -34,11 +34,12 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def _slower(call: AttentionCall) -> str | None:
     """The reason for which `backend="auto"` prefers the portable kernels. Milliseconds on an H200, here and there:
 
-    - 4,096 windows of 49 tokens, 6 heads of 32: 0.34 and 0.14, backward 0.77 and 0.33; with a bias that learns 0.52 and
-      0.23, backward 0.91 and 0.93. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward 0.22 and 0.18.
+    - 4,096 windows of 49 tokens, 6 heads of 32, on an H100: 0.32 and 0.15, backward 0.59 and 0.32; with a bias that
+      learns 0.52 and 0.23, backward 0.78 and 0.36. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward
+      0.22 and 0.18.
     - A bias that TMA does not bring, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60.
       32 sequences of 512, 12 heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48. (If TMA brings it, 0.09 instead of
-      the 0.13, and backward 0.47 instead of the 0.65.)
+      the 0.13, and backward 0.33 instead of the 0.65.)
     """
     widest = max(call.head_dims)
     if call.requested != "auto" or call.packed or widest > 64:
