@@ -143,7 +143,7 @@ def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
 )
 def test_one_kernel_computes_all_gradients_where_one_tile_holds_a_sequence(change: dict, one_kernel: bool) -> None:
     result = plan("dq", _HOPPER, Call(seq_q=49, seq_k=64, heads=6, heads_kv=3)._replace(**change))
-    assert result.whole is one_kernel
+    assert result.all_gradients is one_kernel
     assert result.shares == (2 if one_kernel else 1)
 
 

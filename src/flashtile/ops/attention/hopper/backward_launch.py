@@ -191,10 +191,10 @@ def backward_plans(
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
     plan = _plan_for(dout, False, q, k, v, side, spec, may_hide_rows(q, k, side, spec), wanted)
-    of_bias = None
+    of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
-        of_bias = plan_for("dbias", q, k, v, dout, side, spec) if plan.bias is None else plan.bias
-    return tuple(each for each in (plan.main, plan.begin, plan.end, of_bias and of_bias.kernel) if each is not None)
+        of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
+    return tuple(each for each in (plan.main, plan.begin, plan.end, *of_bias) if each is not None)
 
 
 def _plan_for(

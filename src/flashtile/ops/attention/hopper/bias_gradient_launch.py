@@ -20,7 +20,7 @@ from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import Layout, SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
-from flashtile.ops.attention.triton.bias_parts import sum_of_parts
+from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
 from flashtile.ops.attention.triton.bias_work import BiasWork
 from flashtile.ops.attention.triton.launch import NO_CAPTURED
 
@@ -32,12 +32,17 @@ _BUSY = 7 / 8
 
 
 class BiasGradientPlan(NamedTuple):
-    """The launch, what makes its descriptors from the addresses of `MOVED_FOR_BIAS`, and the layout of its sums,
-    `[parts, *bias.shape]`."""
+    """The launch, what makes its descriptors from the addresses of `MOVED_FOR_BIAS`, the layout of its sums, `[parts,
+    *bias.shape]`, and the launch that adds up these, if there are several."""
 
     kernel: Plan
     describe: Callable[..., tuple]
     sums: Layout
+    sum_of_parts: Plan | None
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return (self.kernel,) if self.sum_of_parts is None else (self.kernel, self.sum_of_parts)
 
 
 def run_bias_gradient(
@@ -48,7 +53,7 @@ def run_bias_gradient(
     sums = empty(*plan.sums, plan.kernel.device)
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
-    return sum_of_parts(sums, dtype)
+    return sum_of_parts(plan.sum_of_parts, sums, dtype)
 
 
 def plan_bias_gradient(
@@ -89,7 +94,7 @@ def plan_bias_gradient(
     shape = (work.parts, *side.bias.shape)
     sums = Layout(shape, contiguous_strides(shape), torch.float32 if work.parts > 1 else variant.dtype)
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
-    return BiasGradientPlan(kernel, describe, sums)
+    return BiasGradientPlan(kernel, describe, sums, plan_of_sum(work.parts, side.bias, device))
 
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:

@@ -120,7 +120,7 @@ def prepare_backward(
     if not _preparable(q, spec) or may_hide_rows(q, k, side, spec):
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
-    if queries.whole:
+    if queries.all_gradients:
         return _prepare_short_backward(queries, q.device)
     keys = plan_for("dkdv", q, k, v, dout, side, spec)
     allocate = allocator((*queries.outputs, *keys.outputs), q.device)
@@ -156,10 +156,10 @@ def backward_plans(
         return ()
     hides_rows = may_hide_rows(q, k, side, spec)
     summed = wanted.captured if any(wanted.captured) else ()
-    queries = plan_for("dq", q, k, v, dout, side, spec, False, wanted.alibi_slopes, hides_rows, summed)
-    others: list[Kernel] = [] if queries.sums_keys else ["dkdv"]
-    others += ["dbias"] if wanted.bias else []
-    return queries.kernel, *(plan_for(kernel, q, k, v, dout, side, spec).kernel for kernel in others)
+    queries = plan_for("dq", q, k, v, dout, side, spec, False, wanted.alibi_slopes, hides_rows, summed, wanted.bias)
+    others: list[Kernel] = [] if queries.all_gradients else ["dkdv", "dbias"] if wanted.bias else ["dkdv"]
+    plans = queries, *(plan_for(kernel, q, k, v, dout, side, spec) for kernel in others)
+    return tuple(launch for plan in plans for launch in plan.launches)
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
@@ -200,7 +200,7 @@ def backward_queries(
     summed = tuple(total is not None for total in captured_sums)
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed, learned_bias)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
-    if plan.whole:
+    if plan.all_gradients:
         return _short_backward(plan, dout, dlse, q, k, v, out, lse, side, slope_sums, learned_bias)
     dq, statistics, *copies = _outputs(plan, q.device)
     quiet = copies[0] if hides_rows else None
@@ -238,7 +238,7 @@ def _short_backward(
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side))
     dbias = None
     if bias_parts is not None and side.bias is not None:
-        dbias = sum_of_parts(bias_parts, side.bias.dtype)
+        dbias = sum_of_parts(plan.sum_of_parts, bias_parts, side.bias.dtype)
     return QueryResults(dq, statistics, slope_sums, dout, _whole_heads(dk, dv, plan.shares), dbias)
 
 
@@ -282,7 +282,7 @@ def backward_bias(
     sums = empty(*plan.outputs[0], q.device)
     tensors = (q, k, v, dout, statistics, sums)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
-    return sum_of_parts(sums, side.bias.dtype)
+    return sum_of_parts(plan.sum_of_parts, sums, side.bias.dtype)
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:

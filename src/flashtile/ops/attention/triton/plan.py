@@ -30,6 +30,7 @@ from flashtile.ops.attention.side_parameters import dropout_numbers, side_parame
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, out_dtype
 from flashtile.ops.attention.triton.backward import RowTensors, attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
+from flashtile.ops.attention.triton.bias_parts import plan_of_sum
 from flashtile.ops.attention.triton.bias_work import BiasWork, cut_matrices, cut_work
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
@@ -79,16 +80,22 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         shares: dk and dv are in so many parts.
-        whole: in place of the dq kernel one that computes dk and dv too, and the gradient of the bias.
+        all_gradients: it is the kernel that computes dk, dv and the gradient of the bias too.
         waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
             one launch.
+        sum_of_parts: of the bias's gradient, where the kernel stores several.
     """
 
     kernel: Plan
     outputs: tuple[Layout, ...]
     shares: int = 1
-    whole: bool = False
+    all_gradients: bool = False
     waves: int = 0
+    sum_of_parts: Plan | None = None
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return (self.kernel,) if self.sum_of_parts is None else (self.kernel, self.sum_of_parts)
 
 
 class _Facts(NamedTuple):
@@ -231,7 +238,10 @@ def _plan(
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
     plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
-    return AttentionPlan(plan, outputs, written_heads // heads_kv, kernel == "short_backward", waves)
+    short = kernel == "short_backward"
+    learned = side.bias if programs and (kernel == "dbias" or (short and learns)) else None
+    sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, device)
+    return AttentionPlan(plan, outputs, written_heads // heads_kv, short, waves, sum_of_parts)
 
 
 def _tensors(
@@ -247,7 +257,7 @@ def _tensors(
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
     out = pointer_to(stored(out_dtype(dtype)), pointers)
     dlse = pointer_to(torch.float32 if has_dlse else None)
-    # The others store nothing for kernels that follow, and have no parts of a bias that nobody wants the gradient of.
+    # Of all gradients, the kernel stores statistics for that of the sinks alone, and that of a bias if it is wanted.
     short = call.kernel == "short_backward"
     sums = outputs[-1].dtype if call.kernel == "dbias" or (short and call.learns) else None
     return {
