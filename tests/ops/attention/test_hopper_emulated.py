@@ -137,6 +137,7 @@ def test_all_keys_in_one_tile(
 #: Rows of these biases lie at multiples of 16 bytes, so TMA brings their tiles. The last ones end within a tile.
 _MOVED_BIASES: dict[str, dict[str, Any]] = {
     "of heads": {"bias": "1hqk"},
+    "in parts": {"bias": "11qk", "seq_q": 60, "seq_k": 64},
     "of sequences, causal, in order": {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
     "constant, window, softcap": {
         "bias": "bhqk", "constant": ("bias",), "arguments": {"window": (90, 20), "softcap": 3.0},
@@ -155,7 +156,7 @@ _MOVED_BIASES: dict[str, dict[str, Any]] = {
 def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
     emulated = hopper(seed=head_dim)
     sizes = {"batch": 2, "seq_q": 200, "seq_k": 328, "head_dim": head_dim, "head_dim_v": head_dim}
-    case = replace(_SMALL, **sizes, **changes)
+    case = replace(_SMALL, **sizes | changes)
     if head_dim == 128:
         case = replace(case, dtype=torch.float16)
     check(case, "hopper")
