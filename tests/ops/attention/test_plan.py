@@ -136,6 +136,7 @@ def test_outputs(kernel: str, shapes: list[tuple[int, ...]]) -> None:
         ({"sequences": 3}, False),
         ({"block_tile": (64, 64)}, False),
         ({"seq_q": 0}, False),
+        ({"seq_k": 0}, False),
         ({"head_dim": 128, "head_dim_v": 80}, True),
         ({"head_dim_v": 129}, False),
     ],

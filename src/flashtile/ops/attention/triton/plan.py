@@ -192,7 +192,7 @@ def _plan(
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, (side.bias, side.mask), precision)
     tiles = choose_tiles(kernel, facts, situation)
     whole_tiles = tiles_with_keys(situation, rows_q, rows_k, tiles, packed, facts) if kernel == "dq" else None
-    if whole_tiles is not None and batch * rows_q * heads:
+    if whole_tiles is not None and batch * rows_q * rows_k * heads:
         kernel, tiles = "short_backward", whole_tiles
     work = _cut(kernel, shapes, batch, side.bias, tiles)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
