@@ -6,7 +6,8 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -55,8 +56,8 @@ def _slower(call: AttentionCall) -> str | None:
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
-    if call.phase == "backward" and widest > MAX_HEAD_DIM_BACKWARD:
-        return f"heads of its backward have up to {MAX_HEAD_DIM_BACKWARD} columns, and these {widest}"
+    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_by_wide_backward(call)):
+        return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
     if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
     if widest > MAX_HEAD_DIM:
@@ -74,6 +75,22 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     if call.dtype is FP8 and (call.spec.dropout_p or call.key_lengths or call.tables or function):
         return "with 8-bit inputs it has no dropout, key_lengths, bias, mask or score function"
     return None
+
+
+def _unserved_by_wide_backward(call: AttentionCall) -> str | None:
+    """What the kernels of `wide_backward` cannot do, of what a call asks."""
+    spec = call.spec
+    asked = {
+        "packed sequences": call.packed,
+        "key_lengths": call.key_lengths,
+        "bias": call.bias is not None,
+        "mask": call.mask,
+        "softcap": spec.softcap > 0,
+        "score_mod": spec.score_program is not None,
+        "dropout": spec.dropout_p > 0,
+        "block_mask": spec.block_shape is not None,
+    }
+    return next((name for name, present in asked.items() if present), None)
 
 
 def _unreadable(call: AttentionCall) -> str | None:
