@@ -19,7 +19,7 @@ def hopper_call(
     return AttentionCall(
         "auto", phase, "cuda", devices.KNOWN_DEVICES["sm_90"], 132, None, False, q.dtype, q.shape, k.shape, v.shape,
         aligned(q, k, v), side.packed, side.key_lengths is not None, table_of(side.bias),
-        side.mask is not None, learned_slopes, spec,
+        side.mask is not None, side.alibi_slopes is not None, learned_slopes, spec,
     )  # fmt: skip
 
 

@@ -167,7 +167,7 @@ def column_sums() -> list[str]:
         shape = (BASE.batch, BASE.seq_q, BASE.heads, BASE.head_dim)
         call = AttentionCall(
             backend, "column_sums", "cpu" if on_cpu else "cuda", device, 132, None, False, BASE.dtype, shape, shape,
-            shape, True, False, False, None, False, False, AttentionSpec(1.0),
+            shape, True, False, False, None, False, False, False, AttentionSpec(1.0),
         )  # fmt: skip
         return BACKENDS.choose(call).backend
 

@@ -37,6 +37,7 @@ class AttentionCall(NamedTuple):
         key_lengths: there are key lengths.
         bias: what a plan needs to know of the bias; None without one.
         mask: there is a mask.
+        alibi: there are slopes of ALiBi.
         learned_slopes: the gradient of ALiBi's slopes is wanted.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
@@ -59,6 +60,7 @@ class AttentionCall(NamedTuple):
     key_lengths: bool
     bias: Table | None
     mask: bool
+    alibi: bool
     learned_slopes: bool
     spec: AttentionSpec
     side: SideInputs | None = None

@@ -143,6 +143,7 @@ def explain(
         given.key_lengths is not None,
         table_of(side.bias),
         given.mask is not None,
+        side.alibi_slopes is not None,
         learned_slopes=side.alibi_slopes is not None and side.alibi_slopes.requires_grad,
         spec=spec,
         side=side,

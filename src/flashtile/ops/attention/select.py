@@ -91,6 +91,7 @@ def implementation(
         side.key_lengths is not None,
         table_of(side.bias),
         side.mask is not None,
+        side.alibi_slopes is not None,
         learned_slopes,
         spec,
         None,

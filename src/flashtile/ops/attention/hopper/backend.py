@@ -7,7 +7,11 @@ import torch
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
 from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
-from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
+from flashtile.ops.attention.hopper.wide_backward_configs import (
+    choose_wide_backward_config,
+    is_wide,
+    wide_shared_memory,
+)
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -85,6 +89,7 @@ def _unserved_by_wide_backward(call: AttentionCall) -> str | None:
         "key_lengths": call.key_lengths,
         "bias": call.bias is not None,
         "mask": call.mask,
+        "alibi_slopes": call.alibi,
         "softcap": spec.softcap > 0,
         "score_mod": spec.score_program is not None,
         "dropout": spec.dropout_p > 0,
@@ -108,6 +113,8 @@ def _unreadable(call: AttentionCall) -> str | None:
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
+    if call.phase == "backward" and is_wide(*heads):
+        return _describe_wide_backward(*heads)
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -139,6 +146,23 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+    """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns."""
+    cut = choose_wide_backward_config(head_dim, head_dim_v)
+    of_values, of_scores = wide_shared_memory(cut)
+    warps, rows = "2 computing warpgroups and a loading warp", configs.CONSUMER_ROWS
+    places = cut.score_places + cut.value_places
+    choices = (
+        ("dv", (rows, 2 * rows), cut.places, of_values),
+        ("dk", (rows, rows), places, of_scores),
+        ("dq", (rows, rows), places, of_scores),
+    )
+    return tuple(
+        KernelChoice(name, cut, memory, "hopper", summary=summary_of(block, warps, stages, memory))
+        for name, block, stages, memory in choices
+    )
 
 
 def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
