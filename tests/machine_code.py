@@ -416,7 +416,8 @@ def wide_backward_sources(call: Call) -> dict[str, KernelSource]:
             call.has_dlse,
             call.hides_rows,
         )
-    return {name: getattr(plan, name).source for name in ("begin", "dv", "dk", "dq")}
+    gradients = {name: getattr(plan, name).plan.source for name in ("dv", "dk", "dq")}
+    return {"begin": plan.begin.source, **gradients}
 
 
 class Binary(NamedTuple):

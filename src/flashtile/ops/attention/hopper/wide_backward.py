@@ -24,8 +24,8 @@ Roles of dv: `sum_values`, twice, each for 64 keys, and `load_for_values`, one w
 thread blocks, as those of the output are in the forward (`KernelConfig.PARTS`).
 
 Roles of dk and dq: `weigh` computes weights and the first half of the columns, `differentiate` gradients of scores and
-the second half, and `load_for_scores`, one warp, loads. Weights and gradients of scores pass through one place on chip
-(`Exchange`).
+the second half, and `load_operand`, twice one warp, loads the operands of scores and those of values. Weights and
+gradients of scores pass through one place on chip (`Exchange`).
 
 Nobody adds to what another one adds to, so all sums have a fixed order.
 """
@@ -247,17 +247,23 @@ def attention_wide_dk_dq_kernel(
             gradients_there=barriers(1, 1),
         ),
     )
-    own_descs = Operands(own_scores_desc, own_values_desc)
-    visited_descs = Operands(visited_scores_desc, visited_values_desc)
+    own, visited = shared.own, shared.visited
     fence_async_shared()
     gl.warp_specialize(
         [
             (weigh, (config, shared, gradient_desc, statistics_ptr, problem)),
             (differentiate, (config, shared, gradient_desc, statistics_ptr, problem)),
-            (load_for_scores, (config, shared, own_descs, visited_descs, problem)),
+            (
+                load_operand,
+                (CHUNKS, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc, problem),
+            ),
+            (
+                load_operand,
+                (VALUE_CHUNKS, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc, problem),
+            ),
         ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -358,35 +364,20 @@ def load_for_values(config, keys, visited, k_desc, descriptors, problem):
 
 
 @gluon.jit
-def load_for_scores(config, shared, own_descs, visited_descs, problem):
-    """Loads the own rows of dk or dq, and then for each step the visited ones: chunks of values as early as they have
-    places, because there may be fewer than chunks."""
-    own, visited = shared.own, shared.visited
+def load_operand(COUNT: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
+    """Loads one operand of dk or dq, of scores or of values: `COUNT` chunks of the own rows, and then for each step as
+    many of the visited ones."""
     work = work_of(problem, config)
     rows = HeadRows(work.sequence, work.own_head, 0, 0)
-    for chunk in range(config.CHUNKS):
-        own.of_scores.load(
-            own.of_scores.slot(chunk), Chunks(own_descs.of_scores, None), rows, work.first, False, chunk * CHUNK
-        )
-    for chunk in range(config.VALUE_CHUNKS):
-        own.of_values.load(
-            own.of_values.slot(chunk), Chunks(own_descs.of_values, None), rows, work.first, False, chunk * CHUNK
-        )
-    AHEAD: gl.constexpr = min(visited.of_values.STAGES, config.VALUE_CHUNKS)
-    LOADS: gl.constexpr = max(config.VALUE_CHUNKS, config.CHUNKS + AHEAD)
+    for chunk in range(COUNT):
+        own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, False, chunk * CHUNK)
+    loaded = 0
     for index in range(work.steps):
         step = step_of(work, index, config)
         rows = HeadRows(work.sequence, step.head, 0, 0)
-        row = step.tile * ROWS
-        for chunk in range(LOADS):
-            if chunk < config.VALUE_CHUNKS:
-                slot = visited.of_values.slot(index * config.VALUE_CHUNKS + chunk)
-                visited.of_values.fill(slot, Chunks(visited_descs.of_values, None), rows, row, False, chunk * CHUNK)
-            if (chunk >= AHEAD) & (chunk < AHEAD + config.CHUNKS):
-                slot = visited.of_scores.slot(index * config.CHUNKS + chunk - AHEAD)
-                visited.of_scores.fill(
-                    slot, Chunks(visited_descs.of_scores, None), rows, row, False, (chunk - AHEAD) * CHUNK
-                )
+        for chunk in range(COUNT):
+            visited.fill(visited.slot(loaded), Chunks(visited_desc, None), rows, step.tile * ROWS, False, chunk * CHUNK)
+            loaded += 1
 
 
 # dv
@@ -450,23 +441,35 @@ def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
     """Consumer: gradients of the scores, and the second half of the columns of dk or dq."""
     own, visited, exchange = shared.own, shared.visited, shared.exchange
     dtype: gl.constexpr = visited.of_scores.tiles.dtype
-    layout: gl.constexpr = product_layout(ROWS)
     FIRST: gl.constexpr = (config.CHUNKS + 1) // 2
     work = work_of(problem, config)
     total = zero_sums(config.CHUNKS - FIRST)
     acquire_chunks(own.of_values, 0, config.VALUE_CHUNKS)
     acquire_chunks(own.of_scores, FIRST, config.CHUNKS - FIRST)  # through whose places the sums leave
-    for index in range(work.steps):
-        step = step_of(work, index, config)
-        delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
-        dp = product_of_rows(own.of_values, 0, visited.of_values, index * config.VALUE_CHUNKS, config.VALUE_CHUNKS, True)
-        mbarrier.wait(exchange.weights_there.index(0), index & 1)
-        p = exchange.place.load(layout).to(gl.float32)
-        ds = pack(p * (dp - delta), dtype)
-        exchange.place.store(ds)
-        mbarrier.arrive(exchange.gradients_there.index(0), count=1)
-        total = add_products(total, ds, visited.of_scores, index * config.CHUNKS + FIRST)
+    if work.steps > 0:
+        dp = product_of_rows(own.of_values, 0, visited.of_values, 0, config.VALUE_CHUNKS, True)
+        for index in range(work.steps - 1):
+            ds = gradients_of(dp, index, exchange, dtype, statistics_ptr, work, problem, config)
+            total, dp = add_products_and_next(
+                total, ds, visited.of_scores, index * config.CHUNKS + FIRST, own.of_values, visited.of_values,
+                (index + 1) * config.VALUE_CHUNKS, config.VALUE_CHUNKS,
+            )  # fmt: skip
+        ds = gradients_of(dp, work.steps - 1, exchange, dtype, statistics_ptr, work, problem, config)
+        total = add_products(total, ds, visited.of_scores, (work.steps - 1) * config.CHUNKS + FIRST)
     store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work)
+
+
+@gluon.jit
+def gradients_of(dp, index, exchange, dtype: gl.constexpr, statistics_ptr, work, problem, config):
+    """The gradients of the scores of a step, in 16 bits, which it hands to `weigh` in the place of the weights."""
+    step = step_of(work, index, config)
+    delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
+    mbarrier.wait(exchange.weights_there.index(0), index & 1)
+    p = exchange.place.load(dp.type.layout).to(gl.float32)
+    ds = pack(p * (dp - delta), dtype)
+    exchange.place.store(ds)
+    mbarrier.arrive(exchange.gradients_there.index(0), count=1)
+    return ds
 
 
 # Pieces
@@ -537,11 +540,50 @@ def add_products(total, a, visited, count):
 
 
 @gluon.jit
+def add_products_and_next(
+    total, a, visited, count, own_values, visited_values, value_count, VALUE_CHUNKS: gl.constexpr
+):  # fmt: skip
+    """`add_products`, and between them `product_of_rows` of the values of the next step. So values are loaded while
+    the scores' operands are multiplied, of which there is a single step on chip."""
+    COUNT: gl.constexpr = len(total)
+    BOTH: gl.constexpr = min(COUNT, VALUE_CHUNKS)
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
+    a = gl.convert_layout(a, operand, assert_trivial=True)
+    hidden = hidden_zero(value_count)
+    product = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
+    sums = ()
+    for chunk in gl.static_range(max(COUNT, VALUE_CHUNKS)):
+        if chunk < COUNT:
+            slot = visited.slot(count + chunk)
+            visited.acquire(slot)
+            sums = sums + (warpgroup_mma(a, visited.main_operand(slot), total[chunk], is_async=True),)
+        if chunk < VALUE_CHUNKS:
+            slot = visited_values.slot(value_count + chunk)
+            visited_values.acquire(slot)
+            row = own_values.main_operand(Slot(chunk + hidden, 0))
+            column = visited_values.main_operand(slot).permute([1, 0])
+            product = warpgroup_mma(row, column, product, use_acc=chunk > 0, is_async=True)
+            wait_products(1)
+            if chunk < COUNT:
+                visited.release(visited.slot(count + chunk))
+            if chunk > 0:
+                visited_values.release(visited_values.slot(value_count + chunk - 1))
+    results = warpgroup_mma_wait(0, sums + (product,))
+    total = ()
+    for chunk in gl.static_range(COUNT):
+        total = total + (results[chunk],)
+    for chunk in gl.static_range(BOTH, COUNT):
+        visited.release(visited.slot(count + chunk))
+    visited_values.release(visited_values.slot(value_count + VALUE_CHUNKS - 1))
+    return total, results[COUNT]
+
+
+@gluon.jit
 def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, problem, config):
     """lse (in units of log2) or delta of the queries of a product, `[1, 64]` of visited and `[64, 1]` of own ones.
 
-    They are stored as `backward_pieces.subtract_statistic` reads them, by tiles of `STATISTIC_ROWS`: four numbers that a
-    thread has of visited queries lie side by side.
+    They are stored as `backward_pieces.subtract_statistic` reads them, by tiles of `STATISTIC_ROWS`: four numbers that
+    a thread has of visited queries lie side by side.
     """
     layout: gl.constexpr = product_layout(ROWS)
     tiles = problem.statistic_tiles

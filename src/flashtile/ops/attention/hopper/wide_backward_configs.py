@@ -14,7 +14,7 @@ _CHUNK_BYTES = 2 * CHUNK * CHUNK
 _OVERHEAD = 2048
 
 #: Columns of a sum of 64 rows at most, in chunks: half of all registers of a thread.
-_MAX_SUM_CHUNKS = 4
+_MAX_SUM_CHUNKS = 5
 
 #: Registers of a thread that computes, and of any thread at the start, as in a forward with two consumers.
 REGISTERS, MAX_REGISTERS = 240, 168
