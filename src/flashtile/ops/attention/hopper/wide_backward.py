@@ -324,14 +324,18 @@ def work_of(problem, config):
 
 
 @gluon.jit
-def step_of(work, index, config):
-    """Step number `index`. Thread blocks of a line begin at the same tile, the last queries or the first keys, so that
-    they read the same at the same time."""
-    if config.OF_KEYS:
-        step = Step(work.visited_head + index % work.heads, work.first_tile - index // work.heads)
-    else:
-        step = Step(work.visited_head, work.first_tile + index)
-    return step
+def first_step(work):
+    """Thread blocks of a line begin at the same tile, the last queries or the first keys, so that they read the same at
+    the same time."""
+    return Step(work.visited_head, work.first_tile)
+
+
+@gluon.jit
+def step_after(work, step, config):
+    """The step that follows one: all heads of a tile come before the next tile."""
+    done = step.head + 1 == work.visited_head + work.heads
+    direction = -1 if config.OF_KEYS else 1
+    return Step(gl.where(done, work.visited_head, step.head + 1), step.tile + gl.where(done, direction, 0))
 
 
 # Producers
@@ -347,8 +351,8 @@ def load_for_values(config, keys, visited, k_desc, descriptors, problem):
             slot = keys.slot(which * key_places(config) + chunk)
             keys.load(slot, Chunks(k_desc, None), own, work.first + which * ROWS, False, chunk * CHUNK)
     loaded = 0
-    for index in range(work.steps):
-        step = step_of(work, index, config)
+    step = first_step(work)
+    for _ in range(work.steps):
         rows = HeadRows(work.sequence, step.head, 0, 0)
         for chunk in range(config.CHUNKS):
             visited.fill(
@@ -361,6 +365,7 @@ def load_for_values(config, keys, visited, k_desc, descriptors, problem):
                 visited.slot(loaded), Chunks(descriptors.of_values, None), rows, step.tile * ROWS, False, column
             )
             loaded += 1
+        step = step_after(work, step, config)
 
 
 @gluon.jit
@@ -372,12 +377,13 @@ def load_operand(COUNT: gl.constexpr, config, own, visited, own_desc, visited_de
     for chunk in range(COUNT):
         own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, False, chunk * CHUNK)
     loaded = 0
-    for index in range(work.steps):
-        step = step_of(work, index, config)
+    step = first_step(work)
+    for _ in range(work.steps):
         rows = HeadRows(work.sequence, step.head, 0, 0)
         for chunk in range(COUNT):
             visited.fill(visited.slot(loaded), Chunks(visited_desc, None), rows, step.tile * ROWS, False, chunk * CHUNK)
             loaded += 1
+        step = step_after(work, step, config)
 
 
 # dv
@@ -399,14 +405,15 @@ def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_p
     total = zero_sums(config.SUM_CHUNKS)
     acquire_chunks(keys, FIRST, config.CHUNKS)
     read = 0
-    for index in range(work.steps):
-        step = step_of(work, index, config)
+    step = first_step(work)
+    for _ in range(work.steps):
         lse = load_statistic(statistics_ptr, LSE, first, step, work, problem, config)
         s = product_of_rows(keys, FIRST, visited, read, config.CHUNKS, True)
         p = weights_of(s, lse, first, step, work, problem, config)
         read += config.CHUNKS
         total = add_products(total, pack(p, dtype), visited, read)
         read += config.SUM_CHUNKS
+        step = step_after(work, step, config)
     column = work.part * (config.SUM_CHUNKS * CHUNK)
     store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work)
 
@@ -423,8 +430,8 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
     work = work_of(problem, config)
     total = zero_sums((config.CHUNKS + 1) // 2)
     acquire_chunks(own.of_scores, 0, config.CHUNKS)
+    step = first_step(work)
     for index in range(work.steps):
-        step = step_of(work, index, config)
         lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
         s = product_of_rows(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
         p = weights_of(s, lse, work.first, step, work, problem, config)
@@ -433,6 +440,7 @@ def weigh(config, shared, gradient_desc, statistics_ptr, problem):
         mbarrier.wait(exchange.gradients_there.index(0), index & 1)
         ds = exchange.place.load(layout)
         total = add_products(total, ds, visited.of_scores, index * config.CHUNKS)
+        step = step_after(work, step, config)
     store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work)
 
 
@@ -446,24 +454,26 @@ def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
     total = zero_sums(config.CHUNKS - FIRST)
     acquire_chunks(own.of_values, 0, config.VALUE_CHUNKS)
     acquire_chunks(own.of_scores, FIRST, config.CHUNKS - FIRST)  # through whose places the sums leave
+    step = first_step(work)
     if work.steps > 0:
+        delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
         dp = product_of_rows(own.of_values, 0, visited.of_values, 0, config.VALUE_CHUNKS, True)
         for index in range(work.steps - 1):
-            ds = gradients_of(dp, index, exchange, dtype, statistics_ptr, work, problem, config)
+            ds = hand_over_gradients(dp, delta, index, exchange, dtype)
+            step = step_after(work, step, config)
+            delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
             total, dp = add_products_and_next(
                 total, ds, visited.of_scores, index * config.CHUNKS + FIRST, own.of_values, visited.of_values,
                 (index + 1) * config.VALUE_CHUNKS, config.VALUE_CHUNKS,
             )  # fmt: skip
-        ds = gradients_of(dp, work.steps - 1, exchange, dtype, statistics_ptr, work, problem, config)
+        ds = hand_over_gradients(dp, delta, work.steps - 1, exchange, dtype)
         total = add_products(total, ds, visited.of_scores, (work.steps - 1) * config.CHUNKS + FIRST)
     store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work)
 
 
 @gluon.jit
-def gradients_of(dp, index, exchange, dtype: gl.constexpr, statistics_ptr, work, problem, config):
-    """The gradients of the scores of a step, in 16 bits, which it hands to `weigh` in the place of the weights."""
-    step = step_of(work, index, config)
-    delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
+def hand_over_gradients(dp, delta, index, exchange, dtype: gl.constexpr):
+    """The gradients of the scores of a step, in 16 bits, which `weigh` finds in the place of its weights."""
     mbarrier.wait(exchange.weights_there.index(0), index & 1)
     p = exchange.place.load(dp.type.layout).to(gl.float32)
     ds = pack(p * (dp - delta), dtype)
@@ -502,11 +512,7 @@ def product_of_rows(own, FIRST: gl.constexpr, visited, count, COUNT: gl.constexp
     hidden = hidden_zero(count)
     total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     for chunk in gl.static_range(COUNT):
-        slot = visited.slot(count + chunk)
-        a = own.main_operand(Slot(FIRST + chunk + hidden, 0))
-        visited.acquire(slot)
-        b = visited.main_operand(slot).permute([1, 0])
-        total = warpgroup_mma(a, b, total, use_acc=chunk > 0, is_async=True)
+        total = start_product(total, own, FIRST + chunk + hidden, visited, count + chunk, chunk > 0)
         if RELEASES and chunk > 0:
             wait_products(1)
             visited.release(visited.slot(count + chunk - 1))
@@ -514,6 +520,15 @@ def product_of_rows(own, FIRST: gl.constexpr, visited, count, COUNT: gl.constexp
     if RELEASES:
         visited.release(visited.slot(count + COUNT - 1))
     return total
+
+
+@gluon.jit
+def start_product(total, own, place, visited, number, ADDS: gl.constexpr):
+    """Waits for a visited chunk, and starts its product with the own chunk at `place`. ADDS: to the total."""
+    slot = visited.slot(number)
+    visited.acquire(slot)
+    b = visited.main_operand(slot).permute([1, 0])
+    return warpgroup_mma(own.main_operand(Slot(place, 0)), b, total, use_acc=ADDS, is_async=True)
 
 
 @gluon.jit
@@ -543,38 +558,40 @@ def add_products(total, a, visited, count):
 def add_products_and_next(
     total, a, visited, count, own_values, visited_values, value_count, VALUE_CHUNKS: gl.constexpr
 ):  # fmt: skip
-    """`add_products`, and between them `product_of_rows` of the values of the next step. So values are loaded while
-    the scores' operands are multiplied, of which there is a single step on chip."""
+    """`add_products`, and beside them `product_of_rows` of the values of the next step, which does not need what they
+    free. So values are loaded meanwhile.
+
+    Chunks of values for which there was no place in time come behind all sums: nobody waits for them with a chunk of
+    the scores' operands in hand, of which there may be a single step on chip.
+    """
     COUNT: gl.constexpr = len(total)
-    BOTH: gl.constexpr = min(COUNT, VALUE_CHUNKS)
+    AHEAD: gl.constexpr = min(COUNT, visited_values.STAGES, VALUE_CHUNKS)
     operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
     a = gl.convert_layout(a, operand, assert_trivial=True)
     hidden = hidden_zero(value_count)
     product = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
     sums = ()
-    for chunk in gl.static_range(max(COUNT, VALUE_CHUNKS)):
-        if chunk < COUNT:
-            slot = visited.slot(count + chunk)
-            visited.acquire(slot)
-            sums = sums + (warpgroup_mma(a, visited.main_operand(slot), total[chunk], is_async=True),)
-        if chunk < VALUE_CHUNKS:
-            slot = visited_values.slot(value_count + chunk)
-            visited_values.acquire(slot)
-            row = own_values.main_operand(Slot(chunk + hidden, 0))
-            column = visited_values.main_operand(slot).permute([1, 0])
-            product = warpgroup_mma(row, column, product, use_acc=chunk > 0, is_async=True)
+    for chunk in gl.static_range(COUNT):
+        slot = visited.slot(count + chunk)
+        visited.acquire(slot)
+        sums = sums + (warpgroup_mma(a, visited.main_operand(slot), total[chunk], is_async=True),)
+        if chunk < AHEAD:
+            product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
+        wait_products(1 if chunk < AHEAD else 0)
+        visited.release(slot)
+        if 0 < chunk and chunk <= AHEAD:
+            visited_values.release(visited_values.slot(value_count + chunk - 1))
+    for chunk in gl.static_range(AHEAD, VALUE_CHUNKS):
+        product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
+        if chunk > AHEAD or AHEAD == COUNT:
             wait_products(1)
-            if chunk < COUNT:
-                visited.release(visited.slot(count + chunk))
-            if chunk > 0:
-                visited_values.release(visited_values.slot(value_count + chunk - 1))
+            visited_values.release(visited_values.slot(value_count + chunk - 1))
     results = warpgroup_mma_wait(0, sums + (product,))
+    if not (AHEAD == VALUE_CHUNKS and AHEAD < COUNT):
+        visited_values.release(visited_values.slot(value_count + VALUE_CHUNKS - 1))
     total = ()
     for chunk in gl.static_range(COUNT):
         total = total + (results[chunk],)
-    for chunk in gl.static_range(BOTH, COUNT):
-        visited.release(visited.slot(count + chunk))
-    visited_values.release(visited_values.slot(value_count + VALUE_CHUNKS - 1))
     return total, results[COUNT]
 
 
