@@ -5,7 +5,7 @@ dk and dv of 64 keys and 512 columns would take all registers of a multiprocesso
 own, and computes the scores again. A thread block has the sum of its *own* rows in registers, and *visits* the rows of
 the other side, 64 at a time. With `c = scale · log2(e)` (letters as in `backward`)::
 
-    dv of 128 keys, half of the columns      dk of 64 keys, all columns      dq of 64 queries, all columns
+    dv of 128 keys, up to 320 columns        dk of 64 keys, all columns      dq of 64 queries, all columns
 
     sᵀ  = k qᵀ                               sᵀ  = k qᵀ                      s  = q kᵀ
     pᵀ  = exp2(c·sᵀ - lse)                   pᵀ  = exp2(c·sᵀ - lse)          p  = exp2(c·s - lse)
@@ -20,7 +20,7 @@ Everything comes in *chunks* of 64 rows and 64 columns, each with a place and ba
 again as soon as its chunk has been multiplied, and heads of any width are cut alike. TMA fills in zeros past the last
 column.
 
-Roles of dv: `sum_values`, twice, each for 64 keys, and `load_for_values`, one warp. The columns of dv are divided over
+Roles of dv: `sum_values`, twice, each for 64 keys, and `load_for_values`, one warp. More columns of dv are divided over
 thread blocks, as those of the output are in the forward (`KernelConfig.PARTS`).
 
 Roles of dk and dq: `weigh` computes weights and the first half of the columns, `differentiate` gradients of scores and
@@ -579,15 +579,15 @@ def add_products_and_next(
             product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
         wait_products(1 if chunk < AHEAD else 0)
         visited.release(slot)
-        if 0 < chunk and chunk <= AHEAD:
+        if 0 < chunk and chunk <= AHEAD:  # the product of values before this one has ended
             visited_values.release(visited_values.slot(value_count + chunk - 1))
     for chunk in gl.static_range(AHEAD, VALUE_CHUNKS):
         product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
-        if chunk > AHEAD or AHEAD == COUNT:
+        if chunk > AHEAD or AHEAD == COUNT:  # else the chunk before has been released above
             wait_products(1)
             visited_values.release(visited_values.slot(value_count + chunk - 1))
     results = warpgroup_mma_wait(0, sums + (product,))
-    if not (AHEAD == VALUE_CHUNKS and AHEAD < COUNT):
+    if not (AHEAD == VALUE_CHUNKS and AHEAD < COUNT):  # else the last one has been, too
         visited_values.release(visited_values.slot(value_count + VALUE_CHUNKS - 1))
     total = ()
     for chunk in gl.static_range(COUNT):
