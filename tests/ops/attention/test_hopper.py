@@ -1309,9 +1309,9 @@ def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
     assert configs.moves_by_tma(bias._replace(**changes), torch.bfloat16) is moved
 
 
-#: Spilled bytes of a thread in a backward of wide heads: a few addresses, and those of its producer, which has 24
-#: registers.
-_SPILLS_OF_WIDE_HEADS = 80
+#: Spilled bytes of a thread in a backward of wide heads: of dq some twenty addresses at most, and a few scalars of its
+#: producers, which have 24 registers.
+_SPILLS_OF_WIDE_HEADS = 112
 
 #: Spilled bytes of a thread that holds the sums of two tiles of queries, and of one.
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
