@@ -206,15 +206,12 @@ def backward_plans(
     """The launches of `backward` without dlse; `dout` needs no memory."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
-    plan = _plan_for(dout, False, q, k, v, side, spec, may_hide_rows(q, k, side, spec), wanted)
-    of_bias: tuple[Plan, ...] = ()
-
     has_empty_rows = may_hide_rows(q, k, side, spec)
     if is_wide(q.shape[-1], v.shape[-1]):
         wide = _wide_plan_for(dout, False, q, k, v, side, spec, has_empty_rows)
         return wide.begin, wide.dv.plan, wide.dk.plan, wide.dq.plan
     plan = _plan_for(dout, False, q, k, v, side, spec, has_empty_rows, wanted)
-    of_bias = None
+    of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
         of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
     return tuple(each for each in (plan.main, plan.begin, plan.end, *of_bias) if each is not None)
