@@ -97,7 +97,7 @@ FEATURES = (
             "`alibi_slopes`, with gradient",
             "`bias`, with gradient",
             "`mask`",
-            "`block_mask` whose tiles are multiples of 128",
+            "`block_mask`",
             "`score_mod`",
             "`dropout_p`",
         ),
