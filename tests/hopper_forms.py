@@ -368,6 +368,13 @@ BACKWARD_FEATURE_FORMS = {
     "32-bias": _backward(32, 32, False, False, False, side=SideShape(bias=_BIAS)),
     "32-all": _backward(32, 32, True, True, False, side=_ALL),
     "32-stored-bias-ordered": _backward(32, 32, False, False, True, side=SideShape(bias=_BIAS), stored_bias=True),
+    "96-bias": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS)),
+    "80-bias-slopes-ordered": _backward(80, 80, False, False, True, side=SideShape(bias=_BIAS, alibi=2)),
+    "128-bias": _backward(128, 128, False, False, False, right=False, side=SideShape(bias=_BIAS)),
+    "128-bias-fp16-lengths-slopes": _backward(
+        128, 128, False, True, False, side=SideShape(bias=_BIAS, alibi=1, key_lengths_dtype=torch.int32)
+    )._replace(dtype=torch.float16),
+    "128-packed-bias-ordered": _backward(128, 128, True, False, True, side=SideShape(bias=_BIAS)),
     "128-unaligned-bias": _backward(128, 128, False, False, False, side=SideShape(bias=_UNALIGNED_BIAS)),
     **{
         f"{name}-stored-bias": _backward(*heads, False, False, False, side=SideShape(bias=_BIAS), stored_bias=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flashtile._backends.allocate import contiguous_strides
-from flashtile.ops.attention.hopper.configs import CONSUMER_ROWS, OVERHEAD, SHARED_MEMORY
+from flashtile.ops.attention.hopper.configs import BIAS_BYTES, CONSUMER_ROWS, OVERHEAD, SHARED_MEMORY
 from flashtile.ops.attention.spec import AttentionSpec
 from flashtile.ops.attention.triton.score_source import adds_to_score
 
@@ -115,6 +115,18 @@ _BACKWARD_CAPPED_ROWS = (
     )),
     _BACKWARD_ROWS[-1],
 )
+
+#: The rows with a bias that TMA brings, and nothing else that takes registers: 128 keys again. Milliseconds on an H200
+#: with a bias that is constant, and one that learns, 16 heads; with the rows above 0.80 and 1.30 (4 × 2,048 tokens,
+#: heads of 96), 0.92 and 1.55 (of 128), 1.88 and 3.40 (of 128, 2 × 4,096 tokens).
+_BACKWARD_BIAS_ROWS = (
+    _BACKWARD_CAPPED_ROWS[0],
+    # 0.62 and 1.10; two stages 0.61 and 1.10, but D 80 at 1,024 tokens 0.264 instead of 0.245.
+    (96, 96, _HALVES_OF_KEYS._replace(statistics_multiplied=False)),
+    # 0.73 and 1.36, 1.44 and 3.00; two places for gradients of scores 0.79 and 1.37, 1.58 and 3.05.
+    (128, 128, _HALVES_OF_KEYS._replace(stages=2, dscore_stages=1, statistics_multiplied=False)),
+    _BACKWARD_ROWS[-1],
+)
 # fmt: on
 
 
@@ -147,6 +159,7 @@ def choose_backward_config(
     derivatives_apart: bool = False,
     moved_bias: bool = False,
     own_bias: bool = False,
+    bias_alone: bool = False,
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
     `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
@@ -156,8 +169,13 @@ def choose_backward_config(
     can be awaited without a fence (`backward_pieces.pass_dq_turn`). `modified`: there is dropout, a score function, or
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
-    `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
-    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
+    `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip.
+    `bias_alone`: such a bias is all by which a call is `modified`."""
+    rows: tuple[tuple[int, int, BackwardConfig], ...] = (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
+    if bias_alone and not derivatives and block_tile is None:
+        rows = _BACKWARD_BIAS_ROWS
+    elif derivatives or modified:
+        rows = _BACKWARD_CAPPED_ROWS
     queries, keys = block_tile or (0, 0)
     row = next(
         config
@@ -188,9 +206,10 @@ def backward_config_of(
     block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     left = spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
+    bias_alone = moved_bias and tables == BIAS_BYTES and not (spec.dropout_p or spec.score_program or learned_slopes)
     return choose_backward_config(
         head_dim, head_dim_v, derivatives, block_tile, left, spec.scale, spec.deterministic, modified,
-        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives,
+        derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives, bias_alone,
     )  # fmt: skip
 
 

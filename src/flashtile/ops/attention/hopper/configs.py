@@ -301,6 +301,10 @@ class Broadcast(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
+#: What `table_bytes` counts for a bias that TMA brings.
+BIAS_BYTES = 2
+
+
 def table_bytes(*tables: Broadcast | None) -> int:
     """Bytes of tables that a thread holds for each of its scores, about. It holds few of a table that broadcasts along
     a dimension."""
