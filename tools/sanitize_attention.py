@@ -3,8 +3,8 @@
     compute-sanitizer --tool memcheck --kernel-name kns=attention python tools/sanitize_attention.py [--backend hopper]
 
 All rows of the kernels' tables, with and without masks, a soft cap, a fixed order of sums, packing, 8-bit inputs, and
-tiles that are computed once more; and what changes scores, block masks with tiles of both sizes, the largest scores, and
-sequences of one tile.
+tiles that are computed once more; and what changes scores, block masks with tiles of both sizes, the largest scores,
+and sequences of one tile.
 A run without compute-sanitizer before it fills the cache of compiled kernels. What racecheck reports is in
 docs/engineering_log/hopper_backward.md.
 """
