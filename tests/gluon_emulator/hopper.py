@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan, plan_of
-from flashtile._backends.tma import Layout
+from flashtile._backends.tma import TensorLayout
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Wanted
@@ -118,7 +118,7 @@ def _parameter(name: str, of: str, multiple: int, argument: Any) -> Any:
 
 
 def _describe_chunks(
-    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: Layout, swizzled: bool = True
+    dtype: torch.dtype, boxes: tuple[tuple[int, ...] | None, ...], layout: TensorLayout, swizzled: bool = True
 ) -> Callable[[int], tuple]:
     def make(address: int) -> tuple:
         return tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,20 @@ try:
     from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]
 except ImportError:
     _empty_strided_cuda = None
+
+
+class Layout(NamedTuple):
+    """A tensor without its memory: shape, strides and dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    """The layout of a contiguous tensor."""
+    shape = tuple(shape)  # a plain one: the fast allocation takes no torch.Size
+    return Layout(shape, contiguous_strides(shape), dtype)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -38,17 +53,17 @@ def _check_types(*sizes: tuple[int, ...]) -> None:
     assert all(type(each) is tuple for each in sizes), sizes
 
 
-def allocator(
-    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]], device: torch.device
-) -> Callable[[], list[Tensor]]:
-    """A function that gives memory of each layout, as `empty` does, anew in each call."""
+def allocator(layouts: Sequence[Layout | None], device: torch.device) -> Callable[[], list[Any]]:
+    """A function that gives memory of each layout, as `empty` does, anew in each call; None for None."""
+    if None in layouts or not layouts:
+        return lambda: [None if layout is None else empty(*layout, device) for layout in layouts]
     shapes, strides, dtypes = zip(*layouts)
     _check_types(*shapes, *strides)
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
-    def allocate() -> list[Tensor]:
+    def allocate() -> list[Any]:
         if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
             return [*map(_empty_strided_cuda, shapes, strides, dtypes)]
-        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in layouts]
+        return [torch.empty_strided(*of, dtype=dtype, device=device) for *of, dtype in zip(shapes, strides, dtypes)]
 
     return allocate

@@ -1159,7 +1159,7 @@ def _check_8_bit_scores(binary: Binary, block_n: int) -> None:
 @pytest.mark.parametrize("head_dim_v", [8, 96, 256])
 def test_widened_values_are_written_16_bytes_at_a_time(head_dim_v: int) -> None:
     shape = torch.Size((2, 100, 4, head_dim_v))
-    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0)).plan
+    plan = make_widening(shape, contiguous_strides(shape), torch.device("cuda", 0))
     check_code(plan.source, "sm_90", _check_widening)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import aligned, used_strides
-from flashtile._backends.allocate import allocator, contiguous_strides, empty
+from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import (
     Plan,
@@ -52,7 +52,6 @@ from flashtile.ops.attention.hopper.parameters import (
 )
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
 from flashtile.ops.attention.plans import (
-    Layout,
     SideShape,
     call_sizes,
     contiguous_on_16_bytes,
@@ -379,7 +378,7 @@ def _plan(
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)
     return BackwardPlan(
         begin, main, end, describer(variant, shapes, strides, (dq, dk, dv), side.bias, tiles), (dq, dk, dv),
-        allocator((dq, dk, dv, Layout((scratch,), (1,), torch.float32)), device), shares,
+        allocator((dq, dk, dv, contiguous((scratch,), torch.float32)), device), shares,
         4 * sums, 4 * (sums + statistics), 4 * (sums + statistics + masked_dout),
         4 * (sums + statistics + masked_dout + counter), 4 * (sums + statistics + masked_dout + counter + turns),
         has_empty_rows, ordered, bias, stored_bias,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import Layout, contiguous, empty
 from flashtile._backends.launch import ABSENT, Plan, plan_of, values_of
 from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
@@ -17,7 +17,7 @@ from flashtile.ops.attention.hopper.backward_source import backward_source, para
 from flashtile.ops.attention.hopper.backward_tiles import Problem
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.parameters import side_of_call
-from flashtile.ops.attention.plans import Layout, SideShape
+from flashtile.ops.attention.plans import SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
 from flashtile.ops.attention.triton.bias_work import BiasWork
@@ -86,7 +86,7 @@ def plan_bias_gradient(
     }
     kernel = plan_of(backward_source("bias", variant), values, work.own * work.parts, device)
     shape = (work.parts, *side.bias.shape)
-    sums = Layout(shape, contiguous_strides(shape), torch.float32 if work.parts > 1 else variant.dtype)
+    sums = contiguous(shape, torch.float32 if work.parts > 1 else variant.dtype)
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
     return BiasGradientPlan(kernel, describe, sums)
 

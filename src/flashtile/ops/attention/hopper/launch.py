@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, contiguous_strides
+from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import (
@@ -44,8 +44,8 @@ from flashtile.ops.attention.hopper.configs import (
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
-from flashtile.ops.attention.hopper.widening import Widening, make_widening, widen
-from flashtile.ops.attention.plans import Layout, SideShape, call_sizes, positive_scale, side_shape, tiles_of
+from flashtile.ops.attention.hopper.widening import make_widening, widen
+from flashtile.ops.attention.plans import SideShape, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Table, out_dtype
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, captured_pointers
@@ -72,7 +72,6 @@ class ForwardPlan(NamedTuple):
         makers: for each of `_MOVED`, what makes its descriptors from its address: of either chunk of columns, None in
             the place of a second one that there is not.
         describe: the same of all of them, from their addresses.
-        allocate: makes out, lse, and the largest scores if they are asked for.
         widening: of 8-bit values, which the kernel reads in 16 bits; else None.
     """
 
@@ -80,8 +79,7 @@ class ForwardPlan(NamedTuple):
     dynamic: bool
     makers: tuple[Callable[[int], tuple], ...]
     describe: Callable[..., tuple]
-    allocate: Callable[[], list[Tensor]]
-    widening: Widening | None = None
+    widening: Plan | None = None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -93,7 +91,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
         k, v = by_whole_rows(k), by_whole_rows(v)
     plan = _plan_for(q, k, v, side, spec)
     if not plan.kernel.programs:
-        out, lse, *max_scores = plan.allocate()
+        out, lse, *max_scores = plan.kernel.allocate()
         nothing_seen = (scores.fill_(float("-inf")) for scores in max_scores)
         return out.zero_(), _lse_without_keys(lse, side), *nothing_seen
     if plan.widening is not None:
@@ -122,7 +120,7 @@ def _launch(
     plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
 ) -> tuple[Tensor, ...]:
     """Enqueues the kernel, from addresses. Returns what `forward` does."""
-    results = plan.allocate()
+    results = plan.kernel.allocate()
     out, lse, *max_scores = results
     counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
     descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
@@ -192,8 +190,8 @@ def _plan(
     dynamic = (uneven or rows_k >= _LONG_KEYS) and tiles * lines > programs
     out_shape = (*q_shape[:-1], head_dim_v)
     lse_shape = (*q_shape[:-3], heads, rows_q)
-    of_rows = Layout(lse_shape, contiguous_strides(lse_shape), torch.float32)
-    outputs = [Layout(out_shape, contiguous_strides(out_shape), out_dtype(dtype)), of_rows]
+    of_rows = contiguous(lse_shape, torch.float32)
+    outputs = [contiguous(out_shape, out_dtype(dtype)), of_rows]
     if spec.returns_max_scores:
         outputs.append(of_rows)
     bounded = packed or side.key_lengths_dtype is not None
@@ -256,12 +254,12 @@ def _plan(
     }
     kernel = make_plan(
         attention_forward_kernel, parameters, constants, programs, device, num_warps=4,
-        max_registers=config.max_registers,
+        max_registers=config.max_registers, outputs=outputs,
     )  # fmt: skip
     if not programs:
-        return ForwardPlan(kernel, False, (), joined(()), allocator(outputs, device))
+        return ForwardPlan(kernel, False, (), joined(()))
     widening = make_widening(shapes[2], strides[2], device) if dtype is FP8 else None
-    strides_v = strides[2] if widening is None else widening.output.strides
+    strides_v = strides[2] if widening is None else contiguous(shapes[2], dtype).strides
     describe = packed_layout if packed else strided_layout
     describe_keys = bounded_layout if bounded else strided_layout
     layouts = [
@@ -278,7 +276,7 @@ def _plan(
     makers = tuple(
         chunks_maker(dtypes[name], boxes[name], layout) for name, layout in itertools.zip_longest(_MOVED, layouts)
     )
-    return ForwardPlan(kernel, dynamic, makers, joined(makers), allocator(outputs, device), widening)
+    return ForwardPlan(kernel, dynamic, makers, joined(makers), widening)
 
 
 def _same_for_all_rows(mask: Table | None) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import allocator, empty
+from flashtile._backends.allocate import allocator
 from flashtile._backends.devices import interpreting
 from flashtile._backends.launch import Plan, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
@@ -16,7 +16,7 @@ from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.ops.attention.triton.ordered_sums import Waves
-from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
+from flashtile.ops.attention.triton.plan import plan_for
 
 _LOG2_E = math.log2(math.e)
 #: What a launch is given for captured tensors where there are none.
@@ -29,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSp
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("forward", q, k, v, None, side, spec)
-    results = tuple(_outputs(plan, q.device))
+    results = tuple(plan.kernel.allocate())
     if plan.kernel.programs:
         if q.dtype is FP8:
             q, k, v = q.view(torch.uint8), k.view(torch.uint8), v.view(torch.uint8)
@@ -78,10 +78,9 @@ def prepare_forward(
     if not _preparable(q, spec):
         return None
     plan = plan_for("forward", q, k, v, None, side, spec)
-    allocate = allocator(plan.outputs, q.device)
 
     def run(q: int, k: int, v: int) -> tuple[Tensor, Tensor]:
-        out, lse = allocate()
+        out, lse = plan.kernel.allocate()
         plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
         return out, lse
 
@@ -97,7 +96,7 @@ def prepare_backward(
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
     keys = None if queries.sums_keys else plan_for("dkdv", q, k, v, dout, side, spec)
-    allocate = allocator((*queries.outputs, *(keys.outputs if keys else ())), q.device)
+    allocate = allocator((*queries.kernel.outputs, *(keys.kernel.outputs if keys else ())), q.device)
     shares = keys.shares if keys else queries.shares
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,7 +138,7 @@ def column_sums(q: Tensor, k: Tensor, lse: Tensor, side: SideInputs, spec: Atten
     if spec.scale <= 0:
         q, spec, _ = positive_scale(q, spec)
     plan = plan_for("column_sums", q, k, k, None, side, spec)
-    sums = empty(*plan.outputs[0], q.device)
+    (sums,) = plan.kernel.allocate()
     if plan.kernel.programs:
         plan.kernel.launch(*map(pointer, (q, k, lse, sums)), *side_pointers(side))
     return sums
@@ -165,7 +164,7 @@ def backward_queries(
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     summed = tuple(total is not None for total in captured_sums)
     plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
-    dq, statistics, *copies = _outputs(plan, q.device)
+    dq, statistics, *copies = plan.kernel.allocate()
     quiet = copies.pop(0) if hides_rows else None
     dk, dv = copies or (None, None)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
@@ -194,7 +193,7 @@ def backward_keys(
 ) -> tuple[Tensor, Tensor]:
     """Runs the dk/dv kernel on the statistics of the dq kernel. Returns (dk, dv)."""
     plan = plan_for("dkdv", q, k, v, dout, side, spec)
-    dk, dv = _outputs(plan, q.device)
+    dk, dv = plan.kernel.allocate()
     if plan.kernel.programs:
         tensors = (q, k, v, dout, statistics, dk, dv)
         plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
@@ -220,7 +219,7 @@ def backward_bias(
     plan = plan_for("dbias", q, k, v, dout, side, spec)
     if not plan.kernel.programs:
         return torch.zeros(side.bias.shape, dtype=side.bias.dtype, device=q.device)
-    sums = empty(*plan.outputs[0], q.device)
+    (sums,) = plan.kernel.allocate()
     tensors = (q, k, v, dout, statistics, sums)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
     return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
@@ -267,7 +266,3 @@ def captured_pointers(side: SideInputs) -> tuple:
     return tuple(
         pointer(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor) for tensor in side.captured
     )
-
-
-def _outputs(plan: AttentionPlan, device: torch.device) -> list[Tensor]:
-    return [empty(*layout, device) for layout in plan.outputs]

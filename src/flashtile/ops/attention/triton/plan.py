@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor, used_strides
-from flashtile._backends.allocate import contiguous_strides
+from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
 from flashtile.ops.attention.plans import (
     CapturedShape,
-    Layout,
     SideShape,
     call_sizes,
     longest_walk,
@@ -77,7 +76,7 @@ _STRIDED = {
 
 
 class AttentionPlan(NamedTuple):
-    """The launch of a kernel, and what it writes.
+    """The launch of a kernel, and what the host does with its results.
 
     Attributes:
         shares: dk and dv are in so many parts.
@@ -87,7 +86,6 @@ class AttentionPlan(NamedTuple):
     """
 
     kernel: Plan
-    outputs: tuple[Layout, ...]
     shares: int = 1
     sums_keys: bool = False
     waves: int = 0
@@ -224,8 +222,8 @@ def _plan(
         programs = slots_for(_entries(side.captured, summed), programs)
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
-    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut)
-    return AttentionPlan(plan, outputs, written_heads // heads_kv, writes_keys, waves)
+    plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut, outputs)
+    return AttentionPlan(plan, written_heads // heads_kv, writes_keys, waves)
 
 
 def _tensors(
@@ -370,7 +368,7 @@ def _output_layouts(
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
         "dbias": (((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32),),
     }
-    return tuple(Layout(tuple(shape), contiguous_strides(shape), of) for shape, of in outputs[kernel])
+    return tuple(contiguous(shape, of) for shape, of in outputs[kernel])
 
 
 def _programs(

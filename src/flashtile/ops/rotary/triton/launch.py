@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flashtile._backends.alignment import power_of_two_factor
-from flashtile._backends.allocate import contiguous_strides, empty
+from flashtile._backends.allocate import contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import Plan, int32, int64, make_plan, plan_cache, pointer, pointer_to, strides_of
 from flashtile.ops.common.checks import check_rows
@@ -20,7 +20,6 @@ from flashtile.ops.rotary.triton.kernel import rotary_kernel
 def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
     """The rotated x: a new tensor, or x itself."""
     x, cos, sin, cos_k, sin_k, offsets, cu_seqlens = rotation
-    out = x if inplace else empty(tuple(x.shape), contiguous_strides(x.shape), x.dtype, x.device)
     addresses = x.data_ptr() | cos.data_ptr() | sin.data_ptr()
     if cos_k is not None and sin_k is not None:
         addresses |= cos_k.data_ptr() | sin_k.data_ptr()
@@ -38,6 +37,7 @@ def forward(rotation: Rotation, spec: RotarySpec, inplace: bool) -> Tensor:
         spec,
         x.device,
     )
+    out = x if inplace else plan.allocate()[0]
     plan.launch(*map(pointer, (x, out, cos, sin, cos_k, sin_k, offsets, cu_seqlens)))
     return out
 
@@ -104,7 +104,8 @@ def _plan(
         "PACKED": sequences is not None,
     }
     programs = 0 if 0 in shape or (inplace and not half) else -(-tokens // config.block_s)
-    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps)
+    outputs = () if inplace else (contiguous(shape, dtype),)
+    return make_plan(rotary_kernel, parameters, constants, programs, device, config.num_warps, outputs=outputs)
 
 
 def _row_strides(strides: tuple[int, ...]) -> tuple[int, int, int]:
