@@ -55,15 +55,19 @@ def _check_types(*sizes: tuple[int, ...]) -> None:
 
 def allocator(layouts: Sequence[Layout | None], device: torch.device) -> Callable[[], list[Any]]:
     """A function that gives memory of each layout, as `empty` does, anew in each call; None for None."""
-    if None in layouts or not layouts:
-        return lambda: [None if layout is None else empty(*layout, device) for layout in layouts]
-    shapes, strides, dtypes = zip(*layouts)
+    present = [layout for layout in layouts if layout is not None]
+    absent = [place for place, layout in enumerate(layouts) if layout is None]
+    shapes, strides, dtypes = zip(*present) if present else ((), (), ())
     _check_types(*shapes, *strides)
     index = device.index if _empty_strided_cuda is not None and device.type == "cuda" else None
 
     def allocate() -> list[Any]:
         if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
-            return [*map(_empty_strided_cuda, shapes, strides, dtypes)]
-        return [torch.empty_strided(*of, dtype=dtype, device=device) for *of, dtype in zip(shapes, strides, dtypes)]
+            made = [*map(_empty_strided_cuda, shapes, strides, dtypes)]
+        else:
+            made = [torch.empty_strided(*of, dtype=dtype, device=device) for *of, dtype in present]
+        for place in absent:
+            made.insert(place, None)
+        return made
 
     return allocate
