@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan, plan_of
+from flashtile._backends.launch import KernelSource, Parameter, Plan, make_plan
 from flashtile._backends.tma import TensorLayout
 from flashtile.ops.attention import hopper as package
 from flashtile.ops.attention import reference
@@ -54,7 +54,6 @@ class EmulatedHopper:
         self.modules = _copies()
         changes = {
             "make_plan": lambda *described, **cut: self._emulated(make_plan(*described, **cut)),
-            "plan_of": lambda *described: self._emulated(plan_of(*described)),
             "chunks_maker": _describe_chunks,
             "descriptor_parameter": lambda dtype, box, swizzled=True: Parameter("constexpr" if box is None else _DESC),
             "multiprocessors": lambda device: multiprocessors,

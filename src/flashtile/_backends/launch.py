@@ -299,27 +299,11 @@ def make_plan(
         TypeError: a parameter is not described.
     """
     source = specialise(function, parameters, constants, num_warps, num_stages, max_registers)
-    return plan_of(source, values_of(parameters), programs, device, outputs)
-
-
-def values_of(parameters: Mapping[str, Parameter | Group]) -> dict[str, Any]:
-    """What every launch of a plan passes, by name."""
-    return {name: parameter.value for name, parameter in flattened(parameters).items() if parameter.value is not GIVEN}
-
-
-def plan_of(
-    source: KernelSource,
-    values: Mapping[str, Any],
-    programs: int,
-    device: torch.device,
-    outputs: Sequence[Layout | None] = (),
-) -> Plan:
-    """The plan of a specialisation. `values`: of the parameters that are the same for all launches, by name. The others
-    come first, and each launch is given them."""
+    values = {name: each.value for name, each in flattened(parameters).items() if each.value is not GIVEN}
     names = source.names
     given = sum(name not in values for name in names)
     late = [name for name in names[given:] if name not in values]
-    assert not late, f"{source.function.__name__}: what a launch is given comes before what the plan has, but {late}"
+    assert not late, f"{function.__name__}: what a launch is given comes before what the plan has, but {late}"
     return Plan(source, programs, tuple(values[name] for name in names[given:]), device, outputs)
 
 

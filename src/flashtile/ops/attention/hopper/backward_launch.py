@@ -12,15 +12,7 @@ from torch import Tensor
 from flashtile._backends.alignment import aligned, used_strides
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import (
-    Plan,
-    float32,
-    int32,
-    plan_cache,
-    plan_of,
-    pointer,
-    values_of,
-)
+from flashtile._backends.launch import Plan, plan_cache, pointer
 from flashtile.ops.attention.hopper.backward_configs import (
     backward_config_of,
     has_function_derivative,
@@ -28,8 +20,8 @@ from flashtile.ops.attention.hopper.backward_configs import (
     serves_bias_gradient,
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
-from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of, slope_sums_parameter
-from flashtile.ops.attention.hopper.backward_tiles import Problem, ScoreChange
+from flashtile.ops.attention.hopper.backward_source import BackwardNumbers, backward_plan
+from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.backward_variant import (
     NO_FUNCTION,
     BackwardVariant,
@@ -54,6 +46,7 @@ from flashtile.ops.attention.hopper.score_functions import reads_of, with_deriva
 from flashtile.ops.attention.plans import (
     SideShape,
     call_sizes,
+    clipped_window,
     contiguous_on_16_bytes,
     longest_walk,
     may_hide_rows,
@@ -63,7 +56,7 @@ from flashtile.ops.attention.plans import (
     sum_of_shares,
     tiles_of,
 )
-from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
+from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers
 from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, Gradients, SideInputs, Wanted
 from flashtile.ops.attention.triton.launch import NO_CAPTURED, backward_bias, captured_pointers, slope_gradient
 from flashtile.ops.attention.triton.plan import plan_for
@@ -328,35 +321,29 @@ def _plan(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
     )  # fmt: skip
-    lse_unit = -1 / (spec.scale * LOG2_E) if config.statistics_multiplied else None
-    common = {"batch": batch, "heads": heads, "rows_q": rows_q, "query_tiles": query_tiles, "scale": spec.scale}
-    of_dout = dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), of_rows))
-    apart = variant.bounded and not packed
-    problem = Problem(
-        side=variant.side.pointers,
-        slope_sums_ptr=slope_sums_parameter(variant),
-        score_change=variant.score_change,
-        batch=int32(batch),
-        heads_kv=int32(heads_kv * shares),
-        group=int32(group),
-        shares=int32(shares),
-        rows_q=int32(rows_q),
-        rows_k=int32(rows_k),
-        key_tiles=int32(key_tiles),
-        query_tiles=int32(query_tiles),
-        window=window_parameters(spec),
-        scale=float32(spec.scale),
+    numbers = BackwardNumbers(
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv * shares,
+        group=group,
+        shares=shares,
+        rows_q=rows_q,
+        rows_k=rows_k,
+        query_tiles=query_tiles,
+        key_tiles=key_tiles,
+        window=clipped_window(spec),
+        scale=spec.scale,
+        lse_unit=-1 / (spec.scale * LOG2_E),
         units=score_units(spec),
-        numbers=variant.side.numbers,
-        k_rows_apart=int32(row_strides(shapes[1], strides[1])[1] if apart else None),
-        v_rows_apart=int32(row_strides(shapes[2], strides[2])[1] if apart else None),
+        strides_dout=of_rows,
+        k_rows_apart=None if packed else row_strides(shapes[1], strides[1])[1],
+        v_rows_apart=None if packed else row_strides(shapes[2], strides[2])[1],
     )
-    values = {**values_of(parameters_of(looping)), **values_of({"problem": problem})}
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
-    begin = plan_of(backward_source("begin", begins), {**common, **of_dout, "lse_unit": lse_unit}, tiles, device)
-    main = plan_of(backward_source("main", looping), values, main_programs, device)
-    end = None if single else plan_of(backward_source("end", variant), common, tiles, device)
+    begin = backward_plan("begin", begins, numbers, tiles, device)
+    main = backward_plan("main", looping, numbers, main_programs, device)
+    end = None if single else backward_plan("end", variant, numbers, tiles, device)
     written = (q_shape, *((*shape[:-2], heads_kv * shares, shape[-1]) for shape in shapes[1:]))
     dq, dk, dv = (Layout(tuple(shape), padded_strides(shape), dtype) for shape in written)
     sums, statistics = (
@@ -372,7 +359,7 @@ def _plan(
         stored_bias = Layout(side.bias.shape, padded_strides(side.bias.shape), side.bias.dtype)
     bias = None
     if sums_bias:
-        bias = plan_bias_gradient(variant, problem, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
+        bias = plan_bias_gradient(variant, numbers, side, spec, shapes, strides, (dq, dk, dv), tiles, programs, device)
     counter = 4 * -(-(1 + (lines if looping.shares_progress else 0)) // 4)  # what follows is aligned to 16 bytes
     turns = tiles if ordered else 0
     scratch = sums + statistics + masked_dout + counter + turns + (tiles if side.sinks else 0)

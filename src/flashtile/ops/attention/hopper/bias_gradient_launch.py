@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.allocate import Layout, contiguous, empty
-from flashtile._backends.launch import ABSENT, Plan, plan_of, values_of
+from flashtile._backends.allocate import Layout, contiguous
+from flashtile._backends.launch import Plan
 from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
-from flashtile.ops.attention.hopper.backward_source import backward_source, parameters_of
-from flashtile.ops.attention.hopper.backward_tiles import Problem
+from flashtile.ops.attention.hopper.backward_source import BackwardNumbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import SideShape
@@ -31,12 +30,11 @@ _BUSY = 7 / 8
 
 
 class BiasGradientPlan(NamedTuple):
-    """The launch, what makes its descriptors from the addresses of `MOVED_FOR_BIAS`, and the layout of its sums,
-    `[parts, *bias.shape]`."""
+    """The launch, which writes sums `[parts, *bias.shape]`, and what makes its descriptors from the addresses of
+    `MOVED_FOR_BIAS`."""
 
     kernel: Plan
     describe: Callable[..., tuple]
-    sums: Layout
 
 
 def run_bias_gradient(
@@ -44,15 +42,16 @@ def run_bias_gradient(
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and `dtype`."""
-    sums = empty(*plan.sums, plan.kernel.device)
+    (sums,) = plan.kernel.allocate()
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
-    return sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
+    total: Tensor = sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
+    return total
 
 
 def plan_bias_gradient(
     variant: BackwardVariant,
-    problem: Problem,
+    numbers: BackwardNumbers,
     side: SideShape,
     spec: AttentionSpec,
     shapes: tuple[torch.Size, ...],
@@ -79,16 +78,11 @@ def plan_bias_gradient(
         bias_shared_by_heads=side.bias.shape[1] < heads,
         masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
     )
-    problem = problem._replace(slope_sums_ptr=ABSENT, side=variant.side.pointers, numbers=variant.side.numbers)
-    values = {
-        **values_of(parameters_of(variant)),
-        **values_of({"problem": problem, "work": work.numbers(side.bias)}),
-    }
-    kernel = plan_of(backward_source("bias", variant), values, work.own * work.parts, device)
-    shape = (work.parts, *side.bias.shape)
-    sums = contiguous(shape, torch.float32 if work.parts > 1 else variant.dtype)
+    numbers = numbers._replace(work=work.numbers(side.bias))
+    sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
+    kernel = backward_plan("bias", variant, numbers, work.own * work.parts, device, (sums,))
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
-    return BiasGradientPlan(kernel, describe, sums)
+    return BiasGradientPlan(kernel, describe)
 
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:

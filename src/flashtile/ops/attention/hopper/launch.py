@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import (
     broadcast_layout,
     chunks_maker,
@@ -44,6 +44,7 @@ from flashtile.ops.attention.hopper.configs import (
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
 from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
+from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.widening import make_widening, widen
 from flashtile.ops.attention.plans import SideShape, call_sizes, positive_scale, side_shape, tiles_of
 from flashtile.ops.attention.side_parameters import NO_SIDE, SidePointers, side_pointers, window_parameters
@@ -225,7 +226,7 @@ def _plan(
             lines=int32(lines),
             dynamic=int32(int(dynamic)),
             window=window_parameters(spec),
-            units=score_units(spec),
+            units=ScoreUnits(*map(float32, score_units(spec))),
             numbers=described.numbers,
             k_rows_apart=int32(None if packed or not bounded else row_strides(shapes[1], strides[1])[1]),
             v_rows_apart=int32(None if packed or not bounded else row_strides(shapes[2], strides[2])[1]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flashtile._backends.launch import Parameter, float32
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape
 from flashtile.ops.attention.side_parameters import SideParameters, side_parameters
@@ -10,16 +9,15 @@ from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
 LOG2_E = 1.4426950408889634
 
-INT32, FLOAT32 = Parameter("i32"), Parameter("fp32")
-
 
 def score_units(spec: AttentionSpec) -> ScoreUnits:
+    """As numbers; None for one that the call does not have."""
     capped, changed = spec.softcap > 0, spec.score_program is not None
     scale = spec.softcap if capped else spec.scale
     return ScoreUnits(
-        float32(LOG2_E if changed else scale * LOG2_E),
-        float32(spec.scale / spec.softcap if capped else None),
-        float32(scale if changed else None),
+        scale_log2=LOG2_E if changed else scale * LOG2_E,
+        cap_scale=spec.scale / spec.softcap if capped else None,
+        function_scale=scale if changed else None,
     )
 
 
