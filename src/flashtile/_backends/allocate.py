@@ -63,11 +63,13 @@ def allocator(layouts: Sequence[Layout | None], device: torch.device) -> Callabl
 
     def allocate() -> list[Any]:
         if index is not None and index == _cuda_getDevice() and not torch._C._get_deterministic_algorithms():
-            made = [*map(_empty_strided_cuda, shapes, strides, dtypes)]
-        else:
-            made = [torch.empty_strided(*of, dtype=dtype, device=device) for *of, dtype in present]
+            return [*map(_empty_strided_cuda, shapes, strides, dtypes)]
+        return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in present]
+
+    def allocate_present() -> list[Any]:
+        made = allocate()
         for place in absent:
             made.insert(place, None)
         return made
 
-    return allocate
+    return allocate_present if absent else allocate

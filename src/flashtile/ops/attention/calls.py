@@ -125,12 +125,16 @@ def rows_contiguous(tensor: Tensor) -> Tensor:
 def readable_side(side: SideInputs) -> SideInputs:
     """Kernels read small side inputs element after element: a slice or an expanded length is copied. Bias, mask and
     factors may have any strides."""
-    tensors: dict[str, Any] = {
+    copies: dict[str, Any] = {
         name: entry.contiguous()
-        for name, entry in side._asdict().items()
-        if isinstance(entry, Tensor) and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
+        for name, entry in zip(SideInputs._fields, side)
+        if isinstance(entry, Tensor)
+        and not entry.is_contiguous()
+        and name not in ("bias", "mask", "descale_q", "descale_k", "descale_v")
     }
-    return side._replace(**tensors, captured=tuple(tensor.contiguous() for tensor in side.captured))
+    if side.captured:
+        copies["captured"] = tuple(tensor.contiguous() for tensor in side.captured)
+    return side._replace(**copies) if copies else side
 
 
 def key_of(

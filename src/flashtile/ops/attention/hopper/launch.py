@@ -121,12 +121,13 @@ def _launch(
     plan: ForwardPlan, q: int, k: int, v: int, side: SidePointers = NO_SIDE, captured: tuple = NO_CAPTURED
 ) -> tuple[Tensor, ...]:
     """Enqueues the kernel, from addresses. Returns what `forward` does."""
-    results = plan.kernel.allocate()
+    kernel = plan.kernel
+    results = kernel.allocate()
     out, lse, *max_scores = results
-    counter = _counter(plan.kernel.device).data_ptr() if plan.dynamic else 0
+    counter = _counter(kernel.device).data_ptr() if plan.dynamic else 0
     descriptors = plan.describe(q, k, v, out.data_ptr(), side.bias)
     of_max_scores = max_scores[0].data_ptr() if max_scores else 0
-    plan.kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
+    kernel.launch(*descriptors, lse.data_ptr(), of_max_scores, counter, *side, *captured)
     return tuple(results)
 
 

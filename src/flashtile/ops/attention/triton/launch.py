@@ -77,14 +77,15 @@ def prepare_forward(
     """`forward` of all 16-bit calls that look like this one, from the addresses of q, k and v; or None."""
     if not _preparable(q, spec):
         return None
-    plan = plan_for("forward", q, k, v, None, side, spec)
+    kernel = plan_for("forward", q, k, v, None, side, spec).kernel
+    allocate = kernel.allocate
 
     def run(q: int, k: int, v: int) -> tuple[Tensor, Tensor]:
-        out, lse = plan.kernel.allocate()
-        plan.kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
+        out, lse = allocate()
+        kernel.launch(q, k, v, out.data_ptr(), lse.data_ptr(), 0, *NO_SIDE, 0)
         return out, lse
 
-    return run if plan.kernel.programs else None
+    return run if kernel.programs else None
 
 
 def prepare_backward(
