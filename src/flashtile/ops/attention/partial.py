@@ -19,7 +19,7 @@ from flashtile.ops.attention.block_mask import BlockMask
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, resolve_dropout, spec_of
 from flashtile.ops.attention.mask_parts import Rectangle, part_of_mask
 from flashtile.ops.attention.operator import lse_shape, run_attention, run_backward
-from flashtile.ops.attention.options import BackwardOptions, PartOptions, Taken, names_of, take, with_options
+from flashtile.ops.attention.options import AttentionOptions, PartOptions, Taken, names_of, take, with_options
 from flashtile.ops.attention.score_arguments import add_program
 from flashtile.ops.attention.score_program import UNCHANGED, ScoreFunction, moved
 from flashtile.ops.attention.score_tracing import resolve_score_mod
@@ -28,7 +28,7 @@ from flashtile.ops.attention.spec import AttentionSpec, Gradients, Origin, SideI
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(BackwardOptions)
+_PART_NAMES, _BACKWARD_NAMES = names_of(PartOptions), names_of(AttentionOptions)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def attention_part(
     return run_attention(q, k, v, side, spec, given.backend)
 
 
-@with_options(BackwardOptions)
+@with_options(AttentionOptions)
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -125,7 +125,7 @@ def attention_backward(
     max_seqlen: int | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
-    **options: Unpack[BackwardOptions],
+    **options: Unpack[AttentionOptions],
 ) -> Gradients:
     """The gradients of attention, computed from its results: what a call, or a part, adds to those of its inputs.
 
