@@ -157,10 +157,10 @@ def test_block_masks_of_large_tiles_are_served(phase: Phase, changes: dict) -> N
 def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     """Also where the forward was asked for by name: its out and lse are those of any backend."""
     assert _chosen("backward") == _chosen("backward", "hopper") == "hopper"
-    assert _chosen("forward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("forward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
     assert _chosen("backward", "hopper", score_program=UNCHANGED) == "hopper"
-    assert _chosen("backward", "hopper", score_program=UNCHANGED, learned_captured=True) == "triton"
-    assert _chosen("backward", "hopper", learned_slopes=True) == "hopper"
+    assert _chosen("backward", "hopper", score_program=UNCHANGED, wanted=Wanted(captured=(True,))) == "triton"
+    assert _chosen("backward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=36) == "hopper"
         assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "triton"

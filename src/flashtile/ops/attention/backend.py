@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from flashtile._backends.devices import DeviceFacts
-from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table
+from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, Wanted
 
 #: The functions that a backend's module may have.
 Phase = Literal["forward", "backward", "column_sums"]
@@ -37,10 +37,9 @@ class AttentionCall(NamedTuple):
         key_lengths: there are key lengths.
         bias: what a plan needs to know of the bias; None without one.
         mask: there is a mask.
-        learned_slopes: the gradient of ALiBi's slopes is wanted.
+        wanted: the gradients of side inputs that the backward is to give.
         side: the tensors beside q, k and v, for `describe`. None while a backend is chosen: the choice is remembered by
             the other fields.
-        learned_captured: the gradient of a tensor that the score function reads is wanted.
     """
 
     requested: str
@@ -59,10 +58,9 @@ class AttentionCall(NamedTuple):
     key_lengths: bool
     bias: Table | None
     mask: bool
-    learned_slopes: bool
+    wanted: Wanted
     spec: AttentionSpec
     side: SideInputs | None = None
-    learned_captured: bool = False
 
     @property
     def label(self) -> str:

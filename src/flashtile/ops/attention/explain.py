@@ -16,7 +16,7 @@ from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_s
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import FP8, table_of
+from flashtile.ops.attention.spec import FP8, table_of, wanted_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -99,7 +99,7 @@ def explain(
     side, batch = lengths_of(q, k, cu_seqlens_q, cu_seqlens_k, *bounds, given.key_lengths)
     side, spec = add_scores(side._replace(dropout_seed=seed), spec, q, k, v, batch, given)
     if part is not None:
-        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given.alibi_slopes is not None)
+        spec = placed(spec, part, q.shape[-3], k.shape[-3], q.shape[-2], packed, given)
     spec = spec._replace(returns_max_scores=given.return_max_scores)
     name, device_type, facts, multiprocessors = _resolve_device(q.device if device is None else device)
     call = AttentionCall(
@@ -119,10 +119,9 @@ def explain(
         given.key_lengths is not None,
         table_of(side.bias),
         given.mask is not None,
-        learned_slopes=given.alibi_slopes is not None and given.alibi_slopes.requires_grad,
-        spec=spec,
-        side=side,
-        learned_captured=any(tensor.requires_grad for tensor in side.captured),
+        wanted_of(side),
+        spec,
+        side,
     )
     choice = BACKENDS.choose(call)
     kernels = _kernels(call, choice.backend)

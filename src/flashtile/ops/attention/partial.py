@@ -223,7 +223,7 @@ def _described(
         checks.check_lengths("key_lengths", key_lengths, batch, q.device, "one length for each batch entry")
     rows, columns = (q.shape[0], k.shape[0]) if packed else (q.shape[1], k.shape[1])
     if part is not None:
-        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given.alibi_slopes is not None)
+        spec = placed(spec, part, rows, columns, q.shape[-2], packed, given)
         if key_lengths is not None and not packed and (part.column or columns < part.seq_k):
             key_lengths = (key_lengths - part.column).clamp(0, columns)
     checks.check_max_seqlen("max_seqlen", max_seqlen)
@@ -286,7 +286,7 @@ def _check_bounds(cu_seqlens: Tensor | None, max_seqlen: int | None, max_seqlen_
 
 
 def placed(
-    spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, alibi: bool
+    spec: AttentionSpec, part: AttentionPart, rows: int, columns: int, heads: int, packed: bool, given: Taken
 ) -> AttentionSpec:
     """The spec of a part: the band shifted, and where positions matter otherwise, the place."""
     _check_numbers(part)
@@ -309,7 +309,7 @@ def placed(
             f"part: expected heads {part.head} to {part.head + heads} within the {all_heads} of the larger call, and a "
             f"sequence of at least 0, got sequence {part.sequence}"
         )
-    if not (spec.dropout_p or alibi):
+    if not spec.dropout_p and given.alibi_slopes is None:
         return spec
     matrix = part.sequence * all_heads + part.head
     return spec._replace(origin=Origin(part.row, part.column, distance, matrix, all_heads))

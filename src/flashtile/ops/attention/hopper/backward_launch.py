@@ -296,7 +296,7 @@ def _plan(
         has_dlse,
         ordered,
         spec.softcap > 0,
-        side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        side_of_call(side, spec, heads, covered=covered, by_column=True),
         single_key_tile=single,
         slope_sums=wanted.alibi_slopes,
         function=function_of_call(spec.score_program, batch, shapes, side, covered),

@@ -72,7 +72,7 @@ def plan_bias_gradient(
     covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
     variant = variant._replace(
         config=variant.config._replace(bias_by_tma=True),
-        side=side_of_call(side._replace(sinks=False), spec, heads, covered=covered, by_column=True),
+        side=side_of_call(side, spec, heads, covered=covered, by_column=True),
         slope_sums=False,
         bias_in_parts=work.parts > 1,
         bias_shared_by_heads=side.bias.shape[1] < heads,

@@ -24,7 +24,9 @@ def score_units(spec: AttentionSpec) -> ScoreUnits:
 def side_of_call(
     side: SideShape, spec: AttentionSpec, heads: int, *, covered: bool, by_column: bool, group: int | None = None
 ) -> SideParameters:
-    """The side inputs as `side_parameters` describes them for these kernels."""
+    """The side inputs as `side_parameters` describes them for these kernels. Those of the backward, which go by column,
+    have no sinks, because they have lse, which counts them."""
+    side = side._replace(sinks=side.sinks and not by_column)
     return side_parameters(
         side, spec, heads, covered=covered, by_column=by_column, reads_bits=True, reads_rows_once=True, group=group
     )
