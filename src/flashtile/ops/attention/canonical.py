@@ -142,10 +142,11 @@ def add_scores(
     if given.score_mod is not None:
         side, spec = add_score_mod(side, spec, q, given.score_mod)
     if q.dtype is FP8 or not (given.descale_q is given.descale_k is given.descale_v is None):
+        factors = {"descale_q": given.descale_q, "descale_k": given.descale_k, "descale_v": given.descale_v}
         resolved: dict[str, Any] = {
-            name: checks.resolve_descale(name, descale, batch, k.shape[-2], q)
-            for name in ("descale_q", "descale_k", "descale_v")
-            if (descale := getattr(given, name)) is not None
+            name: checks.resolve_descale(name, factor, batch, k.shape[-2], q)
+            for name, factor in factors.items()
+            if factor is not None
         }
         side = side._replace(**resolved)
         checks.check_forward_only(q, k, v, side)

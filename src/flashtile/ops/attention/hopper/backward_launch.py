@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import aligned, used_strides
+from flashtile._backends.alignment import aligned, batch_row_head
 from flashtile._backends.allocate import Layout, allocator, contiguous, contiguous_strides, empty
 from flashtile._backends.devices import multiprocessors
 from flashtile._backends.launch import Plan, plan_cache, pointer
@@ -37,9 +37,10 @@ from flashtile.ops.attention.hopper.bounds import by_whole_rows, row_strides
 from flashtile.ops.attention.hopper.configs import is_of_scores, moves_by_tma, table_bytes
 from flashtile.ops.attention.hopper.parameters import (
     LOG2_E,
+    is_covered,
     score_units,
     side_of_call,
-    whole_tiles,
+    whole_sizes,
     with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
@@ -272,16 +273,13 @@ def _plan(
 ) -> BackwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
+    sizes = call_sizes(shapes, side)
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     moved_bias, tables = moves_by_tma(side.bias, dtype), table_bytes(side.bias, side.mask)
     own_bias = wanted.bias and is_of_scores(side.bias, dtype, batch, heads, packed)
     config = backward_config_of(head_dim, head_dim_v, spec, tables, wanted.alibi_slopes, moved_bias, own_bias)
-    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
-    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
-    tile_q, tile_k = block_tile or (None, None)
-    whole_rows, whole_keys = whole_tiles(rows_q, tile_q), whole_tiles(rows_k, tile_k)
-    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
-    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    whole_rows, whole_keys = whole_sizes(sizes, packed, spec)
+    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     single = has_single_key_tile(spec, rows_q, rows_k, config, packed or side.key_lengths_dtype is not None)
     ordered = spec.deterministic and not single
     variant = BackwardVariant(
@@ -307,14 +305,14 @@ def _plan(
     tiles = query_tiles * lines
     dout_shape = (*q_shape[:-1], head_dim_v)
     programs = multiprocessors(device)
-    uneven = variant.bounded or block_tile is not None or (variant.has_right and not variant.has_left)
+    blocks = spec.block_shape is not None
+    uneven = variant.bounded or blocks or (variant.has_right and not variant.has_left)
     group = heads // heads_kv
     steps = longest_walk(query_tiles, spec, config.block_m, config.block_n)
     shares = shares_of_heads(group, key_tiles * lines_kv, steps, uneven, programs)
     group //= shares
-    *_, dout_strides = strides
-    of_rows = (0, *used_strides(dout_shape, dout_strides))[-4:-1]
-    wide = max(of_rows) >= 2**31
+    strides_dout = batch_row_head(dout_shape, strides[-1])
+    wide = max(strides_dout) >= 2**31
     looping = with_loops(variant, group, rows_q, rows_k)
     sums_bias = wanted.bias and serves_bias_gradient(config, moved_bias, packed, spec)
     begins = variant._replace(
@@ -335,7 +333,7 @@ def _plan(
         scale=spec.scale,
         lse_unit=-1 / (spec.scale * LOG2_E),
         units=score_units(spec),
-        strides_dout=of_rows,
+        strides_dout=strides_dout,
         k_rows_apart=None if packed else row_strides(shapes[1], strides[1])[1],
         v_rows_apart=None if packed else row_strides(shapes[2], strides[2])[1],
     )

@@ -42,7 +42,13 @@ from flashtile.ops.attention.hopper.configs import (
     value_parts,
 )
 from flashtile.ops.attention.hopper.forward import Problem, attention_forward_kernel
-from flashtile.ops.attention.hopper.parameters import score_units, side_of_call, whole_tiles, with_aligned_lists
+from flashtile.ops.attention.hopper.parameters import (
+    is_covered,
+    score_units,
+    side_of_call,
+    whole_sizes,
+    with_aligned_lists,
+)
 from flashtile.ops.attention.hopper.score_functions import function_of, reads_of
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.hopper.widening import make_widening, widen
@@ -173,15 +179,15 @@ def _plan(
 ) -> ForwardPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
-    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = call_sizes(shapes, side)
+    sizes = call_sizes(shapes, side)
+    batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
         head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
         table_bytes(side.bias, side.mask) + function_bytes(spec.score_program), moves_by_tma(side.bias, dtype),
     )  # fmt: skip
-    # With a block mask whole tiles of the mask, even past the end of a dense call's sequence.
-    block_tile = None if packed or spec.block_shape is None else spec.block_shape[2:]
-    tiles = tiles_of(whole_tiles(rows_q, block_tile[0] if block_tile else None), config.block_m, batch, packed)
+    whole_rows, _ = whole_sizes(sizes, packed, spec)
+    tiles = tiles_of(whole_rows, config.block_m, batch, packed)
     parts = value_parts(head_dim_v)
     lines = parts * (heads if packed else batch * heads)
     check_programs("q", tiles * lines)
@@ -198,10 +204,7 @@ def _plan(
         outputs.append(of_rows)
     bounded = packed or side.key_lengths_dtype is not None
     boxes = _boxes(config, column_chunks(head_dim, dtype), value_chunks(head_dim_v), packed, bounded)
-    whole_rows = whole_tiles(rows_q, block_tile[0] if block_tile else None)
-    whole_keys = whole_tiles(rows_k, block_tile[1] if block_tile else None)
-    covered = not packed and whole_rows == rows_q and rows_q % config.block_m == 0
-    covered = covered and whole_keys == rows_k and rows_k % config.block_n == 0
+    covered = is_covered(sizes, packed, spec, config.block_m, config.block_n)
     described = side_of_call(side, spec, heads, covered=covered, by_column=False, group=heads // heads_kv)
     read = captured_parameters(side.captured)
     bounds = score_bounds(batch, shapes, side) if covered else None

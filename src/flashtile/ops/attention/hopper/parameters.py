@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.ops.attention.hopper.scores import ScoreUnits
-from flashtile.ops.attention.plans import PLAIN_SIDE, SideShape
+from flashtile.ops.attention.plans import PLAIN_SIDE, CallSizes, SideShape
 from flashtile.ops.attention.side_parameters import SideParameters, side_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs
 
@@ -43,6 +43,16 @@ def with_aligned_lists(side: SideInputs) -> SideInputs:
     return side if lists is None or lists.data_ptr() % 16 == 0 else side._replace(block_lists=lists.clone())
 
 
-def whole_tiles(rows: int, tile: int | None) -> int:
-    """`rows` rounded up to the end of the last tile of the block mask; `tile` is None without one."""
-    return rows if tile is None else -(-rows // tile) * tile
+def whole_sizes(sizes: CallSizes, packed: bool, spec: AttentionSpec) -> tuple[int, int]:
+    """How many queries and keys are walked through: in a dense call with a block mask, whole tiles of the mask."""
+    if packed or spec.block_shape is None:
+        return sizes.rows_q, sizes.rows_k
+    *_, tile_q, tile_k = spec.block_shape
+    return -(-sizes.rows_q // tile_q) * tile_q, -(-sizes.rows_k // tile_k) * tile_k
+
+
+def is_covered(sizes: CallSizes, packed: bool, spec: AttentionSpec, block_m: int, block_n: int) -> bool:
+    """Whether tiles divide the call, so that none ends past a bias or a mask."""
+    rows = sizes.rows_q, sizes.rows_k
+    divided = sizes.rows_q % block_m == 0 and sizes.rows_k % block_n == 0
+    return not packed and divided and whole_sizes(sizes, packed, spec) == rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import used_strides
+from flashtile._backends.alignment import batch_row_head
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.launch import Plan, int32, make_plan, pointer_to, strides_of
 from flashtile.ops.attention.hopper.eight_bits import attention_widen_kernel
@@ -23,7 +23,7 @@ def make_widening(shape: torch.Size, strides: tuple[int, ...], device: torch.dev
     tiles = -(-rows_k // rows)
     programs = sequences * tiles * heads_kv
     check_programs("v", programs)
-    apart = (0, *used_strides(tuple(shape), strides))[-4:-1]
+    apart = batch_row_head(shape, strides)
     # Addresses and strides are multiples of 16 bytes.
     parameters = {
         "v_ptr": pointer_to(torch.float8_e4m3fn, 16),

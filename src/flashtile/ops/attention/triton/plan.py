@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile._backends.alignment import power_of_two_factor, used_strides
+from flashtile._backends.alignment import batch_row_head, power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import Plan, float32, int32, int64, make_plan, plan_cache, pointer_to
@@ -273,7 +273,7 @@ def _side(call: _Facts, hides_rows: bool) -> dict[str, Any]:
     return {"side": described.pointers, "numbers": numbers, "constants": described.constants}
 
 
-def _strides(kernel: Kernel, triples: list[tuple[int, int, int]]) -> dict[str, Strides]:
+def _strides(kernel: Kernel, triples: list[tuple[int, ...]]) -> dict[str, Strides]:
     multiple = power_of_two_factor(*(stride for triple in triples for stride in triple))
     return {
         f"{of}_strides": Strides(int64(batch, multiple), int64(head, multiple), row)
@@ -394,16 +394,12 @@ def _stride_triples(
     shapes: tuple[tuple[int, ...], ...],
     parts: list[tuple[int, ...]],
     strides: tuple[tuple[int, ...] | None, ...],
-) -> list[tuple[int, int, int]]:
+) -> list[tuple[int, ...]]:
     """(batch, row, head) strides of the kernel's tensors, used ones; outputs are contiguous. `parts`: shapes of dk and
     dv."""
     out_shape = (*shapes[0][:-1], shapes[2][-1])
     written = dict(zip(("out", "dq", "dk", "dv"), (out_shape, shapes[0], *parts)))
-    of_each = {name: used_strides(shape, contiguous_strides(shape)) for name, shape in written.items()}
+    of_each = {name: batch_row_head(shape, contiguous_strides(shape)) for name, shape in written.items()}
     given = zip(("q", "k", "v", "dout"), (*shapes, out_shape), strides)
-    of_each |= {name: used_strides(shape, stride) for name, shape, stride in given if stride is not None}
-    return [_stride_triple(of_each[name]) for name in _STRIDED[kernel]]
-
-
-def _stride_triple(strides: tuple[int, ...]) -> tuple[int, int, int]:
-    return (strides[0], strides[1], strides[2]) if len(strides) == 4 else (0, strides[0], strides[1])
+    of_each |= {name: batch_row_head(shape, stride) for name, shape, stride in given if stride is not None}
+    return [of_each[name] for name in _STRIDED[kernel]]
