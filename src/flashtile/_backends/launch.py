@@ -107,6 +107,11 @@ def strides_of(name: str, strides: Mapping[str, int | None], multiple: int = 1) 
     return {f"stride_{name}_{dimension}": int64(stride, multiple) for dimension, stride in strides.items()}
 
 
+def constants_of(cut: Any) -> dict[str, Any]:
+    """The fields of a NamedTuple as constants of kernels, by their names in capitals, such as BLOCK_N."""
+    return {name.upper(): value for name, value in cut._asdict().items()}
+
+
 class GroupShape(NamedTuple):
     """A NamedTuple without its values: the class, and for each field None or the shape of the NamedTuple there."""
 

@@ -20,7 +20,7 @@ from flashtile.ops.attention.hopper.backward_configs import (
     serves_bias_gradient,
 )
 from flashtile.ops.attention.hopper.backward_descriptors import buffers, describer, dtype_of
-from flashtile.ops.attention.hopper.backward_source import BackwardNumbers, backward_plan
+from flashtile.ops.attention.hopper.backward_source import backward_plan
 from flashtile.ops.attention.hopper.backward_tiles import ScoreChange
 from flashtile.ops.attention.hopper.backward_variant import (
     NO_FUNCTION,
@@ -319,24 +319,26 @@ def _plan(
         has_empty_rows=has_empty_rows, wide_strides=wide, sinks=side.sinks, shares_progress=looping.shares_progress,
         row_statistics=wanted.bias and not (sums_bias or config.bias_stored),
     )  # fmt: skip
-    numbers = BackwardNumbers(
-        batch=batch,
-        heads=heads,
-        heads_kv=heads_kv * shares,
-        group=group,
-        shares=shares,
-        rows_q=rows_q,
-        rows_k=rows_k,
-        query_tiles=query_tiles,
-        key_tiles=key_tiles,
-        window=clipped_window(spec),
-        scale=spec.scale,
-        lse_unit=-1 / (spec.scale * LOG2_E),
-        units=score_units(spec),
-        strides_dout=strides_dout,
-        k_rows_apart=None if packed else row_strides(shapes[1], strides[1])[1],
-        v_rows_apart=None if packed else row_strides(shapes[2], strides[2])[1],
-    )
+    window_left, window_right = clipped_window(spec)
+    numbers = {
+        "batch": batch,
+        "heads": heads,
+        "heads_kv": heads_kv * shares,
+        "group": group,
+        "shares": shares,
+        "rows_q": rows_q,
+        "rows_k": rows_k,
+        "query_tiles": query_tiles,
+        "key_tiles": key_tiles,
+        "window_left": window_left,
+        "window_right": window_right,
+        "scale": spec.scale,
+        "lse_unit": -1 / (spec.scale * LOG2_E),
+        **score_units(spec)._asdict(),
+        **dict(zip(("stride_dout_batch", "stride_dout_row", "stride_dout_head"), strides_dout)),
+        "k_rows_apart": None if packed else row_strides(shapes[1], strides[1])[1],
+        "v_rows_apart": None if packed else row_strides(shapes[2], strides[2])[1],
+    }
     all_tiles = key_tiles * lines_kv * shares
     main_programs = min(all_tiles, programs) if config.producer else all_tiles
     begin = backward_plan("begin", begins, numbers, tiles, device)

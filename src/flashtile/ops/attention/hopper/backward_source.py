@@ -5,7 +5,9 @@ One description serves a call, whose numbers it has, and compilation ahead of ti
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -15,6 +17,7 @@ from flashtile._backends.launch import (
     KernelSource,
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     make_plan,
@@ -45,50 +48,24 @@ from flashtile.ops.attention.triton.bias_work import WorkNumbers
 _BIAS_REGISTERS, _BIAS_MAX_REGISTERS = 240, 168
 
 
-class BackwardNumbers(NamedTuple):
-    """The numbers of a call, which decide no machine code. Without a call they are not known (`GIVEN`).
+#: The numbers of a call by the names of parameters (`backward_tiles.Problem` has most of them), of `ScoreUnits`, and
+#: "window_left" and "window_right". They decide no machine code.
+Numbers = Mapping[str, Any]
 
-    Attributes:
-        heads: query heads.
-        heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them.
-        query_tiles, key_tiles: (packed: slots) of a head.
-        window: `plans.clipped_window`.
-        lse_unit: that of lse, if statistics are multiplied.
-        units: `parameters.score_units`.
-        strides_dout: of batch, row and head.
-        k_rows_apart, v_rows_apart: from one batch entry to the next, if key lengths bound a dense call.
-        work: of the gradient of a bias.
-    """
-
-    batch: Any = GIVEN
-    heads: Any = GIVEN
-    heads_kv: Any = GIVEN
-    group: Any = GIVEN
-    shares: Any = GIVEN
-    rows_q: Any = GIVEN
-    rows_k: Any = GIVEN
-    query_tiles: Any = GIVEN
-    key_tiles: Any = GIVEN
-    window: tuple[Any, Any] = (GIVEN, GIVEN)
-    scale: Any = GIVEN
-    lse_unit: Any = GIVEN
-    units: ScoreUnits = ScoreUnits(GIVEN, GIVEN, GIVEN)
-    strides_dout: tuple[Any, ...] = (GIVEN,) * 3
-    k_rows_apart: Any = GIVEN
-    v_rows_apart: Any = GIVEN
-    work: WorkNumbers = WorkNumbers(*(Parameter("i32"),) * len(WorkNumbers._fields))
+#: Those that are 32-bit integers.
+_INTEGERS = ("batch", "heads", "heads_kv", "group", "shares", "rows_q", "rows_k", "query_tiles", "key_tiles")
 
 
 def backward_source(kernel: str, variant: BackwardVariant) -> KernelSource:
     """The specialisation of a kernel ("begin", "main", "end" or "bias") for a variant."""
     function, constants, limit = _kernel(kernel, variant)
-    return specialise(function, _parameters(variant, BackwardNumbers()), constants, num_warps=4, max_registers=limit)
+    return specialise(function, _parameters(variant, {}), constants, num_warps=4, max_registers=limit)
 
 
 def backward_plan(
     kernel: str,
     variant: BackwardVariant,
-    numbers: BackwardNumbers,
+    numbers: Numbers,
     programs: int,
     device: torch.device,
     outputs: tuple[Layout, ...] = (),
@@ -113,16 +90,9 @@ def _kernel(kernel: str, variant: BackwardVariant) -> tuple[Any, dict[str, Any],
 def _constants(variant: BackwardVariant) -> dict[str, Any]:
     config = variant.config
     return {
+        **constants_of(config),
         "KEYS": config.block_n,
         "M": config.block_m,
-        "PARTS": config.parts,
-        "STAGES": config.stages,
-        "KEY_STAGES": config.key_stages,
-        "SUM_COLUMNS": config.sum_columns,
-        "DSCORE_STAGES": config.dscore_stages,
-        "SPLIT_ROLES": config.split_roles,
-        "PRODUCER": config.producer,
-        "REGISTERS": config.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "HEAD_DIM": variant.head_dim,
         "HEAD_DIM_V": variant.head_dim_v,
@@ -131,8 +101,6 @@ def _constants(variant: BackwardVariant) -> dict[str, Any]:
         "PACKED": variant.packed,
         "TOP_LEFT": variant.top_left,
         "SHARES_PROGRESS": variant.shares_progress,
-        "STATISTICS_MULTIPLIED": config.statistics_multiplied,
-        "SUMS_BY_TMA": config.sums_by_tma,
         "HAS_DLSE": variant.has_dlse,
         "ORDERED": variant.ordered,
     }
@@ -143,9 +111,7 @@ def _bias_gradient_constants(variant: BackwardVariant) -> dict[str, Any]:
     return {
         "KEYS": BIAS_KEYS,
         "M": BIAS_QUERIES,
-        "QUERY_TILES": cut.query_tiles,
-        "STAGES": cut.stages,
-        "KEY_STAGES": cut.key_stages,
+        **constants_of(cut),
         "REGISTERS": _BIAS_REGISTERS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOP_LEFT": variant.top_left,
@@ -153,13 +119,13 @@ def _bias_gradient_constants(variant: BackwardVariant) -> dict[str, Any]:
     }
 
 
-def _parameters(variant: BackwardVariant, numbers: BackwardNumbers) -> dict[str, Any]:
-    """The parameters of all kernels."""
+def _parameters(variant: BackwardVariant, numbers: Numbers) -> dict[str, Any]:
+    """The parameters of all kernels. Without a call its numbers are not known."""
+    number = defaultdict(lambda: GIVEN, numbers)
     tensor, statistics = pointer_to(variant.dtype, 16), pointer_to(torch.float32)
     of_stride = "i64" if variant.wide_strides else "i32"
-    strides_dout = zip(("batch", "row", "head"), numbers.strides_dout)
-    sizes = {name: int32(getattr(numbers, name)) for name in ("batch", "rows_q", "query_tiles")}
-    units, scale = numbers.units, float32(numbers.scale)
+    strides_dout = (f"stride_dout_{dimension}" for dimension in ("batch", "row", "head"))
+    integers, scale = {name: int32(number[name]) for name in _INTEGERS}, float32(number["scale"])
     apart = variant.bounded and not variant.packed
     return {
         **{
@@ -176,35 +142,29 @@ def _parameters(variant: BackwardVariant, numbers: BackwardNumbers) -> dict[str,
         "turns_ptr": optional(variant.ordered, pointer_to(torch.int32)),
         **dict.fromkeys(("sink_logits_ptr", "sink_sums_ptr"), optional(variant.sinks, statistics)),
         "cu_seqlens_q_ptr": variant.side.pointers.cu_seqlens_q,
-        **{f"stride_dout_{dimension}": Parameter(of_stride, 8, stride) for dimension, stride in strides_dout},
-        **sizes,
-        "heads": int32(numbers.heads),
+        **{name: Parameter(of_stride, 8, number[name]) for name in strides_dout},
+        **integers,
         "scale": scale,
-        "lse_unit": float32(numbers.lse_unit if variant.config.statistics_multiplied else None),
+        "lse_unit": float32(number["lse_unit"] if variant.config.statistics_multiplied else None),
         "problem": Problem(
             side=variant.side.pointers,
             slope_sums_ptr=optional(variant.slope_sums, pointer_to(torch.float32)),
             score_change=variant.score_change,
-            **sizes,
-            heads_kv=int32(numbers.heads_kv),
-            group=int32(numbers.group),
-            shares=int32(numbers.shares),
-            rows_k=int32(numbers.rows_k),
-            key_tiles=int32(numbers.key_tiles),
-            window=Window(*map(int32, numbers.window)),
+            **{name: integer for name, integer in integers.items() if name != "heads"},
+            window=Window(int32(number["window_left"]), int32(number["window_right"])),
             scale=scale,
             units=ScoreUnits(
-                scale_log2=float32(units.scale_log2),
-                cap_scale=float32(units.cap_scale if variant.softcap else None),
-                function_scale=float32(units.function_scale if variant.has_function else None),
+                scale_log2=float32(number["scale_log2"]),
+                cap_scale=float32(number["cap_scale"] if variant.softcap else None),
+                function_scale=float32(number["function_scale"] if variant.has_function else None),
             ),
             numbers=variant.side.numbers,
-            k_rows_apart=int32(numbers.k_rows_apart if apart else None),
-            v_rows_apart=int32(numbers.v_rows_apart if apart else None),
+            k_rows_apart=int32(number["k_rows_apart"] if apart else None),
+            v_rows_apart=int32(number["v_rows_apart"] if apart else None),
         ),
         "constants": variant.side.constants._replace(HAS_LEFT=variant.has_left, HAS_RIGHT=variant.has_right),
         "gradient_ptr": pointer_to(torch.float32 if variant.bias_in_parts else variant.dtype, 16),
-        "work": numbers.work,
+        "work": WorkNumbers(*(int32(number[f"work.{name}"]) for name in WorkNumbers._fields)),
         "row_statistics_ptr": optional(variant.row_statistics, statistics),
         "loops": Loops(
             MASKS=variant.masks,

@@ -13,7 +13,7 @@ from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
 from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
-from flashtile.ops.attention.hopper.backward_source import BackwardNumbers, backward_plan
+from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
 from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import SideShape
@@ -51,7 +51,7 @@ def run_bias_gradient(
 
 def plan_bias_gradient(
     variant: BackwardVariant,
-    numbers: BackwardNumbers,
+    numbers: Numbers,
     side: SideShape,
     spec: AttentionSpec,
     shapes: tuple[torch.Size, ...],
@@ -78,9 +78,9 @@ def plan_bias_gradient(
         bias_shared_by_heads=side.bias.shape[1] < heads,
         masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
     )
-    numbers = numbers._replace(work=work.numbers(side.bias))
+    of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias)._asdict().items()}
     sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
-    kernel = backward_plan("bias", variant, numbers, work.own * work.parts, device, (sums,))
+    kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, device, (sums,))
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
     return BiasGradientPlan(kernel, describe)
 

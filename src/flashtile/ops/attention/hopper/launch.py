@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import multiprocessors
-from flashtile._backends.launch import Plan, float32, int32, make_plan, plan_cache, pointer_to
+from flashtile._backends.launch import Plan, constants_of, float32, int32, make_plan, plan_cache, pointer_to
 from flashtile._backends.tma import (
     broadcast_layout,
     chunks_maker,
@@ -239,13 +239,8 @@ def _plan(
         "constants": described.constants,
     }
     constants = {
-        "CONSUMERS": config.consumers,
-        "STAGES": config.stages,
-        "REGISTERS": config.registers,
+        **constants_of(config),
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "Q_IN_REGISTERS": config.q_in_registers,
-        "AHEAD": config.ahead,
-        "IN_TURN": config.in_turn,
         "OUT_PLACES": out_places(config, head_dim, head_dim_v, dtype),
         "QUERY_PLACES": query_places(config, head_dim, head_dim_v, dtype),
         "PACKED": packed,

@@ -17,6 +17,7 @@ from flashtile._backends.launch import (
     GIVEN,
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -160,9 +161,7 @@ def _attend(call: SplitCall, tiles: AttendTiles, splits: int, programs: int, dev
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": tile_width(head_dim),
         "BLOCK_E": tile_width(head_dim_v),
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "CHUNK": tiles.chunk,
+        **constants_of(tiles),
         "PARTIAL": partial,
         "PRECISION": _dot_precision(call.dtype, device_facts(device), call.allow_tf32),
     }
@@ -189,7 +188,7 @@ def _combine(call: SplitCall, splits: int, device: torch.device) -> Plan:
         "seq_q": int32(seq_q),
         "splits": int32(splits),
     }
-    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), "BLOCK_S": cut.block_s}
+    constants = {"HEAD_DIM_V": head_dim_v, "BLOCK_E": tile_width(head_dim_v), **constants_of(cut)}
     return make_plan(combine_kernel, parameters, constants, rows, device, cut.num_warps, 2, outputs=_results(call))
 
 

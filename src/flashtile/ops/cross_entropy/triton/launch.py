@@ -11,6 +11,7 @@ from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -111,8 +112,7 @@ def _forward_plan(
     }
     constants = {
         "WIDTH": width,
-        "BLOCK_N": config.block_n,
-        "VECTOR": config.vector,
+        **constants_of(config),
         "SMOOTHING": spec.label_smoothing > 0,
         "POSITIVE": spec.logit_scale > 0,
         "PARTIAL": partial,
@@ -153,8 +153,7 @@ def _backward_plan(
     }
     constants = {
         "WIDTH": width,
-        "BLOCK_N": config.block_n,
-        "VECTOR": config.vector,
+        **constants_of(config),
         "TILES": tiles,
         "SMOOTHING": spec.label_smoothing > 0,
         "HAS_SCALE": has_scale,

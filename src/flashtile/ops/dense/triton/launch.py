@@ -11,7 +11,7 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.devices import device_facts, multiprocessors
-from flashtile._backends.launch import Plan, int32, make_plan, plan_cache, pointer, pointer_to
+from flashtile._backends.launch import Plan, constants_of, int32, make_plan, plan_cache, pointer, pointer_to
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.common.row_tiles import RowTile
 from flashtile.ops.dense.spec import ActivationGradients, ActivationSpec
@@ -143,8 +143,7 @@ def _plan(
     }
     constants: dict[str, Any] = {
         "WIDTH": width,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
+        **constants_of(config),
         "STAGES": config.num_stages,
         "ACTIVATION": spec.activation,
         "GATED": spec.gated,

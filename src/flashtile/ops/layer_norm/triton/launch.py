@@ -14,6 +14,7 @@ from flashtile._backends.devices import device_facts, multiprocessors
 from flashtile._backends.launch import (
     Parameter,
     Plan,
+    constants_of,
     float32,
     int32,
     int64,
@@ -156,14 +157,8 @@ def _forward_plan(
     constants = _constants(names, width, spec, config)
     kernels = forward_kernels.norm_forward_kernel, forward_kernels.norm_forward_looped_kernel
     programs = -(-rows // config.rows)
-    shapes = {
-        "z": (spec.out_rows, width),
-        "z1": (spec.out_rows, width),
-        "x": (rows, width),
-        "mean": (rows,),
-        "rstd": (rows,),
-    }
-    outputs = _outputs(tensors, shapes)
+    out = spec.out_rows, width
+    outputs = _outputs(tensors, {"z": out, "z1": out, "x": (rows, width), "mean": (rows,), "rstd": (rows,)})
     return make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
 
 
@@ -195,28 +190,19 @@ def _backward_plan(
     bytes_per_column = sum(dtype.itemsize for dtype in loaded)
     config = backward_config(width, sum(sums), bytes_per_column, spec.dropout_p > 0, device_facts(device))
     summed = {f"SUMS_{name.upper()}": there for name, there in zip(_SUMMED, sums, strict=True)}
-    constants = {
-        **_constants(names, width, spec, config),
-        **summed,
-        "STAGES": config.num_stages,
-    }
+    constants = {**_constants(names, width, spec, config), **summed, "STAGES": config.num_stages}
     parameters = _parameters(tensors, dict(zip(("dz", "dz1", "dx", "x", "x0"), strides)), misalignment, rows, spec)
     programs = min(-(-rows // config.rows), multiprocessors(device) * config.programs_per_multiprocessor)
     kernels = backward_kernels.norm_backward_kernel, backward_kernels.norm_backward_looped_kernel
-    shapes = {
-        "dsum": (rows, width),
-        "dx0": (x0_rows, width),
-        "dx1": (rows, width),
-        "partial": (sum(sums), programs, width),
-    }
-    outputs = _outputs(tensors, shapes)
+    matrices = {"dsum": (rows, width), "dx0": (x0_rows, width), "dx1": (rows, width)}
+    outputs = _outputs(tensors, {**matrices, "partial": (sum(sums), programs, width)})
     main = make_plan(kernels[config.looped(width)], parameters, constants, programs, device, *config.compiled, outputs)
     if not any(sums):
         return BackwardPlan(main, None)
     totals = {f"d{name}": names[name] if there else None for name, there in zip(_SUMMED, sums, strict=True)}
     parameters = {f"{name}_ptr": pointer_to(dtype or torch.float32, 16) for name, dtype in totals.items()}
     parameters |= {"partial_ptr": pointer_to(torch.float32, 16), "programs": int32(programs)}
-    constants = {**summed, **_cut(width, REDUCE)}
+    constants = {**summed, "WIDTH": width, **constants_of(REDUCE)}
     strips, outputs = -(-width // REDUCE.block_n), _outputs(totals, dict.fromkeys(totals, (width,)))
     kernel = backward_kernels.norm_reduce_kernel
     return BackwardPlan(main, make_plan(kernel, parameters, constants, strips, device, *REDUCE.compiled, outputs))
@@ -251,16 +237,13 @@ def _parameters(
 def _constants(names: Mapping[str, torch.dtype | None], width: int, spec: NormSpec, config: RowTile) -> dict[str, Any]:
     """The constants that forward and backward share. `names`: dtypes of the tensors of a call, by name."""
     return {
-        **_cut(width, config),
+        "WIDTH": width,
+        **constants_of(config),
         "SCALED": _scales(names, spec),
         "DROPOUT": spec.dropout_p > 0,
         "RMS": spec.rms,
         "WEIGHT_ADD": float(spec.zero_centered),
     }
-
-
-def _cut(width: int, config: RowTile) -> dict[str, int]:
-    return {"WIDTH": width, "ROWS": config.rows, "BLOCK_N": config.block_n}
 
 
 def _scales(names: Mapping[str, torch.dtype | None], spec: NormSpec) -> bool:

@@ -10,7 +10,17 @@ from torch import Tensor
 from flashtile._backends.alignment import power_of_two_factor
 from flashtile._backends.allocate import contiguous, contiguous_strides
 from flashtile._backends.devices import device_facts
-from flashtile._backends.launch import Plan, int32, int64, make_plan, plan_cache, pointer, pointer_to, strides_of
+from flashtile._backends.launch import (
+    Plan,
+    constants_of,
+    int32,
+    int64,
+    make_plan,
+    plan_cache,
+    pointer,
+    pointer_to,
+    strides_of,
+)
 from flashtile.ops.common.checks import check_rows
 from flashtile.ops.rotary.spec import RotarySpec, Rotation
 from flashtile.ops.rotary.triton.configs import rotary_config
@@ -91,10 +101,7 @@ def _plan(
     constants = {
         "HEAD_DIM": head_dim,
         "HALF": half,
-        "BLOCK_S": config.block_s,
-        "BLOCK_H": config.block_h,
-        "BLOCK_HALF": config.block_half,
-        "BLOCK_REST": config.block_rest,
+        **constants_of(config),
         "INTERLEAVED": spec.interleaved,
         "CONJUGATE": spec.conjugate,
         "COPIES": not inplace,

@@ -10,6 +10,7 @@ from flashtile._backends.allocate import contiguous
 from flashtile._backends.devices import device_facts
 from flashtile._backends.launch import (
     Plan,
+    constants_of,
     float32,
     int32,
     make_plan,
@@ -85,8 +86,7 @@ def _plan(
     constants = {
         "MASK_COLUMNS": of_columns,
         "WIDTH": seq_k,
-        "ROWS": config.rows,
-        "BLOCK_N": config.block_n,
+        **constants_of(config),
         "CAUSAL": spec.causal,
         "HAS_MASK": mask_strides is not None,
     }
