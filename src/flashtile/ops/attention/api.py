@@ -150,19 +150,20 @@ def attention(
     """
     if other_names:
         refuse_other_names(attention, other_names)
-    key = None
-    unchanged = (
+    key, unchanged = None, False
+    if (
         bias is None and alibi_slopes is None and mask is None and block_mask is None and score_mod is None
         and sinks is None and descale_q is None and descale_k is None and descale_v is None
-    )  # fmt: skip
-    # A call without other tensors may be like an earlier one.
-    if (
-        unchanged and key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
-        and not return_max_scores
     ):  # fmt: skip
-        key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
-        if key is not None and (call := calls.found(key, q, k, v)) is not None:
-            return run_plain(q, k, v, call, return_lse)
+        unchanged = True
+        # A call without other tensors may be like an earlier one.
+        if (
+            key_lengths is None and dropout_seed is None and type(dropout_p) is float and not dropout_p
+            and not return_max_scores
+        ):  # fmt: skip
+            key = calls.key_of(q, k, v, causal, align, window, scale, softcap, deterministic, backend)
+            if key is not None and (call := calls.found(key, q, k, v)) is not None:
+                return run_plain(q, k, v, call, return_lse)
     q, k, v = checked_qkv(q, k, v, DENSE_LAYOUT, eight_bits=True)
     if key_lengths is not None:
         checks.check_lengths("key_lengths", key_lengths, q.shape[0], q.device, "one length for each batch entry")
