@@ -94,6 +94,12 @@ BLOCK_FORMS = {
     "64-whole-blocks": _HEADS["64"]._replace(block_tile=(128, 128), patterns=False),
     "128-whole-blocks": _HEADS["128"]._replace(block_tile=(256, 128), patterns=False),
     "256-causal-whole-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(128, 128), patterns=False),
+    "64-small-blocks": _HEADS["64"]._replace(block_tile=(64, 64)),
+    "128-causal-small-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(64, 128)),
+    "128-packed-small-blocks": _HEADS["128"]._replace(**_MASKS["packed"], block_tile=(128, 64)),
+    "192x128-small-blocks": _HEADS["192x128"]._replace(block_tile=(64, 64)),
+    "256-causal-small-blocks": _HEADS["256"]._replace(window_right=0, block_tile=(64, 64)),
+    "512-small-blocks": _HEADS["512"]._replace(block_tile=(64, 64)),
     "512-causal-blocks": _HEADS["512"]._replace(window_right=0, block_tile=(128, 128)),
     "128-causal-blocks": _HEADS["128"]._replace(window_right=0, block_tile=(256, 128)),
     **{
@@ -120,6 +126,7 @@ FP8_FORMS = {
     "fp8-128-causal-blocks": _HEADS["128"]._replace(
         window_right=0, dtype=torch.float8_e4m3fn, descales=True, block_tile=(256, 128)
     ),
+    "fp8-128-small-blocks": _HEADS["128"]._replace(dtype=torch.float8_e4m3fn, block_tile=(64, 64)),
     "fp8-64-short": _HEADS["64-short"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-192x128": _HEADS["192x128"]._replace(dtype=torch.float8_e4m3fn),
     "fp8-192": _HEADS["192"]._replace(dtype=torch.float8_e4m3fn),
@@ -228,6 +235,12 @@ def _backward(
 BACKWARD_FORMS = {
     "64": _backward(64, 64, False, False, False),
     "64-packed-window-ordered": _backward(64, 64, True, True, True),
+    "32": _backward(32, 32, False, False, False),
+    "32-packed-window-ordered": _backward(32, 32, True, True, True),
+    "32-uncut-fp16": _backward(32, 32, False, False, False, right=False)._replace(masks=False, dtype=torch.float16),
+    "32x64": _backward(32, 64, False, False, False),
+    "64x32-ordered": _backward(64, 32, False, False, True),
+    "32x64-single-tile": _backward(32, 64, False, False, False, right=False)._replace(single_key_tile=True),
     "128": _backward(128, 128, False, False, False),
     "128-long": _backward(128, 128, False, False, False)._replace(masks_last=True),
     "128-turns": _backward(128, 128, False, False, False)._replace(masks_last=True, reverses_walks=True),
@@ -321,6 +334,10 @@ BACKWARD_FORMS = {
     "64-packed-sinks": _backward(64, 64, True, False, False)._replace(sinks=True, has_dlse=True),
     "64-blocks": _backward(64, 64, False, False, False, block_tile=(128, 128)),
     "128-blocks-ordered": _backward(128, 128, False, False, True, block_tile=(128, 256)),
+    "64-small-blocks": _backward(64, 64, False, False, False, block_tile=(64, 64)),
+    "64-blocks-of-64-queries": _backward(64, 64, False, False, False, block_tile=(64, 128)),
+    "128-packed-small-blocks-ordered": _backward(128, 128, True, False, True, block_tile=(128, 64)),
+    "192x128-small-blocks": _backward(192, 128, False, False, False, right=False, block_tile=(64, 64)),
     "64-packed-blocks": _backward(64, 64, True, False, False, block_tile=(128, 128)),
     "128-packed-blocks": _backward(128, 128, True, False, False, block_tile=(128, 128)),
     "128-packed-blocks-ordered-fp16": _backward(128, 128, True, True, True, block_tile=(256, 256))._replace(
@@ -348,6 +365,9 @@ BACKWARD_FEATURE_FORMS = {
             "dropout": _DROPOUT,
         }.items()
     },
+    "32-bias": _backward(32, 32, False, False, False, side=SideShape(bias=_BIAS)),
+    "32-all": _backward(32, 32, True, True, False, side=_ALL),
+    "32-stored-bias-ordered": _backward(32, 32, False, False, True, side=SideShape(bias=_BIAS), stored_bias=True),
     "128-unaligned-bias": _backward(128, 128, False, False, False, side=SideShape(bias=_UNALIGNED_BIAS)),
     **{
         f"{name}-stored-bias": _backward(*heads, False, False, False, side=SideShape(bias=_BIAS), stored_bias=True)
@@ -418,6 +438,12 @@ BACKWARD_FUNCTION_FORMS = {
 }  # fmt: skip
 #: The gradient of a bias that scores share: each cut, and what changes its code.
 BIAS_GRADIENT_FORMS = {
+    "32-parts": _backward(32, 32, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
+        masks=False, bias_in_parts=True
+    ),
+    "24x32-window-shared": _backward(24, 32, False, True, False, side=SideShape(bias=_BIAS))._replace(
+        bias_shared_by_heads=True
+    ),
     "64-causal": _backward(64, 64, False, False, False, side=SideShape(bias=_BIAS)),
     "96-parts": _backward(96, 96, False, False, False, right=False, side=SideShape(bias=_BIAS))._replace(
         masks=False, bias_in_parts=True

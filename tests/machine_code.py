@@ -379,7 +379,7 @@ def hopper_config(call: Call) -> HopperConfig:
     """How the forward of the Hopper kernels is cut for a call."""
     band = call.window_left is not None, call.window_right is not None
     return choose_config(
-        call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile is not None, call.dtype,
+        call.head_dim, call.head_dim_v, call.seq_q, *band, call.block_tile, call.dtype,
         call.dropout_p > 0, table_bytes(call.bias, call.mask) + function_bytes(_spec(call).score_program),
         moves_by_tma(call.bias, call.dtype),
     )  # fmt: skip

@@ -65,6 +65,10 @@ def _dtype(dtype: torch.dtype) -> Change:
     return lambda case: replace(case, dtype=dtype)
 
 
+def _block_mask(tile: tuple[int, int]) -> Callable[[AttentionCase], AttentionCase]:
+    return lambda case: replace(case, block_mask=tile)
+
+
 def _bias(case: AttentionCase) -> AttentionCase:
     return replace(case, bias="1hqk" if case.packed else "bhqk")
 
@@ -101,12 +105,8 @@ FEATURES = (
     Feature("`bias`, with gradient", (_bias,)),
     Feature("`mask`", (lambda case: replace(case, mask="11qk"),)),
     Feature(
-        "`block_mask` whose tiles are multiples of 128",
-        (lambda case: replace(case, block_mask=(128, 128)), lambda case: replace(case, block_mask=(256, 128))),
-    ),
-    Feature(
-        "`block_mask` with other tiles",
-        (lambda case: replace(case, block_mask=(64, 64)), lambda case: replace(case, block_mask=(64, 256))),
+        "`block_mask`",
+        tuple(map(_block_mask, ((128, 128), (256, 128), (64, 64), (64, 256)))),
     ),
     Feature("`score_mod`", (lambda case: replace(case, score_mod=True, constant=("score_mod",)),)),
     Feature(

@@ -53,6 +53,7 @@ _CASES = {
     "in order": (_Q, _K, _side(_Q, _K), _CAUSAL._replace(deterministic=True)),
     "packed": (_Q[0], _Q[0], _side(_Q[0], _Q[0], cu_seqlens_q=_CUMULATIVE, cu_seqlens_k=_CUMULATIVE), _CAUSAL),
     "one tile": (_SHORT, _SHORT, _side(_SHORT, _SHORT), AttentionSpec(0.125)),
+    "one tile, learned bias": (_SHORT, _SHORT, _side(_SHORT, _SHORT, bias=_BIAS[:, :, :40, :40]), AttentionSpec(0.125)),
     "learned bias": (_Q, _K, _side(_Q, _K, bias=_BIAS), AttentionSpec(0.125)),
     "learned slopes": (_Q, _K, _side(_Q, _K, alibi_slopes=_TABLE), _CAUSAL),
     "sinks": (_Q, _K, _side(_Q, _K, sinks=_TABLE), _CAUSAL),

@@ -25,6 +25,7 @@ from checked_code import check_code
 from covering import covering_choices
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.spec import Origin, Table
+from flashtile.ops.attention.triton.bias_parts import plan_of_sum
 from flashtile.ops.attention.triton.configs import tile_width
 from flashtile.ops.attention.triton.score_source import tile_reads
 from flashtile.testing.cases import AttentionCase, RelativeScore
@@ -32,6 +33,7 @@ from machine_code import (
     Binary,
     Call,
     call_of,
+    call_on,
     call_source,
     check_fit,
     described,
@@ -233,6 +235,14 @@ def test_dq_dk_and_dv_of_one_tile(arch: str, call: Call) -> None:
     memory = devices.KNOWN_DEVICES[arch].shared_memory
     spilled = 320 if arch == "sm_80" else 256 if call.head_dim > 64 else 64
     check_code(call_source("dq", arch, call), arch, check_fit, memory, spilled)
+
+
+@pytest.mark.parametrize("arch", devices.KNOWN_DEVICES)
+@pytest.mark.parametrize("parts", [2, 86])
+def test_sum_of_the_parts_of_a_bias(arch: str, parts: int) -> None:
+    total = plan_of_sum(parts, call_on(arch, _WINDOWS_BIAS), torch.device("cuda", 0))
+    assert total is not None
+    check_code(total.source, arch, check_fit, devices.KNOWN_DEVICES[arch].shared_memory)
 
 
 def _width_mixes() -> list[Any]:

@@ -74,8 +74,8 @@ def test_small_tiles_serve_few_tokens_and_narrow_heads_with_a_bias(
     )
     assert [kernel.backend for kernel in automatic.kernels][:2] == [forward, backward]
     assert {kernel.backend for kernel in named.kernels} == {"hopper"}
-    names = [kernel.name for kernel in automatic.kernels if kernel.name.startswith("d")]
-    assert names == ([] if backward == "hopper" else ["dq"] if seq <= 64 else ["dq", "dkdv"])
+    names = [kernel.name for kernel in automatic.kernels[1:] if kernel.backend == "triton"]
+    assert names == ([] if backward == "hopper" else ["short_backward"] if seq <= 64 else ["dq", "dkdv"])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,6 @@ def test_a_tiny_scale_takes_the_statistics_off_without_a_product() -> None:
         ({"head_dim": 288, "dtype": torch.float8_e4m3fn}, "up to 256 columns, and these 288"),
         ({"head_dim": 20}, "head_dim_v must be a multiple of 8"),
         ({"device": "sm_80"}, "for sm_90"),
-        ({"block_mask": patterns.causal(4096, tile=(64, 128)).to("meta")}, "do not divide those of the block_mask"),
     ],
 )
 def test_why_the_hopper_kernels_do_not_serve_a_call(arguments: dict, reason: str) -> None:

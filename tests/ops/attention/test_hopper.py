@@ -106,7 +106,7 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"dtype": torch.float16}, "hopper"),
         ({"dtype": torch.float8_e4m3fn, "head_dim": 256}, "hopper"),
         ({"dtype": torch.float8_e4m3fn, "head_dim_v": 136}, "hopper"),
-        ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "triton"),
+        ({"dtype": torch.float8_e4m3fn, "block_tile": (64, 128)}, "hopper"),
         ({"head_dim": 1}, "hopper"),
         ({"head_dim": 256, "head_dim_v": 8}, "hopper"),
         ({"head_dim": 257}, "hopper"),
@@ -130,8 +130,8 @@ def _chosen(phase: Phase, backend: str = "auto", **changes) -> str | None:
         ({"score_program": UNCHANGED}, "hopper"),
         ({"score_program": UNCHANGED, "dtype": torch.float8_e4m3fn}, "triton"),
         ({"score_program": UNCHANGED, "returns_max_scores": True}, "hopper"),
-        ({"block_tile": (64, 128)}, "triton"),
-        ({"block_tile": (128, 64)}, "triton"),
+        ({"block_tile": (64, 128)}, "hopper"),
+        ({"block_tile": (192, 64)}, "hopper"),
         ({"aligned": False}, "triton"),
         ({"arch": "sm_100"}, "triton"),
         ({"arch": "sm_89"}, "triton"),
@@ -259,6 +259,9 @@ def test_every_head_fits_shared_memory(dtype: torch.dtype) -> None:
     for (head_dim, head_dim_v), situation, moved in itertools.product(heads, _LENGTHS_AND_BANDS, biases):
         config = configs.choose_config(head_dim, head_dim_v, *situation, dtype=dtype, moved_bias=moved)
         assert configs.shared_memory(config, head_dim, head_dim_v, dtype) <= configs.SHARED_MEMORY
+        small = configs.choose_config(head_dim, head_dim_v, *situation, (64, 64), dtype=dtype, moved_bias=moved)
+        assert (small.block_m, small.block_n) == (64, 64)
+        assert configs.shared_memory(small, head_dim, head_dim_v, dtype) <= small.room
         if not configs.out_places(config, head_dim, head_dim_v, dtype):  # out takes the places of the queries' chunks
             chunks, chunks_v = configs.column_chunks(head_dim, dtype), configs.value_chunks(head_dim_v)
             assert all(width <= place for place, width in zip(chunks, chunks_v, strict=True))
@@ -291,9 +294,11 @@ def test_long_8_bit_calls_have_a_third_consumer(change: dict, consumers: int) ->
 @pytest.mark.parametrize("dtype", [torch.bfloat16, configs.FP8], ids=str)
 def test_registers_of_a_program_are_those_of_a_multiprocessor(dtype: torch.dtype) -> None:
     situations = itertools.product(_HEADS if dtype is configs.FP8 else [*_HEADS, *_WIDE_HEADS], _LENGTHS_AND_BANDS)
-    for config in {configs.choose_config(*heads, *situation, dtype=dtype) for heads, situation in situations}:
+    tiles = (None, (64, 64))
+    made = itertools.product(situations, tiles)
+    for config in {configs.choose_config(*heads, *where, tile, dtype=dtype) for (heads, where), tile in made}:
         partitions = config.consumers + 1  # Triton rounds the producer up to four warps
-        assert partitions * config.max_registers * 128 <= 65536
+        assert config.resident * partitions * config.max_registers * 128 <= 65536
         assert config.consumers * config.registers + configs.PRODUCER_REGISTERS <= partitions * config.max_registers
 
 
@@ -946,7 +951,7 @@ def test_coordinates_of_a_packed_row(begin: int, length: int, row_stride: int) -
 
 #: Bytes of a thread that may lie in device memory, by consumers: scalars that the loop seldom uses, and what lives in
 #: one of its branches. Three consumers have 160 registers each.
-_SPILLS = {3: 168, 2: 96}
+_SPILLS = {3: 168, 2: 96, 1: 96}
 
 #: The same with all that changes scores: addresses of tiles that the loop reads again.
 _SPILLS_OF_SCORES = 144
@@ -1228,8 +1233,8 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
 
 
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
-    for (head_dim, head_dim_v), modified in itertools.product(_HEADS, (False, True)):
-        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
+    for (head_dim, head_dim_v), modified, by_position in itertools.product(_HEADS, (False, True), (False, True)):
+        cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position)
         assert backward_configs.bias_shared_memory(cut, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert not (modified and cut.query_tiles > 1)
 
@@ -1265,7 +1270,7 @@ _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}
 def test_machine_code_of_the_gradient_of_a_bias(form: str) -> None:
     variant = BIAS_GRADIENT_FORMS[form]
     heads = variant.head_dim, variant.head_dim_v
-    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops)
+    cut = backward_configs.bias_gradient_config(*heads, variant.hides_or_drops, variant.by_position)
     memory = backward_configs.bias_shared_memory(cut, *heads)
     assert memory <= _LIMIT
     limits = _Limits(memory, _SPILLS_OF_BIAS_GRADIENTS[cut.query_tiles])
@@ -1325,11 +1330,13 @@ def test_what_a_kernel_does_not_take_states_nothing(monkeypatch: pytest.MonkeyPa
     assert "constexpr" in source.types and stated == [(sums,), (0,), (1,)]  # the last two are the pointers of `end`
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", [None, (64, 64), (64, 128), (128, 128)], ids=str)
 @pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, left: bool, ordered: bool) -> None:
+def test_every_head_of_the_backward_fits_on_chip(
+    softcap: bool, blocks: tuple[int, int] | None, left: bool, ordered: bool
+) -> None:
     for head_dim, head_dim_v in _HEADS:
         config = backward_configs.choose_backward_config(head_dim, head_dim_v, softcap, blocks, left, ordered=ordered)
         if softcap:
@@ -1342,6 +1349,7 @@ def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, le
         assert not (softcap and config.statistics_multiplied)  # lse comes off behind the soft cap
         assert backward_configs.backward_shared_memory(config, head_dim, head_dim_v) <= configs.SHARED_MEMORY
         assert config.producer or not blocks
+        assert not blocks or blocks[0] % config.block_m == blocks[1] % config.block_n == 0
         warpgroups = 4 if config.producer else 3
         assert warpgroups * config.max_registers <= 512
         # The sums' warpgroup needs 72 of what is left.
@@ -1352,7 +1360,17 @@ def test_every_head_of_the_backward_fits_on_chip(softcap: bool, blocks: bool, le
 @pytest.mark.parametrize(
     "head_dim, chunks",
     [
-        *((1, (64, 0)), (64, (64, 0)), (65, (64, 16)), (80, (64, 16)), (81, (64, 32)), (96, (64, 32)), (97, (128, 0))),
+        *(
+            (1, (32, 0)),
+            (32, (32, 0)),
+            (33, (64, 0)),
+            (64, (64, 0)),
+            (65, (64, 16)),
+            (80, (64, 16)),
+            (81, (64, 32)),
+            (96, (64, 32)),
+            (97, (128, 0)),
+        ),
         *((128, (128, 0)), (129, (128, 16)), (160, (128, 32)), (161, (128, 64)), (192, (128, 64)), (193, (256, 0))),
     ],
     ids=str,
@@ -1455,8 +1473,9 @@ def test_a_backward_passes_what_its_kernels_take(name: str, monkeypatch: pytest.
         assert "sums_ptr" not in main and "sums_ptr" not in begin and "end" not in launched
     ordered = arguments.get("deterministic", False)
     config = backward_configs.choose_backward_config(
-        head_dim, head_dim_v, "softcap" in name, "blocks" in name, "window" in name, ordered=ordered
-    )
+        head_dim, head_dim_v, "softcap" in name, (128, 128) if "blocks" in name else None, "window" in name,
+        ordered=ordered,
+    )  # fmt: skip
     assert main.get("sums_desc") == (begin["sums_ptr"] if config.sums_by_tma and summed else None)
     assert begin.get("lse_unit") == (-math.log(2) if config.statistics_multiplied else None)  # the scale is 1
     if config.statistics_multiplied:

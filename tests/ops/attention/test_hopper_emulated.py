@@ -137,6 +137,7 @@ def test_all_keys_in_one_tile(
 #: Rows of these biases lie at multiples of 16 bytes, so TMA brings their tiles. The last ones end within a tile.
 _MOVED_BIASES: dict[str, dict[str, Any]] = {
     "of heads": {"bias": "1hqk"},
+    "in parts": {"bias": "11qk", "seq_q": 60, "seq_k": 64},
     "of sequences, causal, in order": {"bias": "b1qk", "arguments": {"causal": True, "deterministic": True}},
     "constant, window, softcap": {
         "bias": "bhqk", "constant": ("bias",), "arguments": {"window": (90, 20), "softcap": 3.0},
@@ -150,12 +151,12 @@ _MOVED_BIASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head_dim", [40, 128, 256])
+@pytest.mark.parametrize("head_dim", [32, 40, 128, 256])
 @pytest.mark.parametrize("changes", _MOVED_BIASES.values(), ids=_MOVED_BIASES)
 def test_bias_that_comes_by_tma(hopper: Callable, changes: dict[str, Any], head_dim: int) -> None:
     emulated = hopper(seed=head_dim)
     sizes = {"batch": 2, "seq_q": 200, "seq_k": 328, "head_dim": head_dim, "head_dim_v": head_dim}
-    case = replace(_SMALL, **sizes, **changes)
+    case = replace(_SMALL, **sizes | changes)
     if head_dim == 128:
         case = replace(case, dtype=torch.float16)
     check(case, "hopper")
@@ -428,6 +429,31 @@ def test_padding_may_be_anything(hopper: Callable, layout: str) -> None:
 def test_block_masks(hopper: Callable, head_dim: int, head_dim_v: int, arguments: dict) -> None:
     hopper()
     case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=(128, 128))
+    check(with_arguments(case, **arguments), "hopper")
+
+
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, tile, change",
+    [
+        (64, 64, (64, 64), {}),
+        (64, 64, (64, 128), {"bias": "1hqk", "arguments": {"causal": True, "deterministic": True}}),
+        (128, 128, (64, 64), {"arguments": {"dropout_p": 0.2, "deterministic": True}}),
+        (128, 128, (192, 64), {"key_lengths": (300,), "alibi_slopes": "bh", "sinks": True}),
+        (128, 128, (64, 64), {"lengths_q": (140, 1, 0, 300), "lengths_k": (129, 33, 70, 390)}),
+        (192, 128, (64, 64), {"arguments": {"softcap": 5.0}}),
+        (256, 256, (64, 64), {"arguments": {"causal": True}}),
+        (320, 320, (64, 64), {"arguments": {"causal": True}}),
+    ],
+    ids=str,
+)
+def test_block_masks_of_smaller_tiles(
+    hopper: Callable, head_dim: int, head_dim_v: int, tile: tuple[int, int], change: dict
+) -> None:
+    """Tiles of 64 queries have a single consumer, and those of 64 keys tiles of as many."""
+    change = dict(change)
+    arguments = change.pop("arguments", {})
+    case = replace(_SMALL, seq_q=300, seq_k=400, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=tile, **change)
+    hopper()
     check(with_arguments(case, **arguments), "hopper")
 
 

@@ -659,6 +659,9 @@ _LISTS = {
     "tiles": ((128, 128), {}),
     "wide_queries-causal": ((256, 128), {"causal": True}),
     "wide_keys-window": ((128, 384), {"window": (200, 30)}),
+    "small": ((64, 64), {}),
+    "small_queries-causal": ((64, 128), {"causal": True}),
+    "small_keys": ((384, 64), {}),
 }
 
 

@@ -94,7 +94,9 @@ def test_every_backend_with_a_backward_has_them() -> None:
     one = torch.randn(1, 1, 2, 64, dtype=torch.bfloat16, device="meta")
     keys = torch.randn(1, 4096, 2, 64, dtype=torch.bfloat16, device="meta")
     assert flashtile.explain(one, keys, keys, device="sm_90").backend == "split"
-    assert "largest score" in flashtile.explain(one, keys, keys, device="sm_90", return_max_scores=True).rejected["split"]
+    assert (
+        "largest score" in flashtile.explain(one, keys, keys, device="sm_90", return_max_scores=True).rejected["split"]
+    )
     assert flashtile.explain(BASE_Q, BASE_Q, BASE_Q, return_max_scores=True).backend in ("cpu", "triton")
 
 

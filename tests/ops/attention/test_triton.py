@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 import flashtile
 from attention_cases import BASE, COMBINED, EDGES, PAIRS, parameters
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.triton import launch
+from flashtile.ops.attention.triton import bias_work, launch
 from flashtile.ops.attention.triton import plan as triton_plan
 from flashtile.testing import AttentionCase, assert_close, assert_same, check, make_inputs, run, with_arguments
 
@@ -26,15 +26,32 @@ def test_interpreted_kernels_agree_with_the_oracle(case: AttentionCase) -> None:
     check(case, "triton")
 
 
+#: Ways in which a bias shares its entries, of sequences that one tile holds.
+_SHARED_BY_SHORT = {
+    f"bias {name}": replace(BASE, bias=name, batch=3, heads=4) for name in ("1h1k", "b1q1", "111k", "11qk", "bhqk")
+}
+
+
 @pytest.mark.interpreter
+@pytest.mark.parametrize("programs", [1, 512])
 @pytest.mark.parametrize(
     "case",
-    parameters({name: case for name, case in PAIRS.items() if not (case.packed or case.block_mask or case.seq_q > 64)}),
+    parameters(
+        {name: case for name, case in PAIRS.items() if not (case.packed or case.block_mask or case.seq_q > 64)}
+        | _SHARED_BY_SHORT
+    ),
 )
-def test_interpreted_kernels_of_one_tile(case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kernel computes all gradients of q, k and v; in 16 bits, so that there is one."""
+def test_interpreted_kernel_of_short_sequences(
+    case: AttentionCase, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel computes all gradients; in 16 bits, so that there is one. With few programs each goes through several
+    heads or sequences."""
     monkeypatch.setattr(launch, "backward_keys", None)
+    monkeypatch.setattr(launch, "backward_bias", None)
+    monkeypatch.setattr(bias_work, "_FILLING", programs)
+    triton_plan._plan.cache_clear()
     check(replace(case, dtype=torch.float16), "triton")
+    triton_plan._plan.cache_clear()
 
 
 @pytest.mark.interpreter

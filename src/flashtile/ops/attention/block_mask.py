@@ -354,7 +354,7 @@ class BlockMask:
         return self.with_tile(self.tile)
 
     def with_tile(self, tile: tuple[int, int]) -> BlockMask:
-        """The same pairs in larger tiles, such as (128, 128) for the Hopper kernels. Synchronises.
+        """The same pairs in larger tiles, of which there are fewer. Synchronises.
 
         Raises:
             ValueError: tile is no multiple of the mask's own.

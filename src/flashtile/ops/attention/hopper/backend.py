@@ -28,17 +28,18 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return f"its kernels are for sm_90, and the tensors are on {call.device.arch}"
     if call.dtype not in (torch.float16, torch.bfloat16, FP8):
         return f"its kernels take float16, bfloat16 and float8_e4m3fn, not {str(call.dtype).removeprefix('torch.')}"
-    return _unsupported_feature(call) or _unreadable(call) or _unsupported_blocks(call) or _slower(call)
+    return _unsupported_feature(call) or _unreadable(call) or _slower(call)
 
 
 def _slower(call: AttentionCall) -> str | None:
     """The reason for which `backend="auto"` prefers the portable kernels. Milliseconds on an H200, here and there:
 
-    - 4,096 windows of 49 tokens, 6 heads of 32: 0.34 and 0.14, backward 0.77 and 0.33; with a bias that learns 0.52 and
-      0.23, backward 0.91 and 0.93. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward 0.22 and 0.18.
+    - 4,096 windows of 49 tokens, 6 heads of 32, on an H100: 0.32 and 0.15, backward 0.59 and 0.32; with a bias that
+      learns 0.52 and 0.23, backward 0.78 and 0.36. 512 sequences of 64 tokens, 12 heads of 64: 0.10 and 0.06, backward
+      0.22 and 0.18.
     - A bias that TMA does not bring, 64 sequences of 768 tokens, 4 heads of 32: 0.13 and 0.11, backward 0.65 and 0.60.
       32 sequences of 512, 12 heads of 64: 0.12 and 0.10, but backward 0.45 and 0.48. (If TMA brings it, 0.09 instead of
-      the 0.13, and backward 0.47 instead of the 0.65.)
+      the 0.13, and backward 0.33 instead of the 0.65.)
     """
     widest = max(call.head_dims)
     if call.requested != "auto" or call.packed or widest > 64:
@@ -87,30 +88,6 @@ def _unreadable(call: AttentionCall) -> str | None:
     return None
 
 
-def _unsupported_blocks(call: AttentionCall) -> str | None:
-    """Why the kernels cannot walk over the tiles of a block mask."""
-    if call.spec.block_shape is None:
-        return None
-    block_m, block_n = _block_mask_divisors(call.phase == "backward", *call.head_dims)
-    tile_q, tile_k = call.spec.block_shape[2:]
-    if tile_q % block_m or tile_k % block_n:
-        return (
-            f"its tiles of {block_m} queries and {block_n} keys do not divide those of the block_mask, "
-            f"{tile_q} and {tile_k}; block_mask.with_tile makes larger ones"
-        )
-    return None
-
-
-def _block_mask_divisors(backward: bool, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Queries and keys of a tile, of which those of a block mask's tiles must be multiples."""
-    if backward:
-        # With a soft cap tiles are smaller, so those that serve without one do.
-        cut = backward_configs.choose_backward_config(head_dim, head_dim_v, blocks=True)
-        return cut.block_m, cut.block_n
-    config = configs.choose_config(head_dim, head_dim_v, configs.SHORT_CAUSAL, False, False, True)
-    return config.block_m, config.block_n
-
-
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
@@ -129,27 +106,30 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         if not learns or cut.bias_stored:
             return (main,)
         if backward_configs.serves_bias_gradient(cut, moved, packed, spec):
-            return main, _describe_bias_gradient(*heads, call.mask or spec.dropout_p > 0)
+            return main, _describe_bias_gradient(call, side.alibi_slopes is not None)
         return main, *describe_bias_gradient(call)
-    left, right, blocks = spec.window_left is not None, spec.window_right is not None, spec.block_shape is not None
+    left, right = spec.window_left is not None, spec.window_right is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
     side = call.side or SideInputs()
     tables = configs.table_bytes(side.bias, side.mask) + configs.function_bytes(spec.score_program)
     config = configs.choose_config(
-        *heads, side.max_seqlen_q, left, right, blocks, call.dtype, spec.dropout_p > 0, tables,
+        *heads, side.max_seqlen_q, left, right, block_tile, call.dtype, spec.dropout_p > 0, tables,
         configs.moves_by_tma(call.bias, call.dtype),
     )  # fmt: skip
     memory = configs.shared_memory(config, *heads, call.dtype)
-    warps = f"{config.consumers} computing warpgroups and a loading warp"
+    warpgroups = "a computing warpgroup" if config.consumers == 1 else f"{config.consumers} computing warpgroups"
+    warps = f"{warpgroups} and a loading warp"
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
 
 
-def _describe_bias_gradient(head_dim: int, head_dim_v: int, modified: bool) -> KernelChoice:
-    cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified)
-    memory = backward_configs.bias_shared_memory(cut, head_dim, head_dim_v)
-    block = cut.query_tiles * backward_configs.BIAS_QUERIES, backward_configs.BIAS_KEYS
-    summary = summary_of(block, "2 computing warpgroups and a loading warp", cut.stages, memory)
+def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:
+    modified, by_position = call.mask or call.spec.dropout_p > 0, call.spec.banded or call.key_lengths or alibi
+    cut = backward_configs.bias_gradient_config(*call.head_dims, modified, by_position)
+    memory = backward_configs.bias_shared_memory(cut, *call.head_dims)
+    block = cut.query_tiles * backward_configs.BIAS_QUERIES, cut.keys
+    summary = summary_of(block, f"{cut.warpgroups} computing warpgroups and a loading warp", cut.stages, memory)
     return KernelChoice("dbias", cut, memory, "hopper", summary=summary)
 
 

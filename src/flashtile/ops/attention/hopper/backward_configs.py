@@ -119,9 +119,9 @@ _BACKWARD_CAPPED_ROWS = (
 
 
 def backward_chunks(head_dim: int) -> tuple[int, int]:
-    """Columns of a tile of the backward, in one or two powers of two: 65 to 80 = 64 + 16, 81 to 96 = 64 + 32, 129 to
-    160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
-    whole = max(64, 1 << (head_dim - 1).bit_length())
+    """Columns of a tile of the backward, in one or two powers of two, at least 32: 65 to 80 = 64 + 16, 81 to 96 = 64 +
+    32, 129 to 160 = 128 + 32, 161 to 192 = 128 + 64. The second is 0 where there is none."""
+    whole = max(32, 1 << (head_dim - 1).bit_length())
     tail = max(16, 1 << (head_dim - whole // 2 - 1).bit_length()) if head_dim > whole // 2 > 32 else whole
     return (whole // 2, tail) if tail < whole // 2 else (whole, 0)
 
@@ -139,7 +139,7 @@ def choose_backward_config(
     head_dim: int,
     head_dim_v: int,
     derivatives: bool = False,
-    blocks: bool = False,
+    block_tile: tuple[int, int] | None = None,
     left: bool = False,
     scale: float = 1.0,
     ordered: bool = False,
@@ -150,14 +150,21 @@ def choose_backward_config(
 ) -> BackwardConfig:
     """The row of a call: the first that holds the head. `derivatives`, `derivatives_apart`: as in
     `backward_tiles.KernelConfig`. The widest heads have room for derivatives apart and for additions by TMA only if
-    these take fewer columns. `blocks`: of a block mask a producer reads the lists. `left`: a window ends on the left.
+    these take fewer columns. `block_tile`: (queries, keys) of a block mask's tiles, which the kernel's divide; a
+    producer reads the lists. `left`: a window ends on the left.
     Of `scale` the sign does not matter. `ordered`: the key tiles add to dq in order, which takes TMA, whose additions
     can be awaited without a fence (`backward_pieces.pass_dq_turn`). `modified`: there is dropout, a score function, or
     a bias or a mask with rows and columns. Their tiles, random words and indices need registers as derivatives do, and
     dropped weights need delta apart from `dpᵀ`. `moved_bias`: TMA can bring the bias, and does if its tiles fit.
     `own_bias`: the gradient of a bias is that of the scores, and is stored as such if there is room on chip."""
-    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else _BACKWARD_ROWS
-    row = next(config for heads, heads_v, config in rows if head_dim <= heads and head_dim_v <= heads_v)
+    rows = _BACKWARD_CAPPED_ROWS if derivatives or modified else (*_BACKWARD_ROWS[:-1], *_BACKWARD_CAPPED_ROWS)
+    queries, keys = block_tile or (0, 0)
+    row = next(
+        config
+        for heads, heads_v, config in rows
+        if head_dim <= heads and head_dim_v <= heads_v and queries % config.block_m == keys % config.block_n == 0
+    )
+    row = row._replace(sum_columns=min(row.sum_columns, tile_width(head_dim)))
     # In a window there are few steps for all the bytes of such statistics: 3 % fewer cycles without (128 keys, D 64).
     if (left and max(head_dim, head_dim_v) <= 64) or 0 < abs(scale) < _LEAST_SCALE:
         row = row._replace(statistics_multiplied=False)
@@ -168,7 +175,7 @@ def choose_backward_config(
     for asked, name in ((moved_bias, "bias_by_tma"), (own_bias, "bias_stored")):
         cut = row._replace(**{name: asked})
         row = cut if backward_shared_memory(cut, head_dim, head_dim_v, derivatives_apart) <= SHARED_MEMORY else row
-    return row._replace(producer=True, registers=208) if blocks and not row.producer else row
+    return row._replace(producer=True, registers=208) if block_tile and not row.producer else row
 
 
 def backward_config_of(
@@ -178,10 +185,11 @@ def backward_config_of(
     """The row of a call, for who launches it and for who tells what it would launch. `tables`: as in `table_bytes`.
     The gradient of a bias, which is added last, is not that of the scores if these have derivatives."""
     derivatives = spec.softcap > 0 or has_function_derivative(spec.score_program)
-    blocks, left = spec.block_shape is not None, spec.window_left is not None
+    block_tile = None if spec.block_shape is None else spec.block_shape[2:]
+    left = spec.window_left is not None
     modified = spec.dropout_p > 0 or tables > 1 or spec.score_program is not None
     return choose_backward_config(
-        head_dim, head_dim_v, derivatives, blocks, left, spec.scale, spec.deterministic, modified,
+        head_dim, head_dim_v, derivatives, block_tile, left, spec.scale, spec.deterministic, modified,
         derivatives_apart_of(spec, learned_slopes), moved_bias, own_bias and not derivatives,
     )  # fmt: skip
 
@@ -226,32 +234,56 @@ def backward_shared_memory(
 
 
 class BiasGradientConfig(NamedTuple):
-    """How the kernel of a bias's gradient is cut, of 128 keys.
+    """How the kernel of a bias's gradient is cut.
 
     Attributes:
+        warpgroups: those that sum, each 64 keys.
         query_tiles: tiles of 64 queries of a program.
         key_stages: tiles of keys and of values in flight.
         stages: tiles of 64 queries and of dout in flight.
     """
 
+    warpgroups: int
     query_tiles: int
     key_stages: int
     stages: int
 
+    @property
+    def keys(self) -> int:
+        """Keys of a program."""
+        return CONSUMER_ROWS * self.warpgroups
 
-#: Keys of a program, and queries of a tile.
-BIAS_KEYS, BIAS_QUERIES = 128, 64
+    @property
+    def registers(self) -> int:
+        """Registers of a thread that sums."""
+        return 160 if self.warpgroups == 3 else 240
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of a thread at launch, as in a forward with as many consumers."""
+        return 128 if self.warpgroups == 3 else 168
+
+
+#: Queries of a tile.
+BIAS_QUERIES = 64
 
 #: The first that fits serves. Two tiles read less for each score, but their sums spill: 88 bytes at head_dim 64, more
 #: with wider heads, where one tile spills nothing. Milliseconds of two and of one: 3.38 and 4.06 (4 × 4,096 tokens, 32
 #: heads of 64), 0.49 and 0.56 (4 × 2,048, 16 heads of 96), 0.59 and 0.59, causal 0.47 and 0.43 (of 128), 0.57 and 0.49
-#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45; but 0.14
-#: instead of 0.17 for 64 × 768, 4 heads of 32.
-_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 3), (1, 2, 2), (1, 1, 2), (1, 1, 1)))
+#: (8 of 192). More stages: 3.50 (64). Three warpgroups of 64 keys: 3.57, 0.67, 0.70, causal 0.48, 0.45.
+_BIAS_CUTS = tuple(BiasGradientConfig(*cut) for cut in ((2, 2, 2, 3), (2, 1, 2, 2), (2, 1, 1, 2), (2, 1, 1, 1)))
+
+#: Heads up to 32 columns, whose products are half as long: three warpgroups find more to do. Microseconds for 64 × 768
+#: tokens, 4 heads of 32: 116; two stages of keys and three of queries 119, two warpgroups 148, with two tiles 156.
+_NARROW_BIAS_CUT = BiasGradientConfig(3, 1, 3, 4)
 
 
-def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> BiasGradientConfig:
-    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left."""
+def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool, by_position: bool) -> BiasGradientConfig:
+    """`modified`: there is a mask or dropout, for which a thread with sums of two tiles has no registers left.
+    `by_position`: a band, key lengths or ALiBi compute with positions, for which a thread of three warpgroups has none
+    either (it spills 224 bytes with all of them)."""
+    if max(head_dim, head_dim_v) <= 32 and not (modified or by_position):
+        return _NARROW_BIAS_CUT
     cuts = (cut for cut in _BIAS_CUTS if not (modified and cut.query_tiles > 1))
     return next(cut for cut in cuts if bias_shared_memory(cut, head_dim, head_dim_v) <= SHARED_MEMORY)
 
@@ -259,8 +291,8 @@ def bias_gradient_config(head_dim: int, head_dim_v: int, modified: bool) -> Bias
 def bias_shared_memory(config: BiasGradientConfig, head_dim: int, head_dim_v: int) -> int:
     """Estimate of the shared memory of a program of the kernel of a bias's gradient, in bytes."""
     width = tile_width(head_dim) + tile_width(head_dim_v)
-    rows = (BIAS_KEYS * config.key_stages + BIAS_QUERIES * config.stages) * width
-    bias = BIAS_KEYS * BIAS_QUERIES * config.query_tiles
+    rows = (config.keys * config.key_stages + BIAS_QUERIES * config.stages) * width
+    bias = config.keys * BIAS_QUERIES * config.query_tiles
     return 2 * (rows + bias) + 8 * BIAS_QUERIES * config.stages + OVERHEAD
 
 

@@ -156,7 +156,7 @@ def backward(
         dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
         statistics = scratch.data_ptr() + plan.statistics_at
         dbias = run_bias_gradient(
-            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side), q.dtype
+            plan.bias, q.data_ptr(), k.data_ptr(), v.data_ptr(), dout_address, statistics, side_pointers(side)
         )
     elif row_statistics is not None:
         dout_read = scratch[plan.masked_dout_at // 4 :].view(dout.dtype)[: dout.numel()].view(dout.shape)
@@ -184,10 +184,10 @@ def backward_plans(
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
     plan = _plan_for(dout, False, q, k, v, side, spec, may_hide_rows(q, k, side, spec), wanted)
-    of_bias = None
+    of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
-        of_bias = plan_for("dbias", q, k, v, dout, side, spec) if plan.bias is None else plan.bias
-    return tuple(each for each in (plan.main, plan.begin, plan.end, of_bias and of_bias.kernel) if each is not None)
+        of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
+    return tuple(each for each in (plan.main, plan.begin, plan.end, *of_bias) if each is not None)
 
 
 def _plan_for(

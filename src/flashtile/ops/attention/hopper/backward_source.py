@@ -28,8 +28,8 @@ from flashtile._backends.launch import (
 from flashtile._backends.tma import descriptor_parameter
 from flashtile.ops.attention.hopper.backward import attention_backward_kernel
 from flashtile.ops.attention.hopper.backward_configs import (
-    BIAS_KEYS,
     BIAS_QUERIES,
+    BiasGradientConfig,
     bias_gradient_config,
     tile_width,
 )
@@ -42,11 +42,6 @@ from flashtile.ops.attention.hopper.configs import PRODUCER_REGISTERS
 from flashtile.ops.attention.hopper.scores import ScoreUnits
 from flashtile.ops.attention.plans import Window
 from flashtile.ops.attention.triton.bias_work import WorkNumbers
-
-#: Registers of a thread that computes the gradient of a bias, and of any thread at the start, as in a forward with two
-#: consumers.
-_BIAS_REGISTERS, _BIAS_MAX_REGISTERS = 240, 168
-
 
 #: The numbers of a call by the names of parameters (`backward_tiles.Problem` has most of them), of `ScoreUnits`, and
 #: "window_left" and "window_right". They decide no machine code.
@@ -81,7 +76,8 @@ def backward_plan(
 def _kernel(kernel: str, variant: BackwardVariant) -> tuple[Any, dict[str, Any], int | None]:
     """The function, its constants, and registers of a thread at the start."""
     if kernel == "bias":
-        return attention_bias_gradient_kernel, _bias_gradient_constants(variant), _BIAS_MAX_REGISTERS
+        cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
+        return attention_bias_gradient_kernel, _bias_gradient_constants(variant, cut), cut.max_registers
     if kernel == "main":
         return attention_backward_kernel, _constants(variant), variant.config.max_registers
     return attention_begin_kernel if kernel == "begin" else attention_end_kernel, _constants(variant), None
@@ -106,13 +102,12 @@ def _constants(variant: BackwardVariant) -> dict[str, Any]:
     }
 
 
-def _bias_gradient_constants(variant: BackwardVariant) -> dict[str, Any]:
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
+def _bias_gradient_constants(variant: BackwardVariant, cut: BiasGradientConfig) -> dict[str, Any]:
     return {
-        "KEYS": BIAS_KEYS,
-        "M": BIAS_QUERIES,
         **constants_of(cut),
-        "REGISTERS": _BIAS_REGISTERS,
+        "KEYS": cut.keys,
+        "M": BIAS_QUERIES,
+        "REGISTERS": cut.registers,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "TOP_LEFT": variant.top_left,
         "SHARED_BY_HEADS": variant.bias_shared_by_heads,

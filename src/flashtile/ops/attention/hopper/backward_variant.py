@@ -89,6 +89,11 @@ class BackwardVariant(NamedTuple):
         return self.side.has("mask") or self.side.has("dropout_seed")
 
     @property
+    def by_position(self) -> bool:
+        """Whether there is a band, key lengths or ALiBi."""
+        return self.has_left or self.has_right or self.side.has("key_lengths") or self.side.has("alibi_slopes")
+
+    @property
     def listed(self) -> bool:
         """Whether there is a block mask."""
         return self.side.has("block_lists")

@@ -1,8 +1,9 @@
 """The gradient of a bias on Hopper: the scores' gradients, computed once more and summed over all that share an entry.
 
-A tile of the bias, of 128 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each walks over its
-part of the sequences and heads that share the tile, in a fixed order: no atomics, and no buffer larger than PARTS times
-the bias. For each sequence and head it computes, with the pieces of the main kernel (letters as in `backward`)::
+A tile of the bias, of two or three times 64 keys and one or two times 64 queries, belongs to PARTS thread blocks. Each
+walks over its part of the sequences and heads that share the tile, in a fixed order: no atomics, and no buffer larger
+than PARTS times the bias. For each sequence and head it computes, with the pieces of the main kernel (letters as in
+`backward`)::
 
     sᵀ  = k qᵀ                  [N, M]
     pᵀ  = exp2(c·sᵀ - lse)      [N, M]
@@ -12,9 +13,9 @@ the bias. For each sequence and head it computes, with the pieces of the main ke
 Nothing stays on chip from one step to the next but the bias and the sums, so the L2 cache is the limit: with D columns
 a thread block reads 8·D bytes for each key and each query of a tile. That is why tiles are as large as registers allow.
 
-Roles: `sum_tile`, twice, for 64 keys each, and `load_tiles`, one warp. They wait for one another only through the rings
-in `Shared`. The portable kernel (`triton.bias_gradient`) serves packed calls, block masks and biases that TMA does not
-bring.
+Roles: `sum_tile`, two or three times, for 64 keys each, and `load_tiles`, one warp. They wait for one another only
+through the rings in `Shared`. The portable kernel (`triton.bias_gradient`) serves packed calls, block masks and biases
+that TMA does not bring.
 """
 
 from typing import Any, NamedTuple
@@ -50,6 +51,13 @@ class BiasTile(NamedTuple):
     begin: Any
     end: Any
     shared_heads: Any
+
+
+class BiasOnChip(NamedTuple):
+    """The tiles of the bias, and the barrier that says that they are there."""
+
+    tiles: Any
+    full: Any
 
 
 @gluon.jit
@@ -123,26 +131,31 @@ def attention_bias_gradient_kernel(
         tile_info=None,
         queue=None,
     )
-    bias_tiles = make_bias_tiles(bias_desc, QUERY_TILES, WARPGROUPS)
-    bias_full = barriers(1, 1)
+    bias = BiasOnChip(make_bias_tiles(bias_desc, QUERY_TILES, WARPGROUPS), barriers(1, 1))
     tile = _own_tile(problem, work, config, QUERY_TILES)
     fence_async_shared()
     SHARES: gl.constexpr = SHARED_BY_HEADS
-    gl.warp_specialize(
-        [
-            (
-                sum_tile,
-                (0, QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, gradient_ptr, problem, work),
-            ),
-            (
-                sum_tile,
-                (1, QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, gradient_ptr, problem, work),
-            ),
-            (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias_tiles, bias_full, descriptors, problem)),
-        ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
-    )
+    if WARPGROUPS == 3:
+        gl.warp_specialize(
+            [
+                (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (sum_tile, (1, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (sum_tile, (2, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias, descriptors, problem)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (sum_tile, (0, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (sum_tile, (1, QUERY_TILES, SHARES, tile, config, shared, bias, gradient_ptr, problem, work)),
+                (load_tiles, (QUERY_TILES, SHARES, tile, config, shared, bias, descriptors, problem)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 @gluon.jit
@@ -212,16 +225,16 @@ def _query_tile(tile, which: gl.constexpr, problem):
 
 @gluon.jit
 def load_tiles(
-    QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias_tiles, bias_full, descriptors,
-    problem,
+    QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias, descriptors, problem
 ):  # fmt: skip
     """Producer warp: loads the bias, and for each sequence and head keys, values, queries, dout and statistics."""
     WARPGROUPS: gl.constexpr = config.KEYS // ROWS
-    mbarrier.expect(bias_full.index(0), bias_bytes(bias_tiles, QUERY_TILES * WARPGROUPS))
+    full = bias.full.index(0)
+    mbarrier.expect(full, bias_bytes(bias.tiles, QUERY_TILES * WARPGROUPS))
     for which in gl.static_range(QUERY_TILES):
         move_bias(
-            descriptors.bias, bias_tiles, which, tile.sequence, tile.head, _query_tile(tile, which, problem) * config.M,
-            tile.first_key, bias_full.index(0), WARPGROUPS, True,
+            descriptors.bias, bias.tiles, which, tile.sequence, tile.head, _query_tile(tile, which, problem) * config.M,
+            tile.first_key, full, WARPGROUPS, True,
         )  # fmt: skip
     for number in range(tile.begin, tile.end):
         count = number - tile.begin
@@ -234,8 +247,8 @@ def load_tiles(
 
 @gluon.jit
 def sum_tile(
-    WHICH: gl.constexpr, QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias_tiles,
-    bias_full, gradient_ptr, problem, work,
+    WHICH: gl.constexpr, QUERY_TILES: gl.constexpr, SHARED_BY_HEADS: gl.constexpr, tile, config, shared, bias,
+    gradient_ptr, problem, work,
 ):  # fmt: skip
     """Consumer: the `WHICH`-th 64 keys of the tile."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.M, 16])
@@ -243,7 +256,7 @@ def sum_tile(
     second = gl.to_tensor(0)
     if QUERY_TILES > 1:
         second = gl.zeros([ROWS, config.M], gl.float32, s_layout)
-    mbarrier.wait(bias_full.index(0), 0)
+    mbarrier.wait(bias.full.index(0), 0)
     for number in range(tile.begin, tile.end):
         count = number - tile.begin
         key_work, head = _work_of(tile, number, problem, config, SHARED_BY_HEADS)
@@ -251,11 +264,11 @@ def sum_tile(
         shared.k.acquire(slot)
         shared.v.acquire(slot)
         first += _score_gradients(
-            count, 0, QUERY_TILES, head, slot, tile, key_work, config, shared, bias_tiles, problem, WHICH
+            count, 0, QUERY_TILES, head, slot, tile, key_work, config, shared, bias.tiles, problem, WHICH
         )
         if QUERY_TILES > 1:
             second += _score_gradients(
-                count, 1, QUERY_TILES, head, slot, tile, key_work, config, shared, bias_tiles, problem, WHICH
+                count, 1, QUERY_TILES, head, slot, tile, key_work, config, shared, bias.tiles, problem, WHICH
             )
         shared.k.release(slot)
         shared.v.release(slot)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flashtile._backends.allocate import Layout, contiguous
 from flashtile._backends.launch import Plan
-from flashtile.ops.attention.hopper.backward_configs import BIAS_KEYS, BIAS_QUERIES, bias_gradient_config
+from flashtile.ops.attention.hopper.backward_configs import BIAS_QUERIES, bias_gradient_config
 from flashtile.ops.attention.hopper.backward_descriptors import MOVED_FOR_BIAS, describer
 from flashtile.ops.attention.hopper.backward_source import Numbers, backward_plan
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
@@ -19,6 +19,7 @@ from flashtile.ops.attention.hopper.parameters import side_of_call
 from flashtile.ops.attention.plans import SideShape
 from flashtile.ops.attention.side_parameters import SidePointers
 from flashtile.ops.attention.spec import AttentionSpec, Table
+from flashtile.ops.attention.triton.bias_parts import plan_of_sum, sum_of_parts
 from flashtile.ops.attention.triton.bias_work import BiasWork
 from flashtile.ops.attention.triton.launch import NO_CAPTURED
 
@@ -30,23 +31,26 @@ _BUSY = 7 / 8
 
 
 class BiasGradientPlan(NamedTuple):
-    """The launch, which writes sums `[parts, *bias.shape]`, and what makes its descriptors from the addresses of
-    `MOVED_FOR_BIAS`."""
+    """The launch, which writes sums `[parts, *bias.shape]`, what makes its descriptors from the addresses of
+    `MOVED_FOR_BIAS`, and the launch that adds up the parts, if there are several."""
 
     kernel: Plan
     describe: Callable[..., tuple]
+    sum_of_parts: Plan | None
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return (self.kernel,) if self.sum_of_parts is None else (self.kernel, self.sum_of_parts)
 
 
 def run_bias_gradient(
-    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and `dtype`."""
+    plan: BiasGradientPlan, q: int, k: int, v: int, dout: int, statistics: int, side: SidePointers
+) -> Tensor:
+    """Enqueues the kernel, from addresses. Returns the gradient in the bias's shape and dtype."""
     (sums,) = plan.kernel.allocate()
     descriptors = plan.describe(q, k, v, dout, statistics, side.bias)
     plan.kernel.launch(*descriptors, sums.data_ptr(), *side, 0, *NO_CAPTURED)
-    total: Tensor = sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0).to(dtype)
-    return total
+    return sum_of_parts(plan.sum_of_parts, sums)
 
 
 def plan_bias_gradient(
@@ -66,8 +70,8 @@ def plan_bias_gradient(
     assert side.bias is not None
     batch, rows_q, heads, _ = shapes[0]
     rows_k = shapes[1][1]
-    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops)
-    block = BIAS_QUERIES * cut.query_tiles, BIAS_KEYS
+    cut = bias_gradient_config(variant.head_dim, variant.head_dim_v, variant.hides_or_drops, variant.by_position)
+    block = BIAS_QUERIES * cut.query_tiles, cut.keys
     work = _cut_work(side.bias, batch * heads, block, programs)
     covered = rows_q % block[0] == 0 and rows_k % block[1] == 0
     variant = variant._replace(
@@ -78,11 +82,11 @@ def plan_bias_gradient(
         bias_shared_by_heads=side.bias.shape[1] < heads,
         masks=variant.has_left or variant.has_right or variant.side.has("key_lengths"),
     )
-    of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias)._asdict().items()}
+    of_work = {f"work.{name}": number.value for name, number in work.numbers(side.bias.shape)._asdict().items()}
     sums = contiguous((work.parts, *side.bias.shape), torch.float32 if work.parts > 1 else variant.dtype)
     kernel = backward_plan("bias", variant, {**numbers, **of_work}, work.own * work.parts, device, (sums,))
     describe = describer(variant, shapes, strides, gradients, side.bias, tiles, MOVED_FOR_BIAS)
-    return BiasGradientPlan(kernel, describe)
+    return BiasGradientPlan(kernel, describe, plan_of_sum(work.parts, side.bias, device))
 
 
 def _cut_work(bias: Table, matrices: int, block: tuple[int, int], programs: int) -> BiasWork:

@@ -53,6 +53,7 @@ class HopperConfig(NamedTuple):
             two or 0; the others come after it.
         in_turn: consumers start their products one after the other.
         bias_by_tma: TMA brings the tiles of a bias with the keys.
+        resident: programs on a multiprocessor, which share its memory and registers.
     """
 
     consumers: int
@@ -64,6 +65,12 @@ class HopperConfig(NamedTuple):
     ahead: int
     in_turn: bool = False
     bias_by_tma: bool = False
+    resident: int = 1
+
+    @property
+    def room(self) -> int:
+        """Bytes of shared memory that a program may use. Each takes one KiB in addition."""
+        return (SHARED_MEMORY + 1024) // self.resident - 1024
 
     @property
     def block_m(self) -> int:
@@ -182,6 +189,12 @@ _NARROW = HopperConfig(
 )
 
 
+#: With a block mask whose tiles have 64 queries: a single consumer has 64. Two such programs share a multiprocessor, so
+#: that one multiplies while the other computes exponentials.
+_SINGLE = HopperConfig(
+    consumers=1, block_n=64, stages=4, registers=224, max_registers=128, q_in_registers=False, ahead=32, resident=2
+)
+
 #: Instead of the row of 65 to 128 columns, for long sequences with 8-bit queries and keys: a third consumer, for which
 #: half the keys make room, computes exponentials while others multiply. TFLOP/s of one run, two consumers and this:
 #: full, 1,024 tokens 701 and 674, 2,048 840 and 860, 8,192 910 and 973; causal, 4,096 805 and 783, 8,192 870 and 906,
@@ -200,15 +213,16 @@ def choose_config(
     max_seqlen_q: int,
     left: bool,
     right: bool,
-    blocks: bool = False,
+    block_tile: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     dropout: bool = False,
     tables: int = 0,
     moved_bias: bool = False,
 ) -> HopperConfig:
-    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `blocks`: there is a
-    block mask; its tiles are usually of 128 queries. `tables`: as `table_bytes` and `function_bytes` have it.
-    `moved_bias`: TMA can bring the bias (`moves_by_tma`)."""
+    """The row of a call. `left`, `right`: whether keys on that side of a band are not visible. `block_tile`: (queries,
+    keys) of a block mask's tiles, usually of 128; the kernel's divide them. `tables`: as `table_bytes` and
+    `function_bytes` have it. `moved_bias`: TMA can bring the bias (`moves_by_tma`)."""
+    blocks = block_tile is not None
     widest = max(head_dim, head_dim_v)
     part = _part_width(head_dim_v)
     row = next(config for heads, heads_v, config in _ROWS if head_dim <= heads and part <= heads_v)
@@ -223,12 +237,24 @@ def choose_config(
         # A thread holds scores, weights and sums already: half the keys leave room for random words, or for four bytes
         # of tables for each score.
         row = row._replace(block_n=64, stages=2 * row.stages)
+    if block_tile is not None:
+        row = _within_tile(row, block_tile, widest)
     if moved_bias:
         # Heads of 128 in turn, milliseconds for 4 × 2,048 and 4 × 4,096 tokens, 16 heads: 0.248 and 0.935, otherwise
         # 0.266 and 0.992; half the keys, in turn, 0.249 and 0.960. Of 64, half the keys: 1.54, not 1.32; in turn 1.55.
-        in_turn = row.in_turn or 96 < widest <= 128
+        in_turn = row.in_turn or (96 < widest <= 128 and row.consumers > 1)
         row = _with_room_for_bias(row._replace(in_turn=in_turn), head_dim, head_dim_v, dtype)
     return row
+
+
+def _within_tile(row: HopperConfig, block_tile: tuple[int, int], widest: int) -> HopperConfig:
+    """Tiles that divide those of a block mask, which are multiples of 64."""
+    queries, keys = block_tile
+    if queries % row.block_m:
+        if widest <= 128:
+            return _SINGLE if widest <= 64 else _SINGLE._replace(stages=2)
+        row = row._replace(consumers=1, in_turn=False)
+    return row if keys % row.block_n == 0 else row._replace(block_n=64, stages=2 * row.stages)
 
 
 def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype) -> HopperConfig:
@@ -239,7 +265,7 @@ def _with_room_for_bias(row: HopperConfig, head_dim: int, head_dim_v: int, dtype
     for outs in (1, 0) if through_queries else (1,):
         for stages in range(row.stages, 1, -1):
             cut = row._replace(stages=stages, bias_by_tma=True)
-            if _shared_memory(cut, head_dim, head_dim_v, dtype, 1, outs) <= SHARED_MEMORY:
+            if _shared_memory(cut, head_dim, head_dim_v, dtype, 1, outs) <= cut.room:
                 return cut
     return row
 
@@ -294,7 +320,7 @@ def out_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torc
     other uses the same. Without room even for one, out leaves through the place of the queries, whose chunks are as
     wide as its own."""
     for places in (config.consumers, 1):
-        if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= SHARED_MEMORY:
+        if _shared_memory(config, head_dim, head_dim_v, dtype, queries=1, outs=places) <= config.room:
             return places
     return 0
 
@@ -305,7 +331,7 @@ def query_places(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: to
     if config.q_in_registers:
         return 1
     room = _shared_memory(config, head_dim, head_dim_v, dtype, queries=2, outs=config.consumers)
-    return 2 if room <= SHARED_MEMORY else 1
+    return 2 if room <= config.room else 1
 
 
 def shared_memory(config: HopperConfig, head_dim: int, head_dim_v: int, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -322,5 +348,5 @@ def _shared_memory(
     read = dtype.itemsize * (config.block_m * queries + config.block_n * config.stages) * width
     if config.bias_by_tma:
         read += dtype.itemsize * config.block_m * config.block_n * config.stages
-    overhead = OVERHEAD + _OVERHEAD_OF_A_THIRD * (config.consumers - 2)
+    overhead = OVERHEAD + _OVERHEAD_OF_A_THIRD * max(0, config.consumers - 2)
     return read + 2 * (config.block_n * config.stages + CONSUMER_ROWS * outs) * width_v + overhead

@@ -330,7 +330,16 @@ def attention_forward_kernel(
         tile_info = make_tile_info(STAGES)
     blocks = BlockMask(lists=BlockLists(problem.side.block_lists, problem.numbers.blocks), tile_info=tile_info)
     fence_async_shared()
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (0, config, queue, rings, output, problem, blocks)),
+                (produce, (config, queue, counter_ptr, rings, tensors, problem, blocks)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consume, (0, config, queue, rings, output, problem, blocks)),

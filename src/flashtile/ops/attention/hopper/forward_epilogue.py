@@ -100,9 +100,10 @@ def store_epilogue(
     memory, through the one that all share, each in its turn, or through that of its queries, which this releases. Rows
     past the end are not written."""
     PLACE: gl.constexpr = WHICH if config.OUT_PLACES > 1 else 0
+    SHARED: gl.constexpr = config.OUT_PLACES == 1 and config.CONSUMERS > 1
     q = rings.q
     v = rings.v
-    if config.OUT_PLACES == 1:
+    if SHARED:
         # The consumer before this one has stored this tile; the first waits for the last one and the tile before.
         mbarrier.wait(output.free.index(WHICH), ((tiles_received - 1) & 1) ^ (1 if WHICH == 0 else 0))
     if config.OUT_PLACES == 0:
@@ -122,7 +123,7 @@ def store_epilogue(
     tma_store(output.descriptors.main, coordinates(rows, first, column, config.PACKED), main)
     if v.TAIL > 0:
         tma_store(output.descriptors.tail, coordinates(rows, first, column + v.WIDTH, config.PACKED), tail)
-    if config.OUT_PLACES == 1:
+    if SHARED:
         tma_store_wait(0)
         release(output.free.index((WHICH + 1) % config.CONSUMERS))
     if config.OUT_PLACES == 0:

@@ -53,8 +53,8 @@ NOTHING_SEEN = gl.constexpr(-(2.0**100))
 
 
 class Softmax(NamedTuple):
-    """Statistics of rows: references `[M]`, in units of log2; and in parts, `[M, 8]`, sums of weights and, where they
-    are asked for, the largest weights."""
+    """Statistics of rows: references `[M]`, in units of log2, and in parts sums of weights `[M, 8]` and, where they are
+    asked for, the largest weights `[M, 4]`."""
 
     reference: Any
     row_sum: Any
@@ -163,6 +163,7 @@ def weights_by_sums(
         row_sum *= factor
         tile_sum = gl.where(factor == 1.0, tile_sum, row_sums(again))
         if config.MAX_SCORES:
+            factor = gl.convert_layout(alpha, gl.SliceLayout(1, largest.type.layout))[:, None]
             largest *= factor
             tile_largest = gl.where(factor == 1.0, tile_largest, row_maxima(again))
         out = scale_rows(out, alpha, v)
@@ -211,10 +212,9 @@ def weights_by_maxima(
     if rises:
         raised = gl.where(highest - reference > LARGEST_FLOAT16_EXPONENT, highest, reference)
         alpha = gl.exp2(reference - raised)
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-        row_sum *= factor
+        row_sum *= gl.convert_layout(alpha, gl.SliceLayout(1, row_sum.type.layout))[:, None]
         if config.MAX_SCORES:
-            largest *= factor
+            largest *= gl.convert_layout(alpha, gl.SliceLayout(1, largest.type.layout))[:, None]
         reference = raised
     probs, out, tile_sum, tile_largest = exponentials(s, scale_log2, reference, in_flight, v, v_slot, config)
     p = gl.convert_layout(pack(drop_weights(probs, n, modifiers, view), gl.float16), p_layout)

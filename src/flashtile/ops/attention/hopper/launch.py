@@ -183,7 +183,7 @@ def _plan(
     batch, rows_q, rows_k, heads, heads_kv, head_dim, head_dim_v = sizes
     left, right = spec.window_left is not None, spec.window_right is not None
     config = choose_config(
-        head_dim, head_dim_v, max_seqlen_q, left, right, side.blocks is not None, dtype, side.dropout,
+        head_dim, head_dim_v, max_seqlen_q, left, right, spec.block_shape and spec.block_shape[2:], dtype, side.dropout,
         table_bytes(side.bias, side.mask) + function_bytes(spec.score_program), moves_by_tma(side.bias, dtype),
     )  # fmt: skip
     whole_rows, _ = whole_sizes(sizes, packed, spec)
@@ -191,7 +191,7 @@ def _plan(
     parts = value_parts(head_dim_v)
     lines = parts * (heads if packed else batch * heads)
     check_programs("q", tiles * lines)
-    programs = min(tiles * lines, multiprocessors(device)) if q_shape.numel() and rows_k else 0
+    programs = min(tiles * lines, config.resident * multiprocessors(device)) if q_shape.numel() and rows_k else 0
     # Where tiles are alike and short, each program takes its share in turn, which needs no atomics.
     uneven = packed or spec.banded or side.blocks is not None or side.key_lengths_dtype is not None
     uneven = uneven or _same_for_all_rows(side.mask)

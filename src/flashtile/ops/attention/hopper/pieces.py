@@ -566,13 +566,19 @@ def row_sums(p):
     return gl.convert_layout(partial, layout, assert_trivial=True)
 
 
+#: Four numbers of each row, one of each thread that has scores of it.
+ONE_OF_A_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
+
+
 @gluon.jit
 def row_maxima(p):
-    """`[M, 8]`: the largest of what each thread holds of a row, of numbers that are not negative. They have the order
+    """`[M, 4]`: the largest of what each thread holds of a row, of numbers that are not negative. They have the order
     of their bits, and of integers an instruction compares three."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    bits = gl.reshape(p.to(gl.int32, bitcast=True), [M, p.shape[1] // 8, 8])
-    return gl.convert_layout(gl.max(bits, 1), layout, assert_trivial=True).to(gl.float32, bitcast=True)
+    bits = gl.reshape(p.to(gl.int32, bitcast=True), [M, p.shape[1] // 8, 4, 2])
+    own = gl.convert_layout(gl.max(gl.max(bits, 1), 2), ONE_OF_A_THREAD, assert_trivial=True)
+    return own.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

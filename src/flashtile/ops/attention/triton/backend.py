@@ -38,11 +38,10 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
         return (describe_kernel("forward", call),)
     situation = _situation(call)
     tiles = choose_tiles("dq", call.device, situation)
-    with_keys = tiles_with_keys(situation, call.q_shape[-3], call.k_shape[-3], tiles, call.packed)
-    kernels = [_described("dq", with_keys or tiles, situation)]
-    if with_keys is None:
-        kernels.append(describe_kernel("dkdv", call))
-    return *kernels, *describe_bias_gradient(call)
+    with_keys = tiles_with_keys(situation, call.q_shape[-3], call.k_shape[-3], tiles, call.packed, call.device)
+    if with_keys is not None:
+        return (_described("short_backward", with_keys, situation),)
+    return _described("dq", tiles, situation), describe_kernel("dkdv", call), *describe_bias_gradient(call)
 
 
 def describe_bias_gradient(call: AttentionCall) -> tuple[KernelChoice, ...]:

@@ -1,5 +1,5 @@
 """Backward kernels, recomputing the probabilities from `lse`: dq over query tiles, then dk and dv over key tiles. Where
-one tile holds all queries of a sequence and one all keys, the first kernel computes dk and dv too.
+one tile holds all queries of a sequence and one all keys, one kernel computes all three (`short_backward`).
 
 With `p = exp(scale·s - lse)`, keep mask `z = kept / (1 - dropout_p)` (1 without dropout)::
 
@@ -78,26 +78,17 @@ class RowTensors(NamedTuple):
     quiet: Any
 
 
-class KeyGradients(NamedTuple):
-    """Pointers to dk and dv with a part for each query head, or None where another kernel computes them."""
-
-    dk: Any
-    dv: Any
-
-
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, rows, dq_ptr, key_gradients, side, captured, captured_sums,
-    q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides, dk_strides, dv_strides,
+    q_ptr, k_ptr, v_ptr, rows, dq_ptr, side, captured, captured_sums,
+    q_strides, k_strides, v_strides, out_strides, dout_strides, dq_strides,
     batch, heads, group, rows_q, rows_k, window, scale, numbers, softcap, captured_sizes, constants, shape,
     PACKED: tl.constexpr, TOP_LEFT: tl.constexpr, WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr,
     ALIGNED: tl.constexpr, PRECISION: tl.constexpr, MODIFIED: tl.constexpr, BATCH_FIRST: tl.constexpr,
     SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr, IN_WAVES: tl.constexpr,
 ):  # fmt: skip
-    """Arguments as in the forward kernel. `rows`: `RowTensors`. `key_gradients`: `KeyGradients`; where it has any, one
-    tile holds all queries of a sequence, and one all its keys. `side.sinks`: those that lse counts, beside
-    `rows.quiet`; with `rows.dlse` the statistics then have a third number, the delta of the sinks. `IN_WAVES`: the
-    thread blocks of the call come in several launches, see `ordered_sums`."""
+    """Arguments as in the forward kernel. `rows`: `RowTensors`. `side.sinks`: those that lse counts, beside
+    `rows.quiet`. `IN_WAVES`: the thread blocks of the call come in several launches, see `ordered_sums`."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_D: tl.constexpr = shape.BLOCK_D
     BLOCK_E: tl.constexpr = shape.BLOCK_E
@@ -124,28 +115,9 @@ def attention_dq_kernel(
     statistics = row_statistics_offset(sequence, head, heads, begin_q, rows_q, PACKED) + first + row
     dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
     out_tile = load_rows(out_base, out_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-    lse = tl.load(rows.lse + statistics, mask=row < rows_left, other=float("-inf"))
-    # In units of log2; +inf for rows that saw no key, so that their p is 0.
-    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
-    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
-    if rows.quiet is not None:
-        hidden = lse == float("inf")
-        if side.sinks is not None:
-            # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
-            # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
-            alone = sees_sink_alone(lse, side, head, out_tile)
-            hidden = hidden | (alone & (delta != delta))
-        delta = tl.where(hidden, 0.0, delta)
-    if rows.dlse is not None:
-        dlse = tl.load(rows.dlse + statistics, mask=row < rows_left, other=0.0)
-        # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
-        delta -= tl.where(lse == float("inf"), 0.0, dlse)
-        if side.sinks is not None:
-            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
-            tl.store(rows.statistics + 4 * statistics + 2, delta, mask=row < rows_left)
-            delta = tl.where(alone, tl.where(tl.abs(delta) < float("inf"), delta, 0.0), delta)
-    pair = tl.arange(0, 2)[None, :]
-    tl.store(rows.statistics + 4 * statistics[:, None] + pair, tl.join(lse, delta), mask=(row < rows_left)[:, None])
+    lse, delta, hidden = statistics_of_rows(
+        rows, statistics, row < rows_left, out_tile, dout_tile, side, head, HIDES_ROWS=rows.quiet is not None
+    )
     if rows.quiet is not None:
         # From here on +inf marks all of them. The loop reads dout as it came: here a row spreads to itself alone.
         quiet_base = head_pointer(rows.quiet, out_strides, sequence, begin_q + first, head, PACKED)
@@ -165,13 +137,12 @@ def attention_dq_kernel(
         visited = TileRanges(0, visited.full_begin, visited.full_end, blocks.entries * constants.TILE_K)
     columns = TableColumns(constants.BIAS_COLUMN, constants.MASK_COLUMN)
     modifiers = Modifiers(side, numbers, columns, softcap, function, sequence, head, alibi, matrix)
-    dq, slope_sums, dk, dv = _sum_dq(
+    dq, slope_sums = _sum_dq(
         q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides,
         lse, delta, rows_left, visited, first, keys, shift, window, scale,
         modifiers, blocks,
         constants, shape, WHOLE, ALL_VISIBLE, ALIGNED, PRECISION, MODIFIED,
-        HIDES_ROWS=rows.quiet is not None, SUMS_SLOPES=rows.slope_sums is not None,
-        SUMS_KEYS=key_gradients.dk is not None, SCORE_FUNCTION=SCORE_FUNCTION, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
+        SUMS_SLOPES=rows.slope_sums is not None, SCORE_FUNCTION=SCORE_FUNCTION, SCORE_DERIVATIVE=SCORE_DERIVATIVE,
     )  # fmt: skip
     if rows.quiet is not None:
         dq = tl.where((lse == float("inf"))[:, None], 0.0, dq)
@@ -180,14 +151,39 @@ def attention_dq_kernel(
         tl.store(rows.slope_sums + statistics, slope_sums, mask=row < rows_left)
     dq_base = head_pointer(dq_ptr, dq_strides, sequence, begin_q + first, head, PACKED)
     store_rows(dq_base, dq_strides, 0, rows_left, dq * scale, shape.HEAD_DIM, BLOCK_M, BLOCK_D)
-    if key_gradients.dk is not None:
-        # Keys past their length read as zeros; what they gathered is not theirs.
-        valid = (tl.arange(0, shape.BLOCK_N) < keys)[:, None]
-        dk_base = head_pointer(key_gradients.dk, dk_strides, sequence, begin_k, head, PACKED)
-        dv_base = head_pointer(key_gradients.dv, dv_strides, sequence, begin_k, head, PACKED)
-        dk, dv = tl.where(valid, dk * scale, 0.0), tl.where(valid, dv, 0.0)
-        store_rows(dk_base, dk_strides, 0, seq_k, dk, shape.HEAD_DIM, shape.BLOCK_N, BLOCK_D)
-        store_rows(dv_base, dv_strides, 0, seq_k, dv, shape.HEAD_DIM_V, shape.BLOCK_N, BLOCK_E)
+
+
+@triton.jit
+def statistics_of_rows(
+    rows, places, inside, out_tile, dout_tile, side, head, HIDES_ROWS: tl.constexpr
+):  # fmt: skip
+    """lse in units of log2 and delta of some rows, `[M]`, and which of them see no key. `places`: of rows in lse,
+    `inside`: those that exist. `HIDES_ROWS`: rows may see no key. Stores lse and delta for the kernels that follow
+    (`rows.statistics`), with sinks and a dlse also a third number, the delta of the sinks."""
+    lse = tl.load(rows.lse + places, mask=inside, other=float("-inf"))
+    # In units of log2; +inf for rows that saw no key, so that their p is 0.
+    lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+    delta = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    hidden = lse == float("inf")
+    if HIDES_ROWS:
+        if side.sinks is not None:
+            # A row with tiny weights may look like one that sees its sink alone, and has gradients; so finite numbers,
+            # which do no harm, stay. As out is 0, delta is NaN where dout is not finite.
+            alone = sees_sink_alone(lse, side, head, out_tile)
+            hidden = hidden | (alone & (delta != delta))
+        delta = tl.where(hidden, 0.0, delta)
+    if rows.dlse is not None:
+        dlse = tl.load(rows.dlse + places, mask=inside, other=0.0)
+        # A row that saw no key has no gradient, even where its dlse is NaN (as when two such rows are merged).
+        delta -= tl.where(lse == float("inf"), 0.0, dlse)
+        if side.sinks is not None:
+            # What comes through lse to a row that sees its sink alone is the sink's, and nobody else's.
+            tl.store(rows.statistics + 4 * places + 2, delta, mask=inside)
+            delta = tl.where(alone, tl.where(tl.abs(delta) < float("inf"), delta, 0.0), delta)
+    if rows.statistics is not None:
+        pair = tl.arange(0, 2)[None, :]
+        tl.store(rows.statistics + 4 * places[:, None] + pair, tl.join(lse, delta), mask=inside[:, None])
+    return lse, delta, hidden
 
 
 @triton.jit
@@ -195,12 +191,10 @@ def _sum_dq(
     q_base, dout_base, k_base, v_base, q_strides, dout_strides, k_strides, v_strides,
     lse, delta, rows_left, visited, first, keys, shift, window, scale, modifiers, blocks, constants, shape,
     WHOLE: tl.constexpr, ALL_VISIBLE: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    MODIFIED: tl.constexpr, HIDES_ROWS: tl.constexpr, SUMS_SLOPES: tl.constexpr, SUMS_KEYS: tl.constexpr,
-    SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
+    MODIFIED: tl.constexpr, SUMS_SLOPES: tl.constexpr, SCORE_FUNCTION: tl.constexpr, SCORE_DERIVATIVE: tl.constexpr,
 ):  # fmt: skip
     """The sum of `ds k` (without the scale) over the key tiles of `visited`: dq, `[M, D]`; for ALiBi, that of ds by the
-    distance, `[M]`. SUMS_KEYS: also `dsᵀ q` (without the scale) and `(p·z)ᵀ dout` of the only key tile, `[N, D]` and
-    `[N, E]`; else there are two numbers in their place."""
+    distance, `[M]`."""
     BLOCK_M: tl.constexpr = shape.BLOCK_M
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     BLOCK_D: tl.constexpr = shape.BLOCK_D
@@ -208,16 +202,10 @@ def _sum_dq(
     CHUNK: tl.constexpr = shape.CHUNK
     slope_sums = tl.zeros((BLOCK_M,), tl.float32)
     dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    dk, dv = 0.0, 0.0
-    if SUMS_KEYS:
-        dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        dv = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     row = first + tl.arange(0, BLOCK_M)
     if not CHUNK:
         q_tile = load_rows(q_base, q_strides, 0, rows_left, shape.HEAD_DIM, BLOCK_M, BLOCK_D, False)
         dout_tile = load_rows(dout_base, dout_strides, 0, rows_left, shape.HEAD_DIM_V, BLOCK_M, BLOCK_E, False)
-        if SUMS_KEYS and HIDES_ROWS:
-            dout_tile = tl.where((lse == float("inf"))[:, None], 0.0, dout_tile)
     unit = LOG2_E if MODIFIED else scale * LOG2_E
     for step in tl.range(visited.begin, visited.end, BLOCK_N):
         start, kind = step, 0
@@ -246,17 +234,9 @@ def _sum_dq(
         if not ALL_VISIBLE and ((start < visited.full_begin) | (start >= visited.full_end)):
             visible = visible_pairs(row[:, None], column[None, :], shift, keys, window, constants)
             probs = tl.where(visible, probs, 0.0)
-        if SUMS_KEYS:
-            # Rows past the end read NaN of a bias, which is theirs alone in dq.
-            probs = tl.where((lse == float("inf"))[:, None], 0.0, probs)
         if modifiers.side.dropout_seed is not None:
             kept = kept_weights(modifiers, first, start, BLOCK_M, BLOCK_N, ALIGNED)
             dprobs = tl.where(kept, dprobs * modifiers.numbers.dropout.scale, 0.0)
-        if SUMS_KEYS:
-            weights = probs
-            if modifiers.side.dropout_seed is not None:
-                weights = tl.where(kept, probs * modifiers.numbers.dropout.scale, 0.0)
-            dv = tl.dot(tl.trans(weights.to(dout_tile.dtype)), dout_tile, dv, input_precision=PRECISION)
         dscores = probs * (dprobs - delta[:, None])
         if SUMS_SLOPES:
             slope_sums += slope_gradients(dscores, row, column, modifiers)
@@ -270,9 +250,7 @@ def _sum_dq(
         if MODIFIED:
             dscores = uncapped_gradient(dscores, tanh, modifiers)
         dq = tl.dot(dscores.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
-        if SUMS_KEYS:
-            dk = tl.dot(tl.trans(dscores.to(q_tile.dtype)), q_tile, dk, input_precision=PRECISION)
-    return dq, slope_sums, dk, dv
+    return dq, slope_sums
 
 
 @triton.jit

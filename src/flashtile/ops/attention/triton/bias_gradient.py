@@ -231,3 +231,17 @@ def _load_either(
         width = tl.where(second == 0, A_WIDTH, B_WIDTH)
         tile = tl.load(pointers, mask=(row < rows)[:, None] & (column < width)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def attention_bias_parts_kernel(parts_ptr, sum_ptr, size, parts, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds up the parts, float32 `[parts, size]`, in a fixed order, and stores the sum in the bias's dtype. A program
+    has `BLOCK` numbers, and reads `PARTS` parts at a time."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < size
+    total = tl.zeros((PARTS, BLOCK), tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        pointers = parts_ptr + part.to(tl.int64)[:, None] * size + place[None, :]
+        total += tl.load(pointers, mask=(part < parts)[:, None] & inside[None, :], other=0.0)
+    tl.store(sum_ptr + place, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=inside)

@@ -33,9 +33,9 @@ class BiasWork(NamedTuple):
         """Whether the kernel's loop, of two steps for each of those that share, counts past 32 bits."""
         return self.sharing >= 2**30
 
-    def numbers(self, bias: Table | None) -> WorkNumbers:
-        """As the kernel takes it."""
-        batch, heads, rows, columns = (None,) * 4 if bias is None else bias.shape
+    def numbers(self, shape: tuple[int, ...] | None) -> WorkNumbers:
+        """As the kernel takes it. `shape`: of the bias."""
+        batch, heads, rows, columns = shape or (None,) * 4
         longest_q, longest_k = self.longest
         return WorkNumbers(
             batch=int32(batch),
@@ -61,6 +61,13 @@ class WorkNumbers(NamedTuple):
     longest_k: Any
     sharing: Any
     parts: Any
+
+
+def cut_matrices(shape: tuple[int, ...], matrices: int) -> BiasWork:
+    """The cut of a call whose sequences are one tile each. `shape`: of the bias. `matrices`: sequences times heads."""
+    own = shape[0] * shape[1]
+    sharing = matrices // max(own, 1)
+    return BiasWork(own, sharing, max(1, min(sharing, -(-_FILLING // max(own, 1)))))
 
 
 def cut_work(bias: Table, shapes: tuple[tuple[int, ...], ...], batch: int, tiles: TileConfig) -> BiasWork:

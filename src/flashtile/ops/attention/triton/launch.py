@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,32 @@ from flashtile._backends.launch import Plan, pointer
 from flashtile.ops.attention.plans import contiguous_on_16_bytes, may_hide_rows, positive_scale, sum_of_shares
 from flashtile.ops.attention.side_parameters import NO_SIDE, side_pointers
 from flashtile.ops.attention.spec import FP8, AttentionSpec, Gradients, SideInputs, Wanted
+from flashtile.ops.attention.triton.bias_parts import sum_of_parts
 from flashtile.ops.attention.triton.configs import Kernel
 from flashtile.ops.attention.triton.ordered_sums import Waves
-from flashtile.ops.attention.triton.plan import plan_for
+from flashtile.ops.attention.triton.plan import AttentionPlan, plan_for
 
 _LOG2_E = math.log2(math.e)
 #: What a launch is given for captured tensors where there are none.
 NO_CAPTURED = (pointer(None),)
+
+
+class QueryResults(NamedTuple):
+    """What the dq kernel, or in its place that of short sequences, has computed.
+
+    Attributes:
+        statistics: `[*lse.shape, 4]`, which other kernels and the gradient of sinks read; None where nobody does.
+        slope_sums: what each row adds to the gradient of its slope, in the shape of lse; None where nobody wants that.
+        dout: what the other kernels read: where rows may see no key a contiguous copy with zeros in these.
+        keys: (dk, dv), and `dbias`: the gradient of the bias; None where these are another kernel's task.
+    """
+
+    dq: Tensor
+    statistics: Tensor | None
+    slope_sums: Tensor | None
+    dout: Tensor
+    keys: tuple[Tensor, Tensor] | None
+    dbias: Tensor | None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec) -> tuple[Tensor, ...]:
@@ -51,21 +71,25 @@ def backward(
     spec: AttentionSpec,
     wanted: Wanted,
 ) -> Gradients:
-    """Runs the dq kernel, then the dk/dv kernel where that one has not written these, and that of the bias where its
-    gradient is wanted. Deterministic."""
+    """Runs the dq kernel, the dk/dv kernel, and that of the bias where its gradient is wanted; or, for short sequences,
+    one for all. Deterministic."""
     sign = 1
     hides_rows = may_hide_rows(q, k, side, spec)
     if spec.scale <= 0:
         q, spec, sign = positive_scale(q, spec)
     sums = _captured_sums(side, wanted)
-    dq, statistics, slope_sums, dout, keys = backward_queries(
-        dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows, sums
+    dq, statistics, slope_sums, dout, keys, dbias = backward_queries(
+        dout, dlse, q, k, v, out, lse, side, spec, wanted.alibi_slopes, hides_rows, sums, wanted.bias
     )
-    dk, dv = keys or backward_keys(dout, q, k, v, statistics, side, spec)
-    dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
+    if keys is not None:
+        dk, dv = keys
+    else:
+        assert statistics is not None
+        dk, dv = backward_keys(dout, q, k, v, statistics, side, spec)
+        dbias = backward_bias(dout, q, k, v, statistics, side, spec) if wanted.bias else None
     dalibi_slopes = None if slope_sums is None else slope_gradient(slope_sums, side, side.cu_seqlens_q)
     dsinks = None
-    if wanted.sinks and side.sinks is not None:
+    if wanted.sinks and side.sinks is not None and statistics is not None:
         dsinks = _sink_gradient(statistics, side.sinks, hides_rows and dlse is not None)
     captured = tuple(None if total is None else total.to(of.dtype) for total, of in zip(sums, side.captured))
     return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, dbias, dalibi_slopes, dsinks, captured)
@@ -96,22 +120,32 @@ def prepare_backward(
     if not _preparable(q, spec) or may_hide_rows(q, k, side, spec):
         return None
     queries = plan_for("dq", q, k, v, dout, side, spec, has_dlse)
-    keys = None if queries.sums_keys else plan_for("dkdv", q, k, v, dout, side, spec)
-    allocate = allocator((*queries.kernel.outputs, *(keys.kernel.outputs if keys else ())), q.device)
-    shares = keys.shares if keys else queries.shares
+    if queries.all_gradients:
+        return _prepare_short_backward(queries)
+    keys = plan_for("dkdv", q, k, v, dout, side, spec)
+    allocate = allocator((*queries.kernel.outputs, *keys.kernel.outputs), q.device)
 
     def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
         dq, statistics, dk, dv = allocate()
-        of_statistics, of_keys = statistics.data_ptr(), (dk.data_ptr(), dv.data_ptr())
-        by_queries = (0, 0) if keys else of_keys
-        queries.kernel.launch(
-            q, k, v, out, dout, lse, dlse, of_statistics, 0, 0, dq.data_ptr(), *by_queries, *NO_SIDE, 0, 0
-        )
-        if keys:
-            keys.kernel.launch(q, k, v, dout, of_statistics, *of_keys, *NO_SIDE, 0)
-        return dq, *_whole_heads(dk, dv, shares)
+        of_statistics = statistics.data_ptr()
+        queries.kernel.launch(q, k, v, out, dout, lse, dlse, of_statistics, 0, 0, dq.data_ptr(), *NO_SIDE, 0, 0)
+        keys.kernel.launch(q, k, v, dout, of_statistics, dk.data_ptr(), dv.data_ptr(), *NO_SIDE, 0)
+        return dq, *_whole_heads(dk, dv, keys.shares)
 
-    return run if queries.kernel.programs and (keys is None or keys.kernel.programs) else None
+    return run if queries.kernel.programs and keys.kernel.programs else None
+
+
+def _prepare_short_backward(plan: AttentionPlan) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`prepare_backward` where one kernel computes all."""
+    allocate = plan.kernel.allocate
+
+    def run(dout: int, dlse: int, q: int, k: int, v: int, out: int, lse: int) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = allocate()
+        gradients = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        plan.kernel.launch(q, k, v, out, dout, lse, dlse, 0, 0, 0, *gradients, 0, *NO_SIDE)
+        return dq, *_whole_heads(dk, dv, plan.shares)
+
+    return run
 
 
 def backward_plans(
@@ -122,10 +156,10 @@ def backward_plans(
         return ()
     hides_rows = may_hide_rows(q, k, side, spec)
     summed = wanted.captured if any(wanted.captured) else ()
-    queries = plan_for("dq", q, k, v, dout, side, spec, False, wanted.alibi_slopes, hides_rows, summed)
-    others: list[Kernel] = [] if queries.sums_keys else ["dkdv"]
-    others += ["dbias"] if wanted.bias else []
-    return queries.kernel, *(plan_for(kernel, q, k, v, dout, side, spec).kernel for kernel in others)
+    queries = plan_for("dq", q, k, v, dout, side, spec, False, wanted.alibi_slopes, hides_rows, summed, wanted.bias)
+    others: list[Kernel] = [] if queries.all_gradients else ["dkdv", "dbias"] if wanted.bias else ["dkdv"]
+    plans = queries, *(plan_for(kernel, q, k, v, dout, side, spec) for kernel in others)
+    return tuple(launch for plan in plans for launch in plan.launches)
 
 
 def _preparable(q: Tensor, spec: AttentionSpec) -> bool:
@@ -158,19 +192,20 @@ def backward_queries(
     sums_slopes: bool = False,
     hides_rows: bool = False,
     captured_sums: Sequence[Tensor | None] = (),
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
-    """Runs the dq kernel. Returns dq, the statistics `[*lse.shape, 4]` that the other kernels read, with `sums_slopes`
-    what each row adds to the gradient of its slope, in the shape of lse, the dout that the other kernels read: with
-    `hides_rows` a contiguous copy with zeros in rows that see no key; and (dk, dv) where it has written them."""
+    learned_bias: bool = False,
+) -> QueryResults:
+    """Runs the dq kernel, or that of short sequences. `sums_slopes`, `learned_bias`: these gradients are wanted.
+    `hides_rows`: rows may see no key."""
     out, lse, dlse = contiguous_on_16_bytes(out), lse.contiguous(), None if dlse is None else dlse.contiguous()
     summed = tuple(total is not None for total in captured_sums)
-    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed)
-    dq, statistics, *copies = plan.kernel.allocate()
-    quiet = copies.pop(0) if hides_rows else None
-    dk, dv = copies or (None, None)
+    plan = plan_for("dq", q, k, v, dout, side, spec, dlse is not None, sums_slopes, hides_rows, summed, learned_bias)
     slope_sums = torch.zeros_like(lse) if sums_slopes else None
+    if plan.all_gradients:
+        return _short_backward(plan, dout, dlse, q, k, v, out, lse, side, slope_sums, learned_bias)
+    dq, statistics, *copies = plan.kernel.allocate()
+    quiet = copies[0] if hides_rows else None
     if plan.kernel.programs:
-        tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq, dk, dv)
+        tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, quiet, dq)
         pointers = (*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
         if plan.waves:
             waves = Waves.of(captured_sums, plan.kernel.programs, plan.waves)
@@ -179,8 +214,32 @@ def backward_queries(
             waves.finish(captured_sums)
         else:
             plan.kernel.launch(*pointers, *map(pointer, captured_sums or (None,)))
-    keys = None if dk is None or dv is None else _whole_heads(dk, dv, plan.shares)
-    return dq, statistics, slope_sums, dout if quiet is None else quiet, keys
+    return QueryResults(dq, statistics, slope_sums, dout if quiet is None else quiet, None, None)
+
+
+def _short_backward(
+    plan: AttentionPlan,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    side: SideInputs,
+    slope_sums: Tensor | None,
+    learned_bias: bool,
+) -> QueryResults:
+    """Runs the kernel of short sequences."""
+    dq, dk, dv, *more = plan.kernel.allocate()
+    statistics = None if side.sinks is None else more[0]
+    bias_parts = more[-1] if learned_bias else None
+    tensors = (q, k, v, out, dout, lse, dlse, statistics, slope_sums, None, dq, dk, dv, bias_parts)
+    plan.kernel.launch(*map(pointer, tensors), *side_pointers(side))
+    dbias = None
+    if bias_parts is not None:
+        dbias = sum_of_parts(plan.sum_of_parts, bias_parts)
+    return QueryResults(dq, statistics, slope_sums, dout, _whole_heads(dk, dv, plan.shares), dbias)
 
 
 def backward_keys(
@@ -223,7 +282,7 @@ def backward_bias(
     (sums,) = plan.kernel.allocate()
     tensors = (q, k, v, dout, statistics, sums)
     plan.kernel.launch(*map(pointer, tensors), *side_pointers(side), *captured_pointers(side))
-    return (sums.squeeze(0) if sums.shape[0] == 1 else sums.sum(0)).to(side.bias.dtype)
+    return sum_of_parts(plan.sum_of_parts, sums)
 
 
 def slope_gradient(slope_sums: Tensor, side: SideInputs, cu_seqlens: Tensor | None) -> Tensor:

@@ -27,14 +27,10 @@ from flashtile.ops.attention.plans import (
 )
 from flashtile.ops.attention.side_parameters import dropout_numbers, side_parameters, stored, window_parameters
 from flashtile.ops.attention.spec import AttentionSpec, SideInputs, Table, out_dtype
-from flashtile.ops.attention.triton.backward import (
-    KeyGradients,
-    RowTensors,
-    attention_dkdv_kernel,
-    attention_dq_kernel,
-)
+from flashtile.ops.attention.triton.backward import RowTensors, attention_dkdv_kernel, attention_dq_kernel
 from flashtile.ops.attention.triton.bias_gradient import attention_dbias_kernel
-from flashtile.ops.attention.triton.bias_work import BiasWork, cut_work
+from flashtile.ops.attention.triton.bias_parts import plan_of_sum
+from flashtile.ops.attention.triton.bias_work import BiasWork, cut_matrices, cut_work
 from flashtile.ops.attention.triton.column_sums import attention_column_sums_kernel
 from flashtile.ops.attention.triton.configs import (
     OWN_KEYS,
@@ -54,12 +50,14 @@ from flashtile.ops.attention.triton.configs import (
 from flashtile.ops.attention.triton.forward import attention_forward_kernel
 from flashtile.ops.attention.triton.ordered_sums import slots_for
 from flashtile.ops.attention.triton.score_functions import captured_parameters, derivative_of, function_of, score_bounds
+from flashtile.ops.attention.triton.short_backward import attention_short_backward_kernel
 from flashtile.ops.attention.triton.tiles import Strides, TileShape
 from flashtile.ops.common.checks import check_programs
 
 _KERNELS = {
     "forward": attention_forward_kernel,
     "dq": attention_dq_kernel,
+    "short_backward": attention_short_backward_kernel,
     "dkdv": attention_dkdv_kernel,
     "dbias": attention_dbias_kernel,
     "column_sums": attention_column_sums_kernel,
@@ -68,7 +66,8 @@ _KERNELS = {
 #: The tensors of each kernel that have strides, in the order of its parameters.
 _STRIDED = {
     "forward": ("q", "k", "v", "out"),
-    "dq": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+    "dq": ("q", "k", "v", "out", "dout", "dq"),
+    "short_backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
     "dkdv": ("q", "k", "v", "dout", "dk", "dv"),
     "dbias": ("q", "k", "v", "dout"),
     "column_sums": ("q", "k"),
@@ -80,15 +79,21 @@ class AttentionPlan(NamedTuple):
 
     Attributes:
         shares: dk and dv are in so many parts.
-        sums_keys: the dq kernel writes dk and dv too.
+        all_gradients: it is the kernel that computes dk, dv and the gradient of the bias too.
         waves: thread blocks of all launches together, where each launch has only some (`ordered_sums`); 0 = there is
             one launch.
+        sum_of_parts: of the bias's gradient, where the kernel stores several.
     """
 
     kernel: Plan
     shares: int = 1
-    sums_keys: bool = False
+    all_gradients: bool = False
     waves: int = 0
+    sum_of_parts: Plan | None = None
+
+    @property
+    def launches(self) -> tuple[Plan, ...]:
+        return (self.kernel,) if self.sum_of_parts is None else (self.kernel, self.sum_of_parts)
 
 
 class _Facts(NamedTuple):
@@ -98,8 +103,8 @@ class _Facts(NamedTuple):
         shapes: of q, k and v.
         situation, facts: what tiles are chosen by.
         work: how the gradient of a bias is cut.
+        learns: that gradient is wanted.
         shares: dk and dv are in so many parts.
-        sums_keys: the dq kernel writes dk and dv too.
         covered: tiles divide the call, so that none ends past a bias or a mask.
         whole: the tiles that move divide their sequence, whose length is known.
     """
@@ -113,8 +118,8 @@ class _Facts(NamedTuple):
     situation: Situation
     tiles: TileConfig
     work: BiasWork
+    learns: bool
     shares: int
-    sums_keys: bool
     covered: bool
     whole: bool
 
@@ -131,7 +136,10 @@ def plan_for(
     sums_slopes: bool = False,
     hides_rows: bool = False,
     summed: tuple[bool, ...] = (),
+    learns: bool = False,
 ) -> AttentionPlan:
+    """The plan of a kernel. That of "dq" is of "short_backward" where this serves the call. `learns`: the gradient of
+    the bias is wanted."""
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
     dout_stride = None
     if dout is not None:
@@ -152,6 +160,7 @@ def plan_for(
         hides_rows,
         torch._C._get_cublas_allow_tf32(),
         summed,
+        learns,
     )
 
 
@@ -171,6 +180,7 @@ def _plan(
     hides_rows: bool,
     allow_tf32: bool,
     summed: tuple[bool, ...] = (),
+    learns: bool = False,
 ) -> AttentionPlan:
     """Everything that can be decided before the tensors' contents are known."""
     q_shape, packed = shapes[0], side.sequences is not None
@@ -179,7 +189,10 @@ def _plan(
     precision = dot_precision(dtype, facts, allow_tf32)
     situation = situation_of(dtype, (head_dim, head_dim_v), spec, length, (side.bias, side.mask), precision)
     tiles = choose_tiles(kernel, facts, situation)
-    work = cut_work(side.bias, shapes, batch, tiles) if kernel == "dbias" and side.bias else BiasWork()
+    whole_tiles = tiles_with_keys(situation, rows_q, rows_k, tiles, packed, facts) if kernel == "dq" else None
+    if whole_tiles is not None and batch * rows_q * rows_k * heads:
+        kernel, tiles = "short_backward", whole_tiles
+    work = _cut(kernel, shapes, batch, side.bias, tiles)
     block_tile = (0, 0) if spec.block_shape is None else spec.block_shape[2:]
     programs = _programs(kernel, shapes, batch, packed, tiles, work)
     shares = 1
@@ -187,9 +200,8 @@ def _plan(
         uneven = packed or spec.block_shape is not None or (spec.window_right is not None and spec.window_left is None)
         steps = longest_walk(tiles_of(rows_q, tiles.block_m, batch, packed), spec, tiles.block_m, tiles.block_n)
         shares = shares_of_heads(heads // heads_kv, programs, steps, uneven, multiprocessors(device))
-    with_keys = tiles_with_keys(situation, rows_q, rows_k, tiles, packed) if kernel == "dq" and programs else None
-    writes_keys, tiles = with_keys is not None, with_keys or tiles
-    written_heads = heads if writes_keys else heads_kv * shares
+    # Where one program owns all keys of a query head, it writes dk and dv for that head.
+    written_heads = heads if kernel == "short_backward" else heads_kv * shares
     parts = [(*shape[:-2], written_heads, shape[-1]) for shape in shapes[1:]]
     triples = _stride_triples(kernel, shapes, parts, strides)
     bounded = packed or side.key_lengths_dtype is not None or not drops_bounds(kernel, situation)
@@ -201,9 +213,9 @@ def _plan(
     whole = not bounded and divides
     covered = not packed and divides_q and divides_k
     outputs = _output_layouts(
-        kernel, dtype, (q_shape, *parts), side.bias, work.parts, hides_rows, writes_keys, spec.returns_max_scores
+        kernel, dtype, (q_shape, *parts), side, work.parts, learns, hides_rows, spec.returns_max_scores
     )
-    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, shares, writes_keys, covered, whole)
+    call = _Facts(kernel, dtype, shapes, batch, side, spec, situation, tiles, work, learns, shares, covered, whole)
     in_waves = spec.deterministic and any(summed)
     parameters: dict[str, Any] = {
         **captured_parameters(side.captured, summed, in_waves),
@@ -216,6 +228,7 @@ def _plan(
         **_constants(call),
         **_score_functions(call, summed, in_waves),
         "IN_WAVES": in_waves,
+        "HIDES_ROWS": hides_rows,
     }
     waves = programs if in_waves else 0
     if in_waves:
@@ -223,7 +236,10 @@ def _plan(
     check_programs("q", programs * shares)
     cut = tiles.num_warps, tiles.num_stages, tiles.max_registers
     plan = make_plan(_KERNELS[kernel], parameters, constants, programs * shares, device, *cut, outputs)
-    return AttentionPlan(plan, written_heads // heads_kv, writes_keys, waves)
+    short = kernel == "short_backward"
+    learned = side.bias if programs and (kernel == "dbias" or (short and learns)) else None
+    sum_of_parts = None if learned is None else plan_of_sum(work.parts, learned, device)
+    return AttentionPlan(plan, written_heads // heads_kv, short, waves, sum_of_parts)
 
 
 def _tensors(
@@ -239,6 +255,9 @@ def _tensors(
     tensor, statistics = pointer_to(stored(dtype), pointers), pointer_to(torch.float32)
     out = pointer_to(stored(out_dtype(dtype)), pointers)
     dlse = pointer_to(torch.float32 if has_dlse else None)
+    # Of all gradients, the kernel stores statistics for that of the sinks alone, and that of a bias if it is wanted.
+    short = call.kernel == "short_backward"
+    sums = outputs[-1].dtype if call.kernel == "dbias" or (short and call.learns) else None
     return {
         **dict.fromkeys((f"{name}_ptr" for name in ("q", "k", "v", "dout", "dq", "dk", "dv")), tensor),
         "out_ptr": out,
@@ -248,14 +267,13 @@ def _tensors(
             dout=tensor,
             lse=statistics,
             dlse=dlse,
-            statistics=pointer_to(torch.float32, 16),
+            statistics=pointer_to(torch.float32 if not short or call.side.sinks else None, 16),
             slope_sums=pointer_to(torch.float32 if sums_slopes else None),
-            quiet=pointer_to(dtype if hides_rows else None, 16),
+            quiet=pointer_to(dtype if hides_rows and not short else None, 16),
         ),
-        "key_gradients": KeyGradients(*(tensor if call.sums_keys else pointer_to(None),) * 2),
         "max_scores_ptr": pointer_to(torch.float32 if call.spec.returns_max_scores else None),
         "statistics_ptr": pointer_to(torch.float32, 16),
-        "sums_ptr": pointer_to(outputs[0].dtype if call.kernel == "dbias" else torch.float32, 16),
+        "sums_ptr": pointer_to(torch.float32 if call.kernel == "column_sums" else sums, 16),
     }
 
 
@@ -295,7 +313,7 @@ def _numbers(call: _Facts) -> dict[str, Any]:
         "window": window_parameters(call.spec),
         "scale": float32(call.spec.scale),
         "softcap": float32(call.spec.softcap or None),
-        "work": call.work.numbers(call.side.bias),
+        "work": call.work.numbers(_shared_shape(call)),
         "shape": TileShape(
             HEAD_DIM=head_dim,
             HEAD_DIM_V=head_dim_v,
@@ -346,29 +364,51 @@ def _entries(captured: tuple[CapturedShape, ...], summed: tuple[bool, ...]) -> i
 
 
 def _output_layouts(
-    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], bias: Table | None, parts: int,
-    hides_rows: bool, sums_keys: bool, max_scores: bool,
+    kernel: Kernel, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...], side: SideShape, parts: int, learns: bool,
+    hides_rows: bool, max_scores: bool,
 ) -> tuple[Layout, ...]:  # fmt: skip
     """What the kernel writes: (out, lse), with `max_scores` also those; (dq, statistics), with `hides_rows` also dout
-    for the others and with `sums_keys` dk and dv; (dk, dv), in the shapes of k and v that are given; or the parts of
-    the bias's gradient."""
+    for the others; (dk, dv), in the shapes of k and v that are given; the parts of the bias's gradient; or all
+    gradients: (dq, dk, dv), with sinks the statistics, and where the bias learns the parts of its gradient."""
     q_shape, k_shape, v_shape = shapes
     *sequences, rows, heads, _ = q_shape
     out_shape, lse_shape = (*q_shape[:-1], v_shape[-1]), (*sequences, heads, rows)
-    keys = (k_shape, dtype), (v_shape, dtype)
+    statistics = ((*lse_shape, 4), torch.float32)
+    bias = side.bias
+    bias_parts = ((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32)
     outputs = {
         "forward": ((out_shape, out_dtype(dtype)), *((lse_shape, torch.float32),) * (2 if max_scores else 1)),
-        "dq": (
-            (q_shape, dtype),
-            ((*lse_shape, 4), torch.float32),
-            *(((out_shape, dtype),) if hides_rows else ()),
-            *(keys if sums_keys else ()),
-        ),
-        "dkdv": keys,
+        "dq": ((q_shape, dtype), statistics, *(((out_shape, dtype),) if hides_rows else ())),
+        "dkdv": ((k_shape, dtype), (v_shape, dtype)),
         "column_sums": (((*sequences, heads, k_shape[-3]), torch.float32),),
-        "dbias": (((parts, *(bias.shape if bias else ())), bias.dtype if bias and parts == 1 else torch.float32),),
+        "dbias": (bias_parts,),
+        "short_backward": (
+            *((shape, dtype) for shape in shapes),
+            *((statistics,) if side.sinks else ()),
+            *((bias_parts,) if learns else ()),
+        ),
     }
     return tuple(contiguous(shape, of) for shape, of in outputs[kernel])
+
+
+def _cut(
+    kernel: Kernel, shapes: tuple[tuple[int, ...], ...], batch: int, bias: Table | None, tiles: TileConfig
+) -> BiasWork:
+    """How the gradient of a bias is cut, or, where one kernel computes all, the call."""
+    if kernel == "dbias" and bias is not None:
+        return cut_work(bias, shapes, batch, tiles)
+    if kernel == "short_backward":
+        heads = shapes[0][-2]
+        return cut_matrices((1, heads) if bias is None else bias.shape[:2], batch * heads)
+    return BiasWork()
+
+
+def _shared_shape(call: _Facts) -> tuple[int, ...] | None:
+    """The shape of the bias; where one kernel computes all and there is none, one that all sequences would share."""
+    if call.kernel == "short_backward" and call.side.bias is None:
+        (rows_q, heads, _), (rows_k, *_) = call.shapes[0][-3:], call.shapes[1][-3:]
+        return 1, heads, rows_q, rows_k
+    return None if call.side.bias is None else call.side.bias.shape
 
 
 def _programs(
@@ -381,6 +421,8 @@ def _programs(
 ) -> int:
     """Number of programs: one for each tile, or for each slot of a packed call (see `tiles.find_sequence`)."""
     q_shape, k_shape, _ = shapes
+    if kernel == "short_backward":
+        return work.own * work.parts
     if kernel == "dbias":
         nothing = 0 in q_shape or 0 in k_shape or not batch
         return 0 if nothing else work.own * work.parts
