@@ -461,6 +461,20 @@ BIAS_GRADIENT_FORMS = {
     "256-mask": _backward(256, 256, False, False, False, side=SideShape(bias=_BIAS, mask=_DENSE_MASK)),
 }
 
+#: Backwards of heads wider than 256 columns: all that changes their machine code.
+WIDE_BACKWARD_FORMS = {
+    "512": _HEADS["512"],
+    "512-fp16-sinks-lse": _HEADS["512"]._replace(dtype=torch.float16, sinks=True, has_dlse=True, hides_rows=True),
+    "512-causal": _HEADS["512"]._replace(window_right=0),
+    "512-window": _HEADS["512"]._replace(**_MASKS["window"], dtype=torch.float16),
+    "512-window-top-left": _HEADS["512"]._replace(window_left=127, top_left=True),
+    "512-cut-keys": _HEADS["512"]._replace(seq_k=1000),
+    "320-causal": _HEADS["320"]._replace(window_right=0),
+    "192x512": _HEADS["192x512"],
+    "512x384": _HEADS["512x384"],
+    "512x64": Call(head_dim=512, head_dim_v=64),
+}
+
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers
 #: (docs/engineering_log/hopper_backward.md).
 SERIALISED = {"192x128-blocks", "192x128-packed-blocks"}

@@ -301,7 +301,7 @@ def test_times_of_other_shapes_are_those_of_the_records():
 
 def test_times_of_functions_are_those_of_the_records():
     """Of the later record where that has the case."""
-    first, later = map(_milliseconds, ("h200-functions.json", "h100-functions.json"))
+    first, later = map(_milliseconds, ("h200-functions.json", "h200-score-functions.json"))
     expected = []
     for case in (case for case, phase in first["flashtile-auto"] if phase == "fwd"):
         times = _newer(first, later, "flashtile-auto", case)

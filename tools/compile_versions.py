@@ -32,6 +32,7 @@ from hopper_forms import (
     FP8_FORMS,
     SCORE_FORMS,
     SERIALISED,
+    WIDE_BACKWARD_FORMS,
 )
 from machine_code import (
     WrongCodeError,
@@ -40,6 +41,7 @@ from machine_code import (
     hopper_plan,
     portable_calls,
     serialises_products,
+    wide_backward_sources,
 )
 from width_mixes import BACKWARD_MIXES, FORWARD_MIXES
 
@@ -73,6 +75,9 @@ def main() -> int:
             problems += report(f"backward {name} {kernel}", backward_source(kernel, variant), name in SERIALISED)
     for name, variant in BIAS_GRADIENT_FORMS.items():
         problems += report(f"gradient of a bias {name}", backward_source("bias", variant), False)
+    for name, call in WIDE_BACKWARD_FORMS.items():
+        for kernel, source in wide_backward_sources(call).items():
+            problems += report(f"wide backward {name} {kernel}", source)
     mixes = {"forward": FORWARD_MIXES, "dq": BACKWARD_MIXES, "dkdv": BACKWARD_MIXES}
     for kernel, calls in mixes.items():
         for name, call in calls.items():

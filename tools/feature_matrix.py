@@ -47,10 +47,12 @@ class Feature(NamedTuple):
     Attributes:
         label: in the documents.
         changes: of the plain call; they must give the same cells.
+        apart: labels of features with which the row below holds instead.
     """
 
     label: str
     changes: tuple[Change, ...]
+    apart: tuple[str, ...] = ()
 
 
 def _arguments(**arguments: object) -> Change:
@@ -84,7 +86,26 @@ FEATURES = (
     ),
     Feature("head_dim up to 256, not a multiple of 8, contiguous tensors", (_heads(20, 64), _heads(65, 64))),
     Feature("head_dim of v not a multiple of 8", (_heads(64, 20), _heads(20, 20))),
-    Feature("head_dim up to 512", (_heads(512, 512), _heads(64, 264))),
+    Feature(
+        "head_dim up to 512",
+        (_heads(512, 512), _heads(64, 264)),
+        (
+            "packed sequences",
+            "`key_lengths`",
+            "`softcap`",
+            "`alibi_slopes`",
+            "`alibi_slopes`, with gradient",
+            "`bias`, with gradient",
+            "`mask`",
+            "`block_mask`",
+            "`score_mod`",
+            "`dropout_p`",
+        ),
+    ),
+    Feature(
+        "head_dim over 256 with packed sequences, `key_lengths`, dropout or what changes scores, but sinks",
+        (lambda case: with_arguments(_heads(320, 64)(case), softcap=2.0),),
+    ),
     Feature(
         "causal with both alignments, windows",
         (_arguments(causal=True), _arguments(causal=True, align="top_left"), _arguments(window=(9, 4))),
@@ -167,7 +188,7 @@ def column_sums() -> list[str]:
         shape = (BASE.batch, BASE.seq_q, BASE.heads, BASE.head_dim)
         call = AttentionCall(
             backend, "column_sums", "cpu" if on_cpu else "cuda", device, 132, None, False, BASE.dtype, shape, shape,
-            shape, True, False, False, None, False, False, AttentionSpec(1.0),
+            shape, True, False, False, None, False, False, False, AttentionSpec(1.0),
         )  # fmt: skip
         return BACKENDS.choose(call).backend
 

@@ -8,7 +8,7 @@ from typing import Any
 from backend_calls import hopper_call
 from flashtile.ops.attention import select
 from flashtile.ops.attention.hopper.backend import unsupported_reason
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM_BACKWARD
+from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
 from flashtile.ops.attention.spec import NOTHING_WANTED, Wanted
 from gluon_emulator.hopper import EmulatedHopper
 
@@ -31,13 +31,14 @@ def served_by(emulated: EmulatedHopper) -> Callable[..., Any]:
         phase: Any, q: Any, k: Any, v: Any, side: Any, spec: Any, backend: str,
         wanted: Wanted = NOTHING_WANTED,
     ) -> Any:  # fmt: skip
-        wide = max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM_BACKWARD
-        if backend == "hopper" and phase == "backward" and (wide or any(wanted.captured)):
+        call = hopper_call(phase, q, k, v, side, spec, wanted)._replace(requested="hopper")
+        reason = unsupported_reason(call)
+        wide = is_wide(*call.head_dims)
+        if backend == "hopper" and phase == "backward" and ((wide and reason) or any(wanted.captured)):
             backend = "cpu"  # any backward follows any forward
         if backend != "hopper":
             return _serve(phase, q, k, v, side, spec, backend, wanted)
-        call = hopper_call(phase, q, k, v, side, spec, wanted)._replace(requested="hopper")
-        if reason := unsupported_reason(call):
+        if reason:
             raise NotServedError(reason)
         return emulated
 

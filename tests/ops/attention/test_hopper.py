@@ -43,6 +43,7 @@ from flashtile.ops.attention.hopper import (
 from flashtile.ops.attention.hopper.backend import unsupported_reason
 from flashtile.ops.attention.hopper.backward_source import backward_source
 from flashtile.ops.attention.hopper.backward_variant import BackwardVariant
+from flashtile.ops.attention.hopper.wide_backward_configs import choose_wide_backward_config, wide_shared_memory
 from flashtile.ops.attention.hopper.widening import make_widening
 from flashtile.ops.attention.plans import BlockSizes, SideShape, Window
 from flashtile.ops.attention.score_program import UNCHANGED
@@ -62,6 +63,7 @@ from hopper_forms import (
     REPEATS,
     SCORE_FORMS,
     SERIALISED,
+    WIDE_BACKWARD_FORMS,
 )
 from machine_code import (
     Binary,
@@ -75,6 +77,7 @@ from machine_code import (
     passed_by,
     sass,
     serialises_products,
+    wide_backward_sources,
     with_news,
 )
 
@@ -163,7 +166,24 @@ def test_a_backward_that_the_hopper_kernels_lack_is_the_portable_one() -> None:
     assert _chosen("backward", "hopper", wanted=Wanted(alibi_slopes=True)) == "hopper"
     for backend in ("auto", "hopper"):
         assert _chosen("backward", backend, head_dim=36) == "hopper"
-        assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "triton"
+        assert _chosen("backward", backend, head_dim=257) == _chosen("backward", backend, head_dim_v=264) == "hopper"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"packed": True}, {"key_lengths": True}, {"bias": _BIAS}, {"mask": True}, {"alibi": True}, {"softcap": 5.0},
+        {"score_program": UNCHANGED}, {"dropout_p": 0.1}, {"block_tile": (128, 128)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_backward_of_wide_heads_is_plain_or_portable(changes: dict) -> None:
+    """Sinks are in lse. `explain` says what is missing."""
+    for backend in ("auto", "hopper"):
+        assert _chosen("backward", backend, head_dim=256, **changes) == "hopper"
+        assert _chosen("backward", backend, head_dim=320, **changes) == "triton"
+    refused = with_changes(_call("backward"), head_dim=320, **changes)
+    assert "wider than 256 columns has no" in (unsupported_reason(refused) or "")
 
 
 def test_the_interpreter_and_the_cpu_have_no_hopper_kernels() -> None:
@@ -1232,6 +1252,33 @@ def _check_backward_features(binary: Binary, limits: _Limits, additions: int | N
     assert additions in (None, sum("REDG.E.ADD.F32" in line for line in _instructions(binary)))
 
 
+@pytest.mark.parametrize("form", WIDE_BACKWARD_FORMS)
+def test_machine_code_of_the_backward_of_wide_heads(form: str) -> None:
+    call = WIDE_BACKWARD_FORMS[form]
+    sources = wide_backward_sources(call)
+    cut = choose_wide_backward_config(call.head_dim, call.head_dim_v)
+    of_values, of_scores = wide_shared_memory(cut)
+    assert max(of_values, of_scores) <= _LIMIT
+    for kernel, memory in (("dv", of_values), ("dk", of_scores), ("dq", of_scores)):
+        check_code(sources[kernel], "sm_90", _check_wide_backward, _Limits(memory, _SPILLS_OF_WIDE_HEADS))
+    check_code(sources["begin"], "sm_90", check_fit, 1024)
+
+
+def _check_wide_backward(binary: Binary, limits: _Limits) -> None:
+    check_fit(binary, *limits)
+    assert not serialises_products(binary)
+
+
+def test_every_backward_of_wide_heads_fits_on_chip() -> None:
+    """Also at least one chunk of values is ahead of the products."""
+    widths = range(8, 513, 8)
+    for head_dim, head_dim_v in itertools.product(widths, widths):
+        cut = choose_wide_backward_config(head_dim, head_dim_v)
+        assert max(wide_shared_memory(cut)) <= configs.SHARED_MEMORY
+        assert cut.score_places >= cut.chunks
+        assert cut.value_places >= min(3, cut.value_chunks)
+
+
 def test_every_gradient_of_a_bias_fits_on_chip() -> None:
     for (head_dim, head_dim_v), modified, by_position in itertools.product(_HEADS, (False, True), (False, True)):
         cut = backward_configs.bias_gradient_config(head_dim, head_dim_v, modified, by_position)
@@ -1261,6 +1308,10 @@ def test_which_biases_come_by_tma(changes: dict[str, Any], moved: bool) -> None:
     bias = Table(torch.bfloat16, (4, 2, 64, 64), (8192, 4096, 64, 1), 0)
     assert configs.moves_by_tma(bias._replace(**changes), torch.bfloat16) is moved
 
+
+#: Spilled bytes of a thread in a backward of wide heads: of dq some twenty addresses at most, and a few scalars of its
+#: producers, which have 24 registers.
+_SPILLS_OF_WIDE_HEADS = 112
 
 #: Spilled bytes of a thread that holds the sums of two tiles of queries, and of one.
 _SPILLS_OF_BIAS_GRADIENTS = {2: 192, 1: 16}

@@ -78,6 +78,38 @@ def test_heads_and_masks(hopper: Callable, heads: tuple[int, int], mask: str) ->
     check(with_arguments(case, **_MASKS[mask]), "hopper")
 
 
+_WIDE: dict[str, dict[str, Any]] = {
+    "shared keys, causal": {"heads": 4, "head_dim": 320, "head_dim_v": 264, "arguments": {"causal": True}},
+    "one query, sinks": {"seq_q": 1, "head_dim": 512, "head_dim_v": 448, "dtype": torch.float16, "sinks": True},
+    "rows that see nothing": {
+        "seq_q": 300, "seq_k": 100, "head_dim": 264, "head_dim_v": 512, "sinks": True, "arguments": {"causal": True},
+    },
+    "one key, other scale": {"seq_k": 1, "head_dim": 448, "head_dim_v": 64, "arguments": {"scale": -0.1}},
+    "window": {
+        "seq_k": 200, "head_dim": 384, "head_dim_v": 320, "dtype": torch.float16, "arguments": {"window": (3, 0)},
+    },
+    "narrow queries": {"head_dim": 8, "head_dim_v": 512, "arguments": {"window": (None, 20), "align": "top_left"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", _WIDE.values(), ids=_WIDE)
+def test_backward_of_wide_heads(hopper: Callable, changes: dict[str, Any]) -> None:
+    """Its sums have a fixed order: no order of events changes a bit."""
+    case = replace(_SMALL, batch=2, **changes)
+    emulated = hopper(seed=0)
+    first = check(case, "hopper")
+    assert emulated.launched[-3:] == ["attention_wide_dv_kernel", *["attention_wide_dk_dq_kernel"] * 2]
+    hopper(seed=1)
+    again = run(case, make_inputs(case), "hopper")
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_backward_of_wide_heads_divides_heads_that_share_keys(hopper: Callable) -> None:
+    """Few keys with many queries: dk and dv are sums of parts."""
+    hopper()
+    check(replace(_SMALL, heads=4, seq_q=1100, seq_k=70, head_dim=264, head_dim_v=64), "hopper")
+
+
 @pytest.mark.parametrize("arguments", [{}, {"causal": True}, {"window": (70, 0), "deterministic": True}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 def test_packed_sequences(hopper: Callable, head_dim: int, arguments: dict) -> None:

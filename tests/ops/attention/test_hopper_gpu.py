@@ -94,6 +94,23 @@ def test_packed_sequences_over_many_tiles(head_dim: int, arguments: dict) -> Non
     check(with_arguments(case, **arguments), "hopper", "cuda")
 
 
+@pytest.mark.parametrize("arguments", _MASKS, ids=str)
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v, dtype",
+    [(264, 264, torch.float16), (384, 320, _BF16), (448, 448, torch.float16), (512, 64, _BF16), (128, 512, _BF16),
+     (8, 264, torch.float16), (512, 512, torch.float16)],
+    ids=str,
+)  # fmt: skip
+def test_backward_of_wide_heads(head_dim: int, head_dim_v: int, dtype: torch.dtype, arguments: dict) -> None:
+    """Sums have a fixed order, so a second run has the same bits."""
+    for heads_kv, seq_q, seq_k in ((4, 517, 643), (2, 300, 65), (1, 1, 700), (2, 700, 1)):
+        case = replace(_LARGE, heads_kv=heads_kv, seq_q=seq_q, seq_k=seq_k, dtype=dtype, sinks=heads_kv == 2)
+        case = with_arguments(replace(case, head_dim=head_dim, head_dim_v=head_dim_v), **arguments)
+        first = check(case, "hopper", "cuda")
+        again = run(case, make_inputs(case, "cuda"), "hopper")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
 _SCORES = {
     "softcap": {"arguments": {"softcap": 3.0}},
     "alibi": {"alibi_slopes": "bh", "constant": ("alibi_slopes",)},

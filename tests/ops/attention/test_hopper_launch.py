@@ -27,8 +27,9 @@ from flashtile._backends import launch as backend_launch
 from flashtile._backends import tma
 from flashtile._backends.launch import KernelSource
 from flashtile.ops.attention.backend import Phase
-from flashtile.ops.attention.hopper import backward_configs, backward_launch, launch
+from flashtile.ops.attention.hopper import backward_configs, backward_launch, launch, wide_backward_launch
 from flashtile.ops.attention.hopper.backend import unsupported_reason
+from flashtile.ops.attention.hopper.wide_backward_configs import STATISTIC_ROWS
 from flashtile.ops.attention.spec import FP8, AttentionSpec, SideInputs, Wanted, plain_side
 
 _RANGES = {"i32": range(-(2**31), 2**31), "i64": range(-(2**63), 2**63)}
@@ -109,7 +110,7 @@ def launched() -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(backend_launch, "make_launch", make_launch)
-        for module in (launch, backward_launch):
+        for module in (launch, backward_launch, wide_backward_launch):
             patched.setattr(module, "multiprocessors", lambda device: 132)
         zeros = torch.zeros(2, dtype=torch.int32)
         patched.setattr(launch, "_counter", lambda device: zeros)
@@ -145,9 +146,13 @@ class _Call(NamedTuple):
 
 
 @st.composite
-def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> _Call:
+def _calls(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], wide: bool = False) -> _Call:
+    """`wide`: heads of q or of v have more than 256 columns."""
     dtype, packed = draw(st.sampled_from(dtypes)), draw(st.booleans())
     head_dim, head_dim_v = draw(st.integers(1, 256)), 8 * draw(st.integers(1, 32))
+    if wide:
+        more, more_v = draw(st.sampled_from([(256, 0), (0, 256), (256, 256)]))
+        head_dim, head_dim_v = head_dim + more, head_dim_v + more_v
     heads_kv, group = draw(st.sampled_from([(1, 1), (1, 4), (3, 1), (2, 3)]))
     batch, seq_q, seq_k = (draw(st.sampled_from(sizes)) for sizes in ((1, 3), (1, 64, 130), (1, 128, 300)))
     outer = () if packed else (batch,)
@@ -299,6 +304,36 @@ def test_a_backward_passes_what_its_kernels_declare(
     assert begin["turns_ptr"] is None or begin["turns_ptr"] >= turns
     after_turns = (begin["turns_ptr"] or turns) + (4 * tiles if begin["turns_ptr"] else 0)
     assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= after_turns
+
+
+@given(_calls((torch.float16, torch.bfloat16), wide=True), st.booleans())
+def test_a_backward_of_wide_heads_passes_what_its_kernels_declare(
+    launched: dict[str, _Launched], call: _Call, has_dlse: bool
+) -> None:
+    q, k, v, dout, side, spec = call
+    side, spec = side._replace(alibi_slopes=None), spec._replace(softcap=0.0)
+    if not _served("backward", call._replace(side=side, spec=spec)):
+        return
+    lse = torch.zeros(*q.shape[:-3], q.shape[-2], q.shape[-3])
+    out, dlse = torch.zeros(dout.shape, dtype=dout.dtype), torch.zeros_like(lse) if has_dlse else None
+    gradients = backward_launch.backward(dout, dlse, q, k, v, out, lse, side, spec, Wanted())
+    tiles, begin = launched["attention_begin_kernel"]
+    of_dv, of_dq = (launched[f"attention_wide_{name}_kernel"].arguments for name in ("dv", "dk_dq"))
+    assert of_dv["k_desc"].is_of(k) and of_dv["dv_desc"].is_of(gradients.v)
+    # The last kernel is that of dq.
+    assert of_dq["visited_scores_desc"].is_of(k) and of_dq["visited_values_desc"].is_of(v)
+    assert of_dq["gradient_desc"].is_of(gradients.q)
+    if spec.scale > 0:
+        assert of_dv["q_desc"].is_of(q) and of_dq["own_scores_desc"].is_of(q)
+    if not begin["masked_dout_ptr"]:
+        assert of_dv["dout_desc"].is_of(dout) and of_dq["own_values_desc"].is_of(dout)
+    # The parts of the buffer, in their order: each has room.
+    assert begin["dout_ptr"] == dout.data_ptr() and begin["sums_ptr"] is begin["turns_ptr"] is None
+    masked_dout = begin["statistics_ptr"] + 4 * tiles * 2 * STATISTIC_ROWS
+    masked_dout_bytes = 2 * out.numel() if begin["masked_dout_ptr"] else 0
+    assert begin["masked_dout_ptr"] in (None, masked_dout) and begin["counter_ptr"] >= masked_dout + masked_dout_bytes
+    assert begin["sink_sums_ptr"] is None or begin["sink_sums_ptr"] >= begin["counter_ptr"] + 4
+    assert of_dv["statistics_ptr"] == of_dq["statistics_ptr"] == begin["statistics_ptr"]
 
 
 class _AllocatedError(Exception):

@@ -11,12 +11,12 @@ from torch import Tensor
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
 from flashtile.ops.attention import checks
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, facts_of_side
 from flashtile.ops.attention.canonical import DENSE_LAYOUT, PACKED_LAYOUT, add_scores, checked_qkv, lengths_of, spec_of
 from flashtile.ops.attention.options import ExplainOptions, names_of, take, with_options
 from flashtile.ops.attention.partial import AttentionPart, placed
 from flashtile.ops.attention.select import BACKENDS
-from flashtile.ops.attention.spec import FP8, table_of, wanted_of
+from flashtile.ops.attention.spec import FP8, wanted_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,10 +115,7 @@ def explain(
         k.shape,
         v.shape,
         aligned(*(_rows_contiguous(t) for t in (q, k, v))),
-        packed,
-        given.key_lengths is not None,
-        table_of(side.bias),
-        given.mask is not None,
+        *facts_of_side(side),
         wanted_of(side),
         spec,
         side,

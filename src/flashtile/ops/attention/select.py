@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flashtile._backends import devices
 from flashtile._backends.alignment import aligned
-from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase
+from flashtile.ops.attention.backend import AttentionCall, KernelChoice, Phase, facts_of_side
 from flashtile.ops.attention.cpu.backend import BACKEND as CPU
 from flashtile.ops.attention.hopper.backend import BACKEND as HOPPER
-from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted, table_of
+from flashtile.ops.attention.spec import NOTHING_WANTED, AttentionSpec, SideInputs, Wanted
 from flashtile.ops.attention.split.backend import BACKEND as SPLIT
 from flashtile.ops.attention.triton.backend import BACKEND as TRITON
 from flashtile.ops.common.backends import Backend, BackendChoice, Backends
@@ -85,10 +85,7 @@ def implementation(
         k.shape,
         v.shape,
         q.is_cuda and aligned(q, k, v),
-        side.cu_seqlens_q is not None,
-        side.key_lengths is not None,
-        table_of(side.bias),
-        side.mask is not None,
+        *facts_of_side(side),
         wanted,
         spec,
     )

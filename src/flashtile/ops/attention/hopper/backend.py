@@ -6,7 +6,12 @@ import torch
 
 from flashtile.ops.attention.backend import AttentionCall, KernelChoice, summary_of
 from flashtile.ops.attention.hopper import backward_configs, configs
-from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8, MAX_HEAD_DIM_BACKWARD
+from flashtile.ops.attention.hopper.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_8
+from flashtile.ops.attention.hopper.wide_backward_configs import (
+    choose_wide_backward_config,
+    is_wide,
+    wide_shared_memory,
+)
 from flashtile.ops.attention.spec import FP8, SideInputs
 from flashtile.ops.attention.triton.backend import describe_bias_gradient
 from flashtile.ops.attention.triton.configs import SHORT, length_of
@@ -55,8 +60,8 @@ def _slower(call: AttentionCall) -> str | None:
 
 def _unsupported_feature(call: AttentionCall) -> str | None:
     widest = max(call.head_dims)
-    if call.phase == "backward" and widest > MAX_HEAD_DIM_BACKWARD:
-        return f"heads of its backward have up to {MAX_HEAD_DIM_BACKWARD} columns, and these {widest}"
+    if call.phase == "backward" and is_wide(*call.head_dims) and (unserved := _unserved_by_wide_backward(call)):
+        return f"its backward of heads wider than {4 * configs.CONSUMER_ROWS} columns has no {unserved}"
     if call.dtype is FP8 and widest > MAX_HEAD_DIM_8:
         return f"8-bit heads have up to {MAX_HEAD_DIM_8} columns, and these {widest}"
     if widest > MAX_HEAD_DIM:
@@ -76,6 +81,23 @@ def _unsupported_feature(call: AttentionCall) -> str | None:
     return None
 
 
+def _unserved_by_wide_backward(call: AttentionCall) -> str | None:
+    """What the kernels of `wide_backward` cannot do, of what a call asks."""
+    spec = call.spec
+    asked = {
+        "packed sequences": call.packed,
+        "key_lengths": call.key_lengths,
+        "bias": call.bias is not None,
+        "mask": call.mask,
+        "alibi_slopes": call.alibi,
+        "softcap": spec.softcap > 0,
+        "score_mod": spec.score_program is not None,
+        "dropout": spec.dropout_p > 0,
+        "block_mask": spec.block_shape is not None,
+    }
+    return next((name for name, present in asked.items() if present), None)
+
+
 def _unreadable(call: AttentionCall) -> str | None:
     """Why TMA cannot read or write the tensors."""
     head_dim, head_dim_v = call.head_dims
@@ -91,6 +113,8 @@ def _unreadable(call: AttentionCall) -> str | None:
 def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     """The kernels of a phase, with their tiles."""
     spec, heads = call.spec, call.head_dims
+    if call.phase == "backward" and is_wide(*heads):
+        return _describe_wide_backward(*heads)
     if call.phase == "backward":
         side = call.side or SideInputs()
         moved = configs.moves_by_tma(call.bias, call.dtype)
@@ -122,6 +146,23 @@ def describe(call: AttentionCall) -> tuple[KernelChoice, ...]:
     summary = summary_of((config.block_m, config.block_n), warps, config.stages, memory)
     forward = KernelChoice("forward", config, memory, "hopper", summary=summary)
     return (KernelChoice("widen", backend="hopper"), forward) if call.dtype is FP8 else (forward,)
+
+
+def _describe_wide_backward(head_dim: int, head_dim_v: int) -> tuple[KernelChoice, ...]:
+    """The kernels of dv, dk and dq. A stage is a chunk of 64 rows and columns."""
+    cut = choose_wide_backward_config(head_dim, head_dim_v)
+    of_values, of_scores = wide_shared_memory(cut)
+    warps, rows = "2 computing warpgroups and a loading warp", configs.CONSUMER_ROWS
+    places = cut.score_places + cut.value_places
+    choices = (
+        ("dv", (rows, 2 * rows), cut.places, of_values),
+        ("dk", (rows, rows), places, of_scores),
+        ("dq", (rows, rows), places, of_scores),
+    )
+    return tuple(
+        KernelChoice(name, cut, memory, "hopper", summary=summary_of(block, warps, stages, memory))
+        for name, block, stages, memory in choices
+    )
 
 
 def _describe_bias_gradient(call: AttentionCall, alibi: bool) -> KernelChoice:

@@ -44,6 +44,12 @@ from flashtile.ops.attention.hopper.parameters import (
     with_aligned_lists,
 )
 from flashtile.ops.attention.hopper.score_functions import reads_of, with_derivative_of
+from flashtile.ops.attention.hopper.wide_backward_configs import is_wide
+from flashtile.ops.attention.hopper.wide_backward_launch import (
+    WideBackwardPlan,
+    launch_wide_backward,
+    plan_wide_backward,
+)
 from flashtile.ops.attention.plans import (
     SideShape,
     call_sizes,
@@ -131,6 +137,14 @@ def backward(
         k, v = by_whole_rows(k), by_whole_rows(v)
     out, dout = contiguous_on_16_bytes(out), _readable(dout)
     lse, dlse = lse.contiguous(), None if dlse is None else dlse.contiguous()
+    if is_wide(q.shape[-1], v.shape[-1]):
+        wide = _wide_plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows)
+        dq, dk, dv, scratch = launch_wide_backward(
+            wide, dout.data_ptr(), pointer(dlse), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            lse.data_ptr(), pointer(side.sinks),
+        )  # fmt: skip
+        dsinks = _sink_gradient(scratch, wide.sink_sums_at, lse) if wanted.sinks and side.sinks is not None else None
+        return Gradients(dq if sign == 1 else dq.mul_(sign), dk, dv, None, None, dsinks, nothing_captured)
     plan = _plan_for(dout, dlse is not None, q, k, v, side, spec, has_empty_rows, wanted)
     row_statistics = None
     if wanted.bias and plan.bias is None and plan.stored_bias is None:
@@ -150,8 +164,7 @@ def backward(
     )  # fmt: skip
     dsinks = None
     if wanted.sinks and side.sinks is not None:
-        by_tile = scratch[plan.sink_sums_at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
-        dsinks = by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
+        dsinks = _sink_gradient(scratch, plan.sink_sums_at, lse)
     if wanted.bias and plan.bias is not None:
         dout_address = scratch.data_ptr() + plan.masked_dout_at if plan.has_empty_rows else dout.data_ptr()
         statistics = scratch.data_ptr() + plan.statistics_at
@@ -172,6 +185,9 @@ def prepare_backward(
     and lse; or None."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel() and aligned(dout)):
         return None
+    if is_wide(q.shape[-1], v.shape[-1]):
+        wide = _wide_plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
+        return lambda *addresses: launch_wide_backward(wide, *addresses)[:3]
     plan = _plan_for(dout, has_dlse, q, k, v, side, spec, may_hide_rows(q, k, side, spec))
 
     return lambda *addresses: _launch(plan, *addresses)[:3]
@@ -183,7 +199,11 @@ def backward_plans(
     """The launches of `backward` without dlse; `dout` needs no memory."""
     if spec.scale <= 0 or not (q.numel() and k.numel() and v.numel()):
         return ()
-    plan = _plan_for(dout, False, q, k, v, side, spec, may_hide_rows(q, k, side, spec), wanted)
+    has_empty_rows = may_hide_rows(q, k, side, spec)
+    if is_wide(q.shape[-1], v.shape[-1]):
+        wide = _wide_plan_for(dout, False, q, k, v, side, spec, has_empty_rows)
+        return wide.begin, wide.dv.plan, wide.dk.plan, wide.dq.plan
+    plan = _plan_for(dout, False, q, k, v, side, spec, has_empty_rows, wanted)
     of_bias: tuple[Plan, ...] = ()
     if wanted.bias and plan.stored_bias is None:
         of_bias = (plan.bias or plan_for("dbias", q, k, v, dout, side, spec)).launches
@@ -196,6 +216,15 @@ def _plan_for(
 ) -> BackwardPlan:  # fmt: skip
     shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
     return _plan(q.dtype, q.device, shapes, strides, side_shape(side), spec, has_dlse, has_empty_rows, wanted)
+
+
+def _wide_plan_for(
+    dout: Tensor, has_dlse: bool, q: Tensor, k: Tensor, v: Tensor, side: SideInputs, spec: AttentionSpec,
+    has_empty_rows: bool,
+) -> WideBackwardPlan:  # fmt: skip
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), dout.stride())
+    sinks = side.sinks is not None
+    return plan_wide_backward(q.dtype, q.device, shapes, strides, sinks, spec, has_dlse, has_empty_rows)
 
 
 def _launch(
@@ -226,6 +255,12 @@ def _launch(
     if plan.shares > 1:
         dk, dv = sum_of_shares(dk, plan.shares), sum_of_shares(dv, plan.shares)
     return dq, dk, dv, scratch
+
+
+def _sink_gradient(scratch: Tensor, at: int, lse: Tensor) -> Tensor:
+    """The sum of its parts, which lie `at` so many bytes of the scratch."""
+    by_tile = scratch[at // 4 :].view(*lse.shape[:-1], -1)  # [batch or none, heads, tiles]
+    return by_tile.sum((0, -1) if by_tile.dim() == 3 else -1).neg_()
 
 
 def _sink_gradient_without_keys(dlse: Tensor | None, lse: Tensor, sinks: Tensor | None) -> Tensor | None:

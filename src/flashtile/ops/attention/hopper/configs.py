@@ -14,9 +14,9 @@ import torch
 from flashtile.ops.attention.spec import FP8, Table
 from flashtile.ops.attention.triton.score_source import reads_by_key, tile_values
 
-#: Widest head of q and k, and of v: of the forward, and of the backward and of 8-bit inputs.
+#: Widest head of q and k, and of v, and of 8-bit inputs.
 MAX_HEAD_DIM = 512
-MAX_HEAD_DIM_BACKWARD = MAX_HEAD_DIM_8 = 256
+MAX_HEAD_DIM_8 = 256
 
 #: Columns of v of a tile at most. Two consumers hold the output of 64 rows each in half of all registers.
 _MAX_PART = 256

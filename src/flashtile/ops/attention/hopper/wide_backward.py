@@ -1,0 +1,665 @@
+"""Backward kernels for Hopper of heads wider than 256 columns: dv, and dk or dq. `backward_ends` has the kernel before
+them.
+
+dk and dv of 64 keys and 512 columns would take all registers of a multiprocessor. So each gradient has a launch of its
+own, and computes the scores again. A thread block has the sum of its *own* rows in registers, and *visits* the rows of
+the other side, 64 at a time. With `c = scale · log2(e)` (letters as in `backward`)::
+
+    dv of 128 keys, up to 320 columns        dk of 64 keys, all columns      dq of 64 queries, all columns
+
+    sᵀ  = k qᵀ                               sᵀ  = k qᵀ                      s  = q kᵀ
+    pᵀ  = exp2(c·sᵀ - lse)                   pᵀ  = exp2(c·sᵀ - lse)          p  = exp2(c·s - lse)
+                                             dpᵀ = v doutᵀ                   dp = dout vᵀ
+                                             dsᵀ = pᵀ · (dpᵀ - delta)        ds = p · (dp - delta)
+    dv += pᵀ dout                            dk += dsᵀ q                     dq += ds k
+
+dk and dq are one kernel. In either, an operand *of scores* (q or k, `D` columns) is multiplied twice, and one *of
+values* (dout or v, `E` columns) once.
+
+Everything comes in *chunks* of 64 rows and 64 columns, each with a place and barriers of its own. So a place is filled
+again as soon as its chunk has been multiplied, and heads of any width are cut alike. TMA fills in zeros past the last
+column.
+
+Roles of dv: `sum_values`, twice, each for 64 keys, and `load_for_values`, one warp. More columns of dv are divided over
+thread blocks, as those of the output are in the forward (`KernelConfig.PARTS`).
+
+Roles of dk and dq: `weigh` computes weights and the first half of the columns, `differentiate` gradients of scores and
+the second half, and `load_operand`, twice one warp, loads the operands of scores and those of values. Weights and
+gradients of scores pass through one place on chip (`Exchange`).
+
+Nobody adds to what another one adds to, so all sums have a fixed order.
+"""
+
+from typing import Any, NamedTuple
+
+from flashtile._backends.gluon import (
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from flashtile.ops.attention.hopper.backward_pieces import DELTA, LSE, ROWS, query_tile_ranges
+from flashtile.ops.attention.hopper.pieces import (
+    Chunks,
+    HeadRows,
+    Slot,
+    barriers,
+    coordinates,
+    hidden_zero,
+    key_tile_ranges,
+    make_ring,
+    matrix_layout,
+    pack,
+    product_layout,
+    tile_in_order,
+    wait_products,
+)
+
+#: Columns of a chunk.
+CHUNK = gl.constexpr(64)
+
+#: Queries whose statistics lie side by side (`backward_ends.attention_begin_kernel` with so many rows).
+STATISTIC_ROWS = gl.constexpr(16)
+
+#: Tiles that run at once, about.
+_TILES_AT_ONCE = gl.constexpr(128)
+
+
+@aggregate
+class KernelConfig:
+    """What a kernel is specialised for.
+
+    OF_KEYS: the own rows are keys. OWN_ROWS: rows of a thread block. CHUNKS, VALUE_CHUNKS: chunks of a row of q and k,
+    and of dout and v. PARTS: so many thread blocks have the same rows and each a part of the columns, in SUM_CHUNKS
+    chunks. MASKS: a band or the end of the keys may cut a tile.
+    """
+
+    OF_KEYS: gl.constexpr
+    OWN_ROWS: gl.constexpr
+    CHUNKS: gl.constexpr
+    VALUE_CHUNKS: gl.constexpr
+    PARTS: gl.constexpr
+    SUM_CHUNKS: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    TOP_LEFT: gl.constexpr
+    MASKS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, **constants):
+        for name, value in constants.items():
+            setattr(self, name, gl.constexpr(value))
+
+
+class Problem(NamedTuple):
+    """What every role knows of the call.
+
+    Attributes:
+        heads: of the query.
+        heads_kv: counts each key/value head `shares` times, once for each share of its query heads, `group` of them.
+        own_tiles: on each line of own rows.
+        statistic_tiles: of `STATISTIC_ROWS` queries, of a head.
+        factor: `scale · log2(e)`.
+    """
+
+    batch: Any
+    heads: Any
+    heads_kv: Any
+    group: Any
+    shares: Any
+    rows_q: Any
+    rows_k: Any
+    own_tiles: Any
+    statistic_tiles: Any
+    window: Any
+    factor: Any
+    scale: Any
+
+
+class Operands(NamedTuple):
+    """Descriptors or rings of one side's rows. `of_scores`: of q or k, `of_values`: of dout or v."""
+
+    of_scores: Any
+    of_values: Any
+
+
+class Exchange(NamedTuple):
+    """The place through which `weigh` hands the weights of a step to `differentiate`, and gets the gradients of the
+    scores back. A thread of either reads and writes the same elements, so one place does for both. `weights_there`,
+    `gradients_there`: barriers."""
+
+    place: Any
+    weights_there: Any
+    gradients_there: Any
+
+
+class Shared(NamedTuple):
+    """What the roles of dk and dq share on chip: rings of either side's `Operands`, and the `Exchange`. The own rows
+    are loaded once."""
+
+    own: Any
+    visited: Any
+    exchange: Any
+
+
+class Work(NamedTuple):
+    """What a thread block does: `steps` steps, for each tile of 64 visited rows one for each of `heads` heads.
+
+    `first`: the first of the own rows; `own_head`: theirs. `gradient_head`: that of the gradient, which differs where
+    heads have shares. `visited_head`: the first of the heads. `shift`: the key on the diagonal of query 0.
+    `first_tile`: the visited tile that comes first. Tiles in `[full_begin, full_end)` need no mask. `part`: of the
+    columns.
+    """
+
+    sequence: Any
+    first: Any
+    own_head: Any
+    gradient_head: Any
+    visited_head: Any
+    heads: Any
+    shift: Any
+    first_tile: Any
+    full_begin: Any
+    full_end: Any
+    steps: Any
+    part: Any
+
+
+class Step(NamedTuple):
+    """A visited head and tile."""
+
+    head: Any
+    tile: Any
+
+
+@gluon.jit
+def attention_wide_dv_kernel(
+    k_desc, q_desc, dout_desc, dv_desc, statistics_ptr, problem,
+    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, PARTS: gl.constexpr, PLACES: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
+):  # fmt: skip
+    """`PLACES`: for visited chunks. The others: `KernelConfig`."""
+    config = KernelConfig(
+        OF_KEYS=True,
+        OWN_ROWS=2 * ROWS,
+        CHUNKS=CHUNKS,
+        VALUE_CHUNKS=VALUE_CHUNKS,
+        PARTS=PARTS,
+        SUM_CHUNKS=(VALUE_CHUNKS + PARTS - 1) // PARTS,
+        HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=MASKS,
+    )
+    keys = make_ring(Chunks(k_desc, None), 2 * key_places(config), 1)
+    visited = make_ring(Chunks(q_desc, None), PLACES, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (sum_values, (0, config, keys, visited, dv_desc, statistics_ptr, problem)),
+            (sum_values, (1, config, keys, visited, dv_desc, statistics_ptr, problem)),
+            (load_for_values, (config, keys, visited, k_desc, Operands(q_desc, dout_desc), problem)),
+        ],
+        [4, 1],
+        [REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def attention_wide_dk_dq_kernel(
+    own_scores_desc, own_values_desc, visited_scores_desc, visited_values_desc, gradient_desc, statistics_ptr, problem,
+    CHUNKS: gl.constexpr, VALUE_CHUNKS: gl.constexpr, SCORE_PLACES: gl.constexpr, VALUE_PLACES: gl.constexpr,
+    OF_KEYS: gl.constexpr, REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, TOP_LEFT: gl.constexpr, MASKS: gl.constexpr,
+):  # fmt: skip
+    """`SCORE_PLACES`, `VALUE_PLACES`: for visited chunks. The others: `KernelConfig`."""
+    config = KernelConfig(
+        OF_KEYS=OF_KEYS,
+        OWN_ROWS=ROWS,
+        CHUNKS=CHUNKS,
+        VALUE_CHUNKS=VALUE_CHUNKS,
+        PARTS=1,
+        SUM_CHUNKS=CHUNKS,
+        HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT,
+        TOP_LEFT=TOP_LEFT,
+        MASKS=MASKS,
+    )
+    dtype: gl.constexpr = own_scores_desc.dtype
+    shared = Shared(
+        own=Operands(
+            of_scores=make_ring(Chunks(own_scores_desc, None), CHUNKS, 1),
+            of_values=make_ring(Chunks(own_values_desc, None), VALUE_CHUNKS, 1),
+        ),
+        visited=Operands(
+            of_scores=make_ring(Chunks(visited_scores_desc, None), SCORE_PLACES, 1),
+            of_values=make_ring(Chunks(visited_values_desc, None), VALUE_PLACES, 1),
+        ),
+        exchange=Exchange(
+            place=gl.allocate_shared_memory(dtype, [ROWS, ROWS], matrix_layout(ROWS)),
+            weights_there=barriers(1, 1),
+            gradients_there=barriers(1, 1),
+        ),
+    )
+    own, visited = shared.own, shared.visited
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (weigh, (config, shared, gradient_desc, statistics_ptr, problem)),
+            (differentiate, (config, shared, gradient_desc, statistics_ptr, problem)),
+            (
+                load_operand,
+                (CHUNKS, config, own.of_scores, visited.of_scores, own_scores_desc, visited_scores_desc, problem),
+            ),
+            (
+                load_operand,
+                (VALUE_CHUNKS, config, own.of_values, visited.of_values, own_values_desc, visited_values_desc, problem),
+            ),
+        ],
+        [4, 1, 1],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+# What a thread block does
+
+
+@gluon.jit
+def work_of(problem, config):
+    """The work of this thread block. Where a mask makes tiles uneven, those with the most steps come first."""
+    UNEVEN: gl.constexpr = config.HAS_LEFT or config.HAS_RIGHT
+    number = gl.program_id(0)
+    part = number % config.PARTS
+    number = number // config.PARTS
+    tiles = problem.own_tiles
+    own_heads = problem.heads_kv if config.OF_KEYS else problem.heads
+    lines = problem.batch * own_heads
+    together = gl.maximum(_TILES_AT_ONCE // tiles, 1)
+    tile, line = tile_in_order(number, tiles, lines, together, 1, UNEVEN)
+    if config.OF_KEYS and config.HAS_RIGHT:
+        tile = tiles - 1 - tile  # the first keys are seen by the most queries
+    sequence = line // own_heads
+    head = line % own_heads
+    first = tile * config.OWN_ROWS
+    shift = gl.to_tensor(0) if config.TOP_LEFT else problem.rows_k - problem.rows_q
+    left, right = problem.window.left, problem.window.right
+    if config.OF_KEYS:
+        begin, full_begin, full_end, end = query_tile_ranges(
+            first, problem.rows_k, shift, problem.rows_q, left, right,
+            config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT,
+        )  # fmt: skip
+        heads = problem.group
+        own_head = head // problem.shares
+        visited_head = head * problem.group
+        first_tile = end - 1
+    else:
+        begin, full_begin, full_end, end = key_tile_ranges(
+            first, problem.rows_q, shift, problem.rows_k, left, right,
+            config.OWN_ROWS, ROWS, config.HAS_LEFT, config.HAS_RIGHT,
+        )  # fmt: skip
+        heads = gl.to_tensor(1)
+        own_head = head
+        visited_head = head // (problem.group * problem.shares)
+        first_tile = begin
+    return Work(
+        sequence=sequence,
+        first=first,
+        own_head=own_head,
+        gradient_head=head,
+        visited_head=visited_head,
+        heads=heads,
+        shift=shift,
+        first_tile=first_tile,
+        full_begin=full_begin,
+        full_end=full_end,
+        steps=(end - begin) * heads,
+        part=part,
+    )
+
+
+@gluon.jit
+def first_step(work):
+    """Thread blocks of a line begin at the same tile, the last queries or the first keys, so that they read the same at
+    the same time."""
+    return Step(work.visited_head, work.first_tile)
+
+
+@gluon.jit
+def step_after(work, step, config):
+    """The step that follows one: all heads of a tile come before the next tile."""
+    done = step.head + 1 == work.visited_head + work.heads
+    direction = -1 if config.OF_KEYS else 1
+    return Step(gl.where(done, work.visited_head, step.head + 1), step.tile + gl.where(done, direction, 0))
+
+
+# Producers
+
+
+@gluon.jit
+def load_for_values(config, keys, visited, k_desc, descriptors, problem):
+    """Loads the keys of dv, and then for each step the queries, and the part of dout."""
+    work = work_of(problem, config)
+    own = HeadRows(work.sequence, work.own_head, 0, 0)
+    for which in gl.static_range(2):
+        for chunk in range(config.CHUNKS):
+            slot = keys.slot(which * key_places(config) + chunk)
+            keys.load(slot, Chunks(k_desc, None), own, work.first + which * ROWS, False, chunk * CHUNK)
+    loaded = 0
+    step = first_step(work)
+    for _ in range(work.steps):
+        rows = HeadRows(work.sequence, step.head, 0, 0)
+        for chunk in range(config.CHUNKS):
+            visited.fill(
+                visited.slot(loaded), Chunks(descriptors.of_scores, None), rows, step.tile * ROWS, False, chunk * CHUNK
+            )
+            loaded += 1
+        for chunk in range(config.SUM_CHUNKS):
+            column = (work.part * config.SUM_CHUNKS + chunk) * CHUNK
+            visited.fill(
+                visited.slot(loaded), Chunks(descriptors.of_values, None), rows, step.tile * ROWS, False, column
+            )
+            loaded += 1
+        step = step_after(work, step, config)
+
+
+@gluon.jit
+def load_operand(COUNT: gl.constexpr, config, own, visited, own_desc, visited_desc, problem):
+    """Loads one operand of dk or dq, of scores or of values: `COUNT` chunks of the own rows, and then for each step as
+    many of the visited ones."""
+    work = work_of(problem, config)
+    rows = HeadRows(work.sequence, work.own_head, 0, 0)
+    for chunk in range(COUNT):
+        own.load(own.slot(chunk), Chunks(own_desc, None), rows, work.first, False, chunk * CHUNK)
+    loaded = 0
+    step = first_step(work)
+    for _ in range(work.steps):
+        rows = HeadRows(work.sequence, step.head, 0, 0)
+        for chunk in range(COUNT):
+            visited.fill(visited.slot(loaded), Chunks(visited_desc, None), rows, step.tile * ROWS, False, chunk * CHUNK)
+            loaded += 1
+        step = step_after(work, step, config)
+
+
+# dv
+
+
+@gluon.constexpr_function
+def key_places(config):
+    """Chunks on chip of 64 keys of dv, through whose places their sums leave."""
+    return max(config.CHUNKS, config.SUM_CHUNKS)
+
+
+@gluon.jit
+def sum_values(WHICH: gl.constexpr, config, keys, visited, dv_desc, statistics_ptr, problem):
+    """Consumer: a part of the columns of dv of 64 keys."""
+    FIRST: gl.constexpr = WHICH * key_places(config)
+    dtype: gl.constexpr = visited.tiles.dtype
+    work = work_of(problem, config)
+    first = work.first + WHICH * ROWS
+    total = zero_sums(config.SUM_CHUNKS)
+    acquire_chunks(keys, FIRST, config.CHUNKS)
+    read = 0
+    step = first_step(work)
+    for _ in range(work.steps):
+        lse = load_statistic(statistics_ptr, LSE, first, step, work, problem, config)
+        s = product_of_rows(keys, FIRST, visited, read, config.CHUNKS, True)
+        p = weights_of(s, lse, first, step, work, problem, config)
+        read += config.CHUNKS
+        total = add_products(total, pack(p, dtype), visited, read)
+        read += config.SUM_CHUNKS
+        step = step_after(work, step, config)
+    column = work.part * (config.SUM_CHUNKS * CHUNK)
+    store_sums(total, 1.0, keys, FIRST, dv_desc, first, column, work)
+
+
+# dk and dq
+
+
+@gluon.jit
+def weigh(config, shared, gradient_desc, statistics_ptr, problem):
+    """Consumer: weights, and the first half of the columns of dk or dq."""
+    own, visited, exchange = shared.own, shared.visited, shared.exchange
+    dtype: gl.constexpr = visited.of_scores.tiles.dtype
+    layout: gl.constexpr = product_layout(ROWS)
+    work = work_of(problem, config)
+    total = zero_sums((config.CHUNKS + 1) // 2)
+    acquire_chunks(own.of_scores, 0, config.CHUNKS)
+    step = first_step(work)
+    for index in range(work.steps):
+        lse = load_statistic(statistics_ptr, LSE, work.first, step, work, problem, config)
+        s = product_of_rows(own.of_scores, 0, visited.of_scores, index * config.CHUNKS, config.CHUNKS, False)
+        p = weights_of(s, lse, work.first, step, work, problem, config)
+        exchange.place.store(pack(p, dtype))
+        mbarrier.arrive(exchange.weights_there.index(0), count=1)
+        mbarrier.wait(exchange.gradients_there.index(0), index & 1)
+        ds = exchange.place.load(layout)
+        total = add_products(total, ds, visited.of_scores, index * config.CHUNKS)
+        step = step_after(work, step, config)
+    store_sums(total, problem.scale, own.of_scores, 0, gradient_desc, work.first, 0, work)
+
+
+@gluon.jit
+def differentiate(config, shared, gradient_desc, statistics_ptr, problem):
+    """Consumer: gradients of the scores, and the second half of the columns of dk or dq."""
+    own, visited, exchange = shared.own, shared.visited, shared.exchange
+    dtype: gl.constexpr = visited.of_scores.tiles.dtype
+    FIRST: gl.constexpr = (config.CHUNKS + 1) // 2
+    work = work_of(problem, config)
+    total = zero_sums(config.CHUNKS - FIRST)
+    acquire_chunks(own.of_values, 0, config.VALUE_CHUNKS)
+    acquire_chunks(own.of_scores, FIRST, config.CHUNKS - FIRST)  # through whose places the sums leave
+    step = first_step(work)
+    if work.steps > 0:
+        delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
+        dp = product_of_rows(own.of_values, 0, visited.of_values, 0, config.VALUE_CHUNKS, True)
+        for index in range(work.steps - 1):
+            ds = hand_over_gradients(dp, delta, index, exchange, dtype)
+            step = step_after(work, step, config)
+            delta = load_statistic(statistics_ptr, DELTA, work.first, step, work, problem, config)
+            total, dp = add_products_and_next(
+                total, ds, visited.of_scores, index * config.CHUNKS + FIRST, own.of_values, visited.of_values,
+                (index + 1) * config.VALUE_CHUNKS, config.VALUE_CHUNKS,
+            )  # fmt: skip
+        ds = hand_over_gradients(dp, delta, work.steps - 1, exchange, dtype)
+        total = add_products(total, ds, visited.of_scores, (work.steps - 1) * config.CHUNKS + FIRST)
+    store_sums(total, problem.scale, own.of_scores, FIRST, gradient_desc, work.first, FIRST * CHUNK, work)
+
+
+@gluon.jit
+def hand_over_gradients(dp, delta, index, exchange, dtype: gl.constexpr):
+    """The gradients of the scores of a step, in 16 bits, which `weigh` finds in the place of its weights."""
+    mbarrier.wait(exchange.weights_there.index(0), index & 1)
+    p = exchange.place.load(dp.type.layout).to(gl.float32)
+    ds = pack(p * (dp - delta), dtype)
+    exchange.place.store(ds)
+    mbarrier.arrive(exchange.gradients_there.index(0), count=1)
+    return ds
+
+
+# Pieces
+
+
+@gluon.jit
+def acquire_chunks(ring, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Waits for chunks that are loaded once."""
+    for chunk in gl.static_range(FIRST, FIRST + COUNT):
+        ring.acquire(ring.slot(chunk))
+
+
+@gluon.jit
+def zero_sums(COUNT: gl.constexpr):
+    """Sums of 64 rows, one for each chunk of columns."""
+    total = ()
+    for _ in gl.static_range(COUNT):
+        total = total + (gl.zeros([ROWS, CHUNK], gl.float32, product_layout(CHUNK)),)
+    return total
+
+
+@gluon.jit
+def product_of_rows(own, FIRST: gl.constexpr, visited, count, COUNT: gl.constexpr, RELEASES: gl.constexpr):
+    """`a bᵀ` `[64, 64]` over all columns: of the own chunks from `FIRST` on, and as many visited ones from number
+    `count` on. RELEASES: each visited chunk is released as soon as it has been multiplied.
+
+    Own chunks lie at constant places. If the compiler saw that, it would keep the descriptors of all products in
+    registers, which the loop does not have.
+    """
+    hidden = hidden_zero(count)
+    total = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
+    for chunk in gl.static_range(COUNT):
+        total = start_product(total, own, FIRST + chunk + hidden, visited, count + chunk, chunk > 0)
+        if RELEASES and chunk > 0:
+            wait_products(1)
+            visited.release(visited.slot(count + chunk - 1))
+    total = warpgroup_mma_wait(0, [total])
+    if RELEASES:
+        visited.release(visited.slot(count + COUNT - 1))
+    return total
+
+
+@gluon.jit
+def start_product(total, own, place, visited, number, ADDS: gl.constexpr):
+    """Waits for a visited chunk, and starts its product with the own chunk at `place`. ADDS: to the total."""
+    slot = visited.slot(number)
+    visited.acquire(slot)
+    b = visited.main_operand(slot).permute([1, 0])
+    return warpgroup_mma(own.main_operand(Slot(place, 0)), b, total, use_acc=ADDS, is_async=True)
+
+
+@gluon.jit
+def add_products(total, a, visited, count):
+    """The sums plus `a b`, where b has as many chunks as there are sums, from number `count` on. It releases them. `a`:
+    of 16 bits, in registers."""
+    COUNT: gl.constexpr = len(total)
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
+    a = gl.convert_layout(a, operand, assert_trivial=True)
+    sums = ()
+    for chunk in gl.static_range(COUNT):
+        slot = visited.slot(count + chunk)
+        visited.acquire(slot)
+        sums = sums + (warpgroup_mma(a, visited.main_operand(slot), total[chunk], is_async=True),)
+    for chunk in gl.static_range(COUNT - 1):
+        wait_products(COUNT - 1 - chunk)
+        visited.release(visited.slot(count + chunk))
+    if COUNT == 1:
+        total = (warpgroup_mma_wait(0, sums),)
+    else:
+        total = warpgroup_mma_wait(0, sums)
+    visited.release(visited.slot(count + COUNT - 1))
+    return total
+
+
+@gluon.jit
+def add_products_and_next(
+    total, a, visited, count, own_values, visited_values, value_count, VALUE_CHUNKS: gl.constexpr
+):  # fmt: skip
+    """`add_products`, and beside them `product_of_rows` of the values of the next step, which does not need what they
+    free. So values are loaded meanwhile.
+
+    Chunks of values for which there was no place in time come behind all sums: nobody waits for them with a chunk of
+    the scores' operands in hand, of which there may be a single step on chip.
+    """
+    COUNT: gl.constexpr = len(total)
+    AHEAD: gl.constexpr = min(COUNT, visited_values.STAGES, VALUE_CHUNKS)
+    operand: gl.constexpr = gl.DotOperandLayout(0, product_layout(CHUNK), 2)
+    a = gl.convert_layout(a, operand, assert_trivial=True)
+    hidden = hidden_zero(value_count)
+    product = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS))
+    sums = ()
+    for chunk in gl.static_range(COUNT):
+        slot = visited.slot(count + chunk)
+        visited.acquire(slot)
+        sums = sums + (warpgroup_mma(a, visited.main_operand(slot), total[chunk], is_async=True),)
+        if chunk < AHEAD:
+            product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
+        wait_products(1 if chunk < AHEAD else 0)
+        visited.release(slot)
+        if 0 < chunk and chunk <= AHEAD:  # the product of values before this one has ended
+            visited_values.release(visited_values.slot(value_count + chunk - 1))
+    for chunk in gl.static_range(AHEAD, VALUE_CHUNKS):
+        product = start_product(product, own_values, chunk + hidden, visited_values, value_count + chunk, chunk > 0)
+        if chunk > AHEAD or AHEAD == COUNT:  # else the chunk before has been released above
+            wait_products(1)
+            visited_values.release(visited_values.slot(value_count + chunk - 1))
+    results = warpgroup_mma_wait(0, sums + (product,))
+    if not (AHEAD == VALUE_CHUNKS and AHEAD < COUNT):  # else the last one has been, too
+        visited_values.release(visited_values.slot(value_count + VALUE_CHUNKS - 1))
+    total = ()
+    for chunk in gl.static_range(COUNT):
+        total = total + (results[chunk],)
+    return total, results[COUNT]
+
+
+@gluon.jit
+def load_statistic(statistics_ptr, KIND: gl.constexpr, own_first, step, work, problem, config):
+    """lse (in units of log2) or delta of the queries of a product, `[1, 64]` of visited and `[64, 1]` of own ones.
+
+    They are stored as `backward_pieces.subtract_statistic` reads them, by tiles of `STATISTIC_ROWS`: four numbers that
+    a thread has of visited queries lie side by side.
+    """
+    layout: gl.constexpr = product_layout(ROWS)
+    tiles = problem.statistic_tiles
+    if config.OF_KEYS:
+        number = (work.sequence * problem.heads + step.head) * tiles + step.tile * (ROWS // STATISTIC_ROWS)
+        # By sixteens, two bits of a thread's place in its row, halves, and elements.
+        quads: gl.constexpr = gl.DistributedLinearLayout(
+            [[1], [2], [16], [32]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [64]
+        )
+        place = gl.arange(0, ROWS, quads)
+        place = place // STATISTIC_ROWS * (2 * STATISTIC_ROWS) + place % STATISTIC_ROWS
+        base = statistics_ptr + number.to(gl.int64) * (2 * STATISTIC_ROWS) + KIND * STATISTIC_ROWS
+        numbers = gl.permute(gl.reshape(gl.load(base + place), [ROWS // 16, 4, 2, 2]), [0, 2, 1, 3])
+        numbers = gl.reshape(numbers, [ROWS])
+        statistic = gl.convert_layout(numbers, gl.SliceLayout(0, layout), assert_trivial=True)[None, :]
+    else:
+        number = (work.sequence * problem.heads + work.own_head) * tiles + own_first // STATISTIC_ROWS
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        place = row // 16 * (2 * STATISTIC_ROWS) + row % 8 // 2 * 4 + row % 16 // 8 * 2 + row % 2
+        base = statistics_ptr + number.to(gl.int64) * (2 * STATISTIC_ROWS) + KIND * STATISTIC_ROWS
+        statistic = gl.load(base + place)[:, None]
+    return statistic
+
+
+@gluon.jit
+def weights_of(s, lse, own_first, step, work, problem, config):
+    """The weights of a step, `[own rows, visited rows]`, from its products."""
+    p = gl.exp2(s * problem.factor - lse)
+    if config.MASKS:
+        if (step.tile < work.full_begin) | (step.tile >= work.full_end):
+            p = hide(p, own_first, step.tile * ROWS, work, problem, config)
+    return p
+
+
+@gluon.jit
+def hide(p, own_first, visited_first, work, problem, config):
+    """The weights, 0 where the query does not see the key."""
+    own = (own_first + gl.arange(0, ROWS, gl.SliceLayout(1, p.type.layout)))[:, None]
+    visited = (visited_first + gl.arange(0, ROWS, gl.SliceLayout(0, p.type.layout)))[None, :]
+    key = own if config.OF_KEYS else visited
+    query = visited if config.OF_KEYS else own
+    last = problem.rows_k - 1 + query * 0
+    if config.HAS_RIGHT:
+        last = gl.minimum(last, query + (work.shift + problem.window.right))
+    visible = key <= last
+    if config.HAS_LEFT:
+        visible &= key >= query + (work.shift - problem.window.left)
+    return gl.where(visible, p, 0.0)
+
+
+@gluon.jit
+def store_sums(total, scale, ring, FIRST: gl.constexpr, descriptor, row, column, work):
+    """Stores sums of 64 rows, times `scale`, through places of the own rows from `FIRST` on, which nobody reads any
+    more. Rows and columns past the end are not written."""
+    rows = HeadRows(work.sequence, work.gradient_head, 0, 0)
+    for chunk in gl.static_range(len(total)):
+        ring.main_operand(ring.slot(FIRST + chunk)).store((total[chunk] * scale).to(ring.tiles.dtype))
+    fence_async_shared()
+    for chunk in gl.static_range(len(total)):
+        place = ring.tiles.index(FIRST + chunk)
+        tma_store(descriptor, coordinates(rows, row, column + chunk * CHUNK, False), place)
+    tma_store_wait(0)
