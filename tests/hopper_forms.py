@@ -469,10 +469,15 @@ WIDE_BACKWARD_FORMS = {
     "512-window": _HEADS["512"]._replace(**_MASKS["window"], dtype=torch.float16),
     "512-window-top-left": _HEADS["512"]._replace(window_left=127, top_left=True),
     "512-cut-keys": _HEADS["512"]._replace(seq_k=1000),
-    "320-causal": _HEADS["320"]._replace(window_right=0),
-    "192x512": _HEADS["192x512"],
-    "512x384": _HEADS["512x384"],
+    "320": _HEADS["320"],
+    "320-causal-fp16": _HEADS["320"]._replace(window_right=0, dtype=torch.float16),
+    "320-window": _HEADS["320"]._replace(**_MASKS["window"]),
     "512x64": Call(head_dim=512, head_dim_v=64),
+    "512x64-window": Call(head_dim=512, head_dim_v=64, **_MASKS["window"]),
+    "128x512": Call(head_dim=128, head_dim_v=512),
+    "128x512-window-fp16": Call(head_dim=128, head_dim_v=512, **_MASKS["window"], dtype=torch.float16),
+    "64x320": Call(head_dim=64, head_dim_v=320),
+    "64x320-causal": Call(head_dim=64, head_dim_v=320, window_right=0),
 }
 
 #: Forms whose products ptxas serialises, because dk and dv beside a producer leave too few registers

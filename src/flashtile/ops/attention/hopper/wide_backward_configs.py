@@ -24,11 +24,17 @@ REGISTERS, MAX_REGISTERS = 240, 168
 STATISTIC_ROWS = 16
 
 
+#: Chunks of q and k, and of dout and v, that kernels are compiled for: a call takes the first that holds it, and the
+#: columns that it does not have are zeros. For many others, such as 6 and 5 or 7 and 7, ptxas 12.8 computes descriptors
+#: in a way that the search for wrong machine code cannot follow to the PTX (`tests/control_flow.py`).
+_CUTS = ((2, 5), (5, 5), (2, 8), (8, 2), (8, 8))
+
+
 class WideBackwardConfig(NamedTuple):
     """How the kernels of dv, and of dk and dq, are cut.
 
     Attributes:
-        chunks, value_chunks: of a row of q and k, and of dout and v. At least two, one for each warpgroup.
+        chunks, value_chunks: of a row of q and k, and of dout and v.
         parts: thread blocks among which the columns of dv are divided.
         places: for visited chunks of the kernel of dv.
         score_places, value_places: for visited chunks of q or k, and of dout or v, of the kernel of dk and dq. Chunks
@@ -45,7 +51,8 @@ class WideBackwardConfig(NamedTuple):
 
 def choose_wide_backward_config(head_dim: int, head_dim_v: int) -> WideBackwardConfig:
     """The cut of a call: own rows take what they need, and visited ones what is left, up to two steps of them."""
-    chunks, value_chunks = (max(2, -(-columns // CHUNK)) for columns in (head_dim, head_dim_v))
+    needed, needed_of_values = -(-head_dim // CHUNK), -(-head_dim_v // CHUNK)
+    chunks, value_chunks = next(cut for cut in _CUTS if needed <= cut[0] and needed_of_values <= cut[1])
     parts = -(-value_chunks // _MAX_SUM_CHUNKS)
     room = (SHARED_MEMORY - _OVERHEAD) // _CHUNK_BYTES
     sum_chunks = -(-value_chunks // parts)
